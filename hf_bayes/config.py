@@ -1,0 +1,94 @@
+"""What every method's config shares. A method is identified by its config, saved as JSON beside its draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from hf_bayes.types import Kernel, Problem, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Common fields of all methods; each method's file adds its own.
+
+    Attributes:
+        num_chains: number of independent chains (members) K.
+        draws_per_chain: draws kept of each chain, S. The posterior has K * S members.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
+        prior_std: standard deviation of the Gaussian prior in parameter units: one number, or a mapping
+            {regular expression on parameter names: std} that must cover every random tensor. None means 1.
+        prior_mean: "zero", or "initial": the weights the model came with.
+        temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
+        temper: what T tempers: "posterior" targets exp(-U/T); "likelihood" leaves the prior at T = 1.
+        init_jitter: standard deviation of a chain's seeded start around the model's weights, relative to each
+            tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B); fresh LoRA factors A are redrawn per chain.
+        warm_start_steps: updates of AdamW on U that precede the method (they count as burn-in).
+        warm_start_learning_rate: AdamW's step size in these updates.
+    """
+
+    name: ClassVar[str]
+    num_chains: int = 4
+    draws_per_chain: int = 1
+    burn_in: float = 0.5
+    thin: int | None = None
+    prior_std: float | dict[str, float] | None = None
+    prior_mean: Literal["zero", "initial"] = "zero"
+    temperature: float = 1.0
+    temper: Literal["posterior", "likelihood"] = "posterior"
+    init_jitter: float = 0.1
+    warm_start_steps: int = 0
+    warm_start_learning_rate: float = 1e-3
+
+    full_batch: ClassVar[bool] = False
+    """True: every evaluation must see the whole data set (exact kernels)."""
+
+    def __post_init__(self) -> None:
+        self._check_count("num_chains", self.num_chains, minimum=1)
+        self._check_count("draws_per_chain", self.draws_per_chain, minimum=1)
+        self._check_count("warm_start_steps", self.warm_start_steps, minimum=0)
+        if self.thin is not None:
+            self._check_count("thin", self.thin, minimum=1)
+        self._check_number("burn_in", self.burn_in, minimum=0.0)
+        self._check_number("temperature", self.temperature, minimum=0.0)
+        self._check_number("init_jitter", self.init_jitter, minimum=0.0)
+        self._check_number("warm_start_learning_rate", self.warm_start_learning_rate, minimum=0.0, strict=True)
+        stds = self.prior_std.values() if isinstance(self.prior_std, dict) else [self.prior_std]
+        for std in stds:
+            if std is not None:
+                self._check_number("prior_std", std, minimum=0.0, strict=True)
+        self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
+        self._check_choice("temper", self.temper, ("posterior", "likelihood"))
+
+    def build(self, problem: Problem) -> Rule | Kernel:
+        """The method's rule or kernel for this problem."""
+        raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields with the method's name."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @property
+    def prior_weight(self) -> float:
+        """The factor of U_prior in what samplers run on at temperature T: 1, or T when only the likelihood is tempered."""
+        return self.temperature if self.temper == "likelihood" else 1.0
+
+    def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{self.name}: {field} must be an integer >= {minimum}, got {value!r}")
+
+    def _check_number(
+        self, field: str, value: Any, *, minimum: float, maximum: float = math.inf, strict: bool = False
+    ) -> None:
+        """Require a finite number in [minimum, maximum); ``strict`` excludes the minimum."""
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not fine or value < minimum or value >= maximum or (strict and value == minimum):
+            bound = f"{'>' if strict else '>='} {minimum:g}" + ("" if maximum == math.inf else f" and < {maximum:g}")
+            raise ValueError(f"{self.name}: {field} must be a finite number {bound}, got {value!r}")
+
+    def _check_choice(self, field: str, value: Any, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, got {value!r}")

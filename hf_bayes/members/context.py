@@ -1,0 +1,78 @@
+"""What stacked modules and trunk hooks share during one forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Context:
+    """The members now shown by a model, and how far the fold has gone in the current forward.
+
+    Attributes:
+        num_members: M.
+        num_rows: B, rows of the batch before folding; folded tensors have M * B rows, row ``m * B + b`` of member m.
+        tensors: {parameter name: [M, *shape]}, views of theta.
+        trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
+        used: names of the random parameters that this forward has read.
+    """
+
+    def __init__(self) -> None:
+        self.num_members = 1
+        self.num_rows = 1
+        self.tensors: dict[str, Tensor] = {}
+        self.trunk = False
+        self.used: set[str] = set()
+        self._copies: Tensor | None = None
+        self._fresh = False
+
+    def begin(self, num_rows: int, *, trunk: bool) -> None:
+        """Start a forward of ``num_rows`` rows a member."""
+        self.num_rows, self.trunk, self._copies, self._fresh = num_rows, trunk, None, False
+
+    def mark_fanned_out(self, *, copies: bool) -> None:
+        """The rows have just been repeated M times; ``copies``: they stay alike up to the first stacked module."""
+        self._fresh = copies
+
+    def end(self) -> None:
+        """Forget what must not outlive a forward."""
+        self._copies, self._fresh = None, False
+
+    def single(self, x: Tensor) -> Tensor | None:
+        """[B, ...] if the M * B rows of ``x`` are M copies of these (or ``x`` still has B rows), else None.
+
+        Query, key and value projections read the same tensor object, which is how the second and third of them know.
+        """
+        if self.num_members == 1:
+            return None
+        if x.shape[0] == self.num_rows:
+            return x
+        if self._fresh:
+            self._copies, self._fresh = x, False
+        return x[: self.num_rows] if x is self._copies else None
+
+    def members_of(self, parameter: nn.Parameter, name: str | None) -> Tensor:
+        """[M, *shape]: the members' values of a parameter, or the frozen one for all."""
+        if name is None:
+            return parameter.detach().expand(self.num_members, *parameter.shape)
+        self.used.add(name)
+        return self.tensors[name]
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[M * R, ..., k] -> [M, R * ..., k]."""
+        return x.reshape(self.num_members, -1, x.shape[-1])
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """[B, ...] -> [M * B, ...], member-major."""
+        return x.repeat(self.num_members, *[1] * (x.ndim - 1)) if self.num_members > 1 else x
+
+
+def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
+    """[M, R * ..., k] -> [M * R, ..., k], where ``like`` is [R, ..., *] or [M * R, ..., *]."""
+    rows = y.shape[0] * y.shape[1] // max(1, like[0, ..., 0].numel())
+    return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` outside autocast, which casts by itself."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)

@@ -1,0 +1,110 @@
+"""A live model with a member axis: installed in place, run folded, given back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.members.context import Context
+from hf_bayes.members.stacked import stack
+from hf_bayes.members.trunk import Trunk, num_rows_of, repeat_rows
+from hf_bayes.subspace import Layout
+
+FOLDED_ROWS = 4096
+"""Rows (members x sequences x positions) past which folding loses to smaller passes: it no longer fits the caches."""
+
+
+class Members:
+    """The member engine on one model.
+
+    ``install`` replaces the forwards of the modules that own a random parameter and hooks the trunk; ``remove`` undoes
+    both. In between, ``bind`` shows members to the model and ``forward`` runs it for all of them at once.
+
+    Attributes:
+        model: what the layout's names refer to (a peft model, say).
+        core: the transformers model that is called.
+        layout: the random parameters.
+    """
+
+    def __init__(self, model: nn.Module, core: nn.Module, layout: Layout, *, trunk: bool = True) -> None:
+        self.model, self.core, self.layout = model, core, layout
+        self.context = Context()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        names = {id(parameters[name]): name for name in layout.names}
+        self.stacked = stack(model, names, self.context)
+        self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
+        if not trunk:
+            self.trunk.num_blocks = 0
+        # a trunk also saves where all blocks are frozen and only modules after them are random
+        self.shares = trunk and (self.trunk.num_blocks > 0)
+        self._checked = False
+
+    def install(self) -> None:
+        for item in self.stacked:
+            item.install()
+        self.trunk.install()
+
+    def remove(self) -> None:
+        for item in self.stacked:
+            item.remove()
+        self.trunk.remove()
+        self.context.tensors = {}
+
+    @contextmanager
+    def bind(self, theta: Tensor) -> Iterator[None]:
+        """Show the members ``theta`` [M, d] to the model until the end of the block."""
+        context = self.context
+        before = context.tensors, context.num_members
+        context.tensors, context.num_members = self.layout.unflatten(theta), len(theta)
+        try:
+            yield
+        finally:
+            context.tensors, context.num_members = before
+
+    def forward(self, inputs: dict[str, Any], *, folded: bool = False) -> Any:
+        """The core's output with M * B rows, row ``m * B + b`` of member m.
+
+        Args:
+            inputs: keyword arguments of the core.
+            folded: the rows differ from member to member: there are M * B of them already.
+        """
+        context = self.context
+        rows = num_rows_of(inputs)
+        if folded:
+            if rows % context.num_members:
+                raise ValueError(f"{rows} rows cannot be dealt to {context.num_members} members: give a multiple")
+            rows //= context.num_members
+        else:
+            inputs = repeat_rows(inputs, rows, context.num_members)
+        context.used.clear()
+        context.begin(rows, trunk=self.shares and not folded and context.num_members > 1)
+        try:
+            output = self.core(**inputs)
+        finally:
+            context.end()
+        if not self._checked:
+            self._check_all_used()
+        return output
+
+    def pass_size(self, num_members: int, rows: int, length: int) -> int:
+        """Members to run at once so that about ``FOLDED_ROWS`` rows are folded."""
+        return max(1, min(num_members, FOLDED_ROWS // max(1, rows * length)))
+
+    def chunks(self, theta: Tensor, size: int) -> Iterator[Tensor]:
+        """``theta`` in pieces of at most ``size`` members of nearly equal number."""
+        count = -(-len(theta) // size)
+        yield from torch.tensor_split(theta, count)
+
+    def _check_all_used(self) -> None:
+        """Once: a random parameter that no forward reads (a weight used behind its module's back) has no posterior."""
+        unused = sorted(set(self.layout.names) - self.context.used)
+        if unused:
+            raise ValueError(
+                f"{len(unused)} random parameters were not read in a forward pass, first {unused[0]}: the model uses "
+                "them outside their module, or not at all. Leave them out of the subspace"
+            )
+        self._checked = True

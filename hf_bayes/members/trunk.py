@@ -1,0 +1,115 @@
+"""Run the layers before the first random one once for all members.
+
+The model is called with M * B folded rows, so everything it derives from them (masks, positions, pooling) fits the
+members; hooks cut the blocks of the trunk down to B rows and fan out to M * B at the first random block. A hook that
+does not fire costs time, never correctness: the rows it would have cut are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.members.context import Context
+from hf_bayes.subspace import decoder_blocks
+
+
+class Trunk:
+    """Pre-hooks on the blocks of a model.
+
+    Attributes:
+        num_blocks: blocks that no random parameter precedes or is part of; 0 where there is no trunk.
+    """
+
+    def __init__(self, model: nn.Module, random_modules: Collection[nn.Module], context: Context) -> None:
+        self.context = context
+        self.handles: list[Any] = []
+        self.blocks, self.num_blocks = _find_trunk(model, random_modules)
+        self.has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+    def install(self) -> None:
+        if self.num_blocks == 0:
+            return
+        hooks: list[tuple[nn.Module, Callable]] = [(block, self._cut) for block in self.blocks[: self.num_blocks]]
+        hooks += [(block, self._fan_out) for block in self.blocks[self.num_blocks : self.num_blocks + 1]]
+        self.handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block, hook in hooks]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def _cut(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """[M * B, ...] -> [B, ...], in all a block is given."""
+        context = self.context
+        if not context.trunk:
+            return None
+        folded_rows = context.num_members * context.num_rows
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(cut(item) for item in value)
+            if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == folded_rows:
+                return value[: context.num_rows]
+            return value
+
+        return cut(args), {key: cut(value) for key, value in kwargs.items()}
+
+    def _fan_out(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Repeat the hidden states, the one tensor that the trunk has left at B rows."""
+        context = self.context
+        if not context.trunk:
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[0] == context.num_rows:
+            hidden = context.repeat(hidden)
+            # dropout between here and the first stacked module would tell the copies apart
+            context.mark_fanned_out(copies=not (block.training and self.has_dropout))
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tuple[list[nn.Module], int]:
+    """The blocks in order, and how many of them lie before the first random module."""
+    found = decoder_blocks(model)
+    config = getattr(model, "config", None)
+    if found is None or getattr(config, "is_encoder_decoder", False):
+        return [], 0
+    list_name, blocks = found
+    random_ids = {id(module) for module in random_modules}
+    order = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in random_ids]
+    all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    list_position = all_names.index(list_name)
+    for name in order:  # registration order is execution order: embeddings, blocks, final norm, head
+        if name.startswith(list_name + "."):
+            return list(blocks), int(name[len(list_name) + 1 :].split(".")[0])
+        if all_names.index(name) < list_position:
+            return list(blocks), 0
+    return list(blocks), len(blocks)
+
+
+def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
+    """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major."""
+
+    def fold(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fold(item) for key, item in value.items()}
+        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == num_rows:
+            return value.repeat(num_members, *[1] * (value.ndim - 1))
+        return value
+
+    return inputs if num_members == 1 else {key: fold(value) for key, value in inputs.items()}
+
+
+def num_rows_of(inputs: dict[str, Any]) -> int:
+    """B: the first dimension of the model's main input."""
+    for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
+        value = inputs.get(key)
+        if isinstance(value, torch.Tensor):
+            return value.shape[0]
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim >= 1]
+    if not tensors:
+        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: cannot tell the number of rows")
+    return tensors[0].shape[0]

@@ -1,0 +1,146 @@
+"""Which parameters are random, and how they lie in one flat row of theta.
+
+The layout is a list of named tensors; theta [M, d] holds them side by side in that order. Tied weights are one entry.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named tensors <-> rows of theta.
+
+    Attributes:
+        names: parameter names as the model gives them; of tied parameters, the first.
+        shapes: their shapes.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def dim(self) -> int:
+        """d, the length of a row of theta."""
+        return sum(self.sizes)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """{name: [*lead, *shape]} -> [*lead, d].
+
+        Raises:
+            ValueError: if a key is missing or unknown, or a shape differs.
+        """
+        missing, extra = sorted(set(self.names) - set(tensors)), sorted(set(tensors) - set(self.names))
+        if missing or extra:
+            raise ValueError(f"tensors do not match the subspace: missing {missing}, unknown {extra}")
+        lead = tensors[self.names[0]].shape[: -len(self.shapes[0]) or None]
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if tuple(tensors[name].shape) != (*lead, *shape):
+                raise ValueError(f"{name}: expected shape {[*lead, *shape]}, got {list(tensors[name].shape)}")
+        return torch.cat([tensors[name].reshape(*lead, -1) for name in self.names], dim=-1)
+
+    def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
+        """[*lead, d] -> {name: [*lead, *shape]}, views of theta; the backward of the one split is one cat."""
+        if theta.shape[-1] != self.dim:
+            raise ValueError(f"theta must have {self.dim} columns ({len(self.names)} tensors), got {theta.shape[-1]}")
+        pieces = theta.split(self.sizes, -1)
+        return {
+            name: piece.unflatten(-1, shape) if shape else piece.squeeze(-1)
+            for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)
+        }
+
+
+def select(model: nn.Module, subspace: str = "trainable") -> Layout:
+    """The random parameters of a model.
+
+    Args:
+        model: any module; for a transformers or peft model all four words are understood.
+        subspace: "trainable" (what requires grad: of a peft model its adapter and ``modules_to_save``),
+            "last_layer" (the output head, tied weights included), "last_block" (the last of the longest list of
+            like blocks, and all that runs after it but the head), or a regular expression searched in parameter names.
+    Raises:
+        ValueError: if nothing is selected or a selected tensor is quantised.
+    """
+    chosen = _chosen_names(model, subspace)
+    names, shapes, seen = [], [], set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in chosen or id(parameter) in seen:
+            continue
+        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
+            raise ValueError(
+                f"{name} is quantised ({parameter.dtype}) and cannot be random: put LoRA on it, or choose another subspace"
+            )
+        seen.add(id(parameter))
+        names.append(name)
+        shapes.append(tuple(parameter.shape))
+    if not names:
+        raise ValueError(
+            f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose one of "
+            '"trainable", "last_layer", "last_block" or a regular expression over parameter names'
+        )
+    return Layout(tuple(names), tuple(shapes))
+
+
+def initial(model: nn.Module, layout: Layout) -> Tensor:
+    """[d]: the model's own values in float32 (float64 where a tensor is), as the chains' starting point."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    dtype = torch.float64 if parameters[layout.names[0]].dtype == torch.float64 else torch.float32
+    return layout.flatten({name: parameters[name].detach().to(dtype) for name in layout.names})
+
+
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The longest ModuleList of blocks of one class and its name; None where a model has none."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+    ]
+    return max(lists, key=lambda item: len(item[1]), default=None)
+
+
+def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    if subspace == "trainable":
+        return {name for name, parameter in parameters if parameter.requires_grad}
+    if subspace == "last_layer":
+        head = _output_head(model)
+        ids = {id(parameter) for parameter in head.parameters()}
+        return {name for name, parameter in parameters if id(parameter) in ids}
+    if subspace == "last_block":
+        found = decoder_blocks(model)
+        if found is None:
+            raise ValueError(f"{type(model).__name__} has no list of blocks: name the parameters by a regular expression")
+        ids = {id(parameter) for parameter in found[1][-1].parameters()}
+        return {name for name, parameter in parameters if id(parameter) in ids}
+    try:
+        pattern = re.compile(subspace)
+    except re.error as error:
+        raise ValueError(f"subspace={subspace!r} is neither a known word nor a regular expression: {error}") from error
+    return {name for name, parameter in parameters if pattern.search(name)}
+
+
+def _output_head(model: nn.Module) -> nn.Module:
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    for name in ("score", "classifier"):
+        head = head if head is not None else _find(model, name)
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head that is known: name it by a regular expression")
+    return head
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    return next((module for path, module in model.named_modules() if path.split(".")[-1] == name), None)

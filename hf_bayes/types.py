@@ -1,0 +1,125 @@
+"""The protocols every method speaks: Evaluation in, State along, draws out (DESIGN of the member axis: theta is [M, d]).
+
+A *member* is a chain of a sampler, a member of an ensemble or a Monte Carlo draw: one row of ``theta``. Energies and
+log-likelihoods are in nats on the full data set; nothing here is divided by N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Info = dict[str, Tensor]
+"""What a diagnostic wants from one update: name -> [M], one number per chain."""
+
+Rngs = Sequence[torch.Generator]
+"""One generator per chain, seeded by (seed, chain): the draws of a chain do not depend on how many chains there are."""
+
+
+class Evaluation(NamedTuple):
+    """What a method learns from the model at ``theta`` [M, d]. The prior is not in it: it is an object of its own.
+
+    Attributes:
+        log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch.
+        grad_log_lik: [M, d] its gradient; None where only the value was asked for.
+    """
+
+    log_lik: Tensor
+    grad_log_lik: Tensor | None
+
+
+class State(Protocol):
+    """A NamedTuple of tensors whose first axis is the member axis: all that a resume needs, with the generators.
+
+    ``theta`` is what evaluation shows and what a draw is; step counters are int64 [M].
+    """
+
+    @property
+    def theta(self) -> Tensor: ...
+
+    def _asdict(self) -> dict[str, Tensor]: ...
+
+
+class Prior(Protocol):
+    """log p(theta) up to the normaliser it states, and its gradient."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """[M, d] -> [M], nats."""
+        ...
+
+    def grad(self, theta: Tensor) -> Tensor:
+        """[M, d] -> [M, d], the gradient of ``log_prob``."""
+        ...
+
+
+class Approximation(Protocol):
+    """What a run ends in: something that fills the member axis. ``posterior.Draws`` and ``posterior.Gaussian`` are."""
+
+    @property
+    def mean(self) -> Tensor: ...
+
+    def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+class Evaluate(Protocol):
+    """The model as a kernel sees it: log-likelihood of all data (or the batches of this step) at any theta."""
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True) -> Evaluation: ...
+
+
+class Problem(NamedTuple):
+    """What a method is built for.
+
+    Attributes:
+        num_data: N, the number of likelihood terms. Step sizes are per N: ``learning_rate`` multiplies grad U / N.
+        prior: log p(theta).
+        learning_rate: l0, the peak step size of the schedule (frictions are fixed by it).
+        num_steps: updates in the whole run.
+        burn_in: updates before the first draw; adaptation ends there.
+        sizes: number of elements of each random tensor, in the order of theta (sum = d).
+    """
+
+    num_data: float
+    prior: Prior
+    learning_rate: float
+    num_steps: int
+    burn_in: int
+    sizes: tuple[int, ...]
+
+
+class Rule(NamedTuple):
+    """One gradient per update: SG-MCMC, VI, MAP.
+
+    Attributes:
+        init: (theta [M, d], rngs) -> State.
+        locate: (state, rngs) -> (theta [M, d] at which the gradient is wanted, state); once per update.
+        update: (state, evaluation, lr, rngs) -> (state, info), with lr the step size of this update.
+        finish: (state, draws [M, S, d]) -> Approximation.
+    """
+
+    init: Callable[[Tensor, Rngs], Any]
+    locate: Callable[[Any, Rngs], tuple[Tensor, Any]]
+    update: Callable[[Any, Evaluation, float, Rngs], tuple[Any, Info]]
+    finish: Callable[[Any, Tensor], Approximation]
+
+
+class Kernel(NamedTuple):
+    """As many evaluations a move as it likes: HMC, Metropolis.
+
+    Attributes:
+        init: (theta [M, d], evaluate, rngs) -> State.
+        step: (state, evaluate, rngs) -> (state, info).
+        finish: (state, draws [M, S, d]) -> Approximation.
+    """
+
+    init: Callable[[Tensor, Evaluate, Rngs], Any]
+    step: Callable[[Any, Evaluate, Rngs], tuple[Any, Info]]
+    finish: Callable[[Any, Tensor], Approximation]
+
+
+def locate_at_theta(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
+    """The usual ``Rule.locate``: the gradient is wanted where the chain is."""
+    return state.theta, state
