@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,14 @@ class Draws:
         chain: [S] int64, the chain each draw came from.
     """
 
+    kind: ClassVar[str] = "draws"
     theta: Tensor
     chain: Tensor
+
+    @property
+    def num_stored(self) -> int:
+        """S"""
+        return len(self.theta)
 
     def __post_init__(self) -> None:
         if self.theta.ndim != 2 or len(self.theta) == 0:
@@ -59,8 +66,14 @@ class Gaussian:
         stds: [K, d], positive.
     """
 
+    kind: ClassVar[str] = "gaussian"
     means: Tensor
     stds: Tensor
+
+    @property
+    def num_stored(self) -> int:
+        """0: a Gaussian stores no draws."""
+        return 0
 
     def __post_init__(self) -> None:
         if self.means.ndim != 2 or self.means.shape != self.stds.shape:

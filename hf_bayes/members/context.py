@@ -14,7 +14,7 @@ class Context:
         num_rows: B, rows of the batch before folding; folded tensors have M * B rows, row ``m * B + b`` of member m.
         tensors: {parameter name: [M, *shape]}, views of theta.
         trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
-        used: names of the random parameters that this forward has read.
+        used: names of the random parameters that have been read.
     """
 
     def __init__(self) -> None:

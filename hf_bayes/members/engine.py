@@ -39,9 +39,11 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
-        # a trunk also saves where all blocks are frozen and only modules after them are random
-        self.shares = trunk and (self.trunk.num_blocks > 0)
-        self._checked = False
+
+    @property
+    def num_trunk_blocks(self) -> int:
+        """Blocks that run once for all members, and whose caches hold B rows."""
+        return self.trunk.num_blocks
 
     def install(self) -> None:
         for item in self.stacked:
@@ -65,30 +67,30 @@ class Members:
         finally:
             context.tensors, context.num_members = before
 
-    def forward(self, inputs: dict[str, Any], *, folded: bool = False) -> Any:
-        """The core's output with M * B rows, row ``m * B + b`` of member m.
+    def forward(self, inputs: dict[str, Any], *, folded: bool = False, module: nn.Module | None = None) -> Any:
+        """The output of the core (or of ``module``, a part of it) with M * B rows, row ``m * B + b`` of member m.
 
         Args:
             inputs: keyword arguments of the core.
             folded: the rows differ from member to member: there are M * B of them already.
+            module: what to call in place of the core.
         """
-        context = self.context
-        rows = num_rows_of(inputs)
+        members, rows = self.context.num_members, num_rows_of(inputs)
         if folded:
-            if rows % context.num_members:
-                raise ValueError(f"{rows} rows cannot be dealt to {context.num_members} members: give a multiple")
-            rows //= context.num_members
+            if rows % members:
+                raise ValueError(f"{rows} rows cannot be dealt to {members} members: give a multiple")
+            rows //= members
         else:
-            inputs = repeat_rows(inputs, rows, context.num_members)
-        context.used.clear()
-        context.begin(rows, trunk=self.shares and not folded and context.num_members > 1)
+            inputs = repeat_rows(inputs, rows, members)
+        return self.run(module or self.core, inputs, rows, trunk=not folded and members > 1)
+
+    def run(self, module: nn.Module, inputs: dict[str, Any], num_rows: int, *, trunk: bool = False) -> Any:
+        """Call a module whose inputs are folded already, ``num_rows`` rows a member."""
+        self.context.begin(num_rows, trunk=trunk)
         try:
-            output = self.core(**inputs)
+            return module(**inputs)
         finally:
-            context.end()
-        if not self._checked:
-            self._check_all_used()
-        return output
+            self.context.end()
 
     def pass_size(self, num_members: int, rows: int, length: int) -> int:
         """Members to run at once so that about ``FOLDED_ROWS`` rows are folded."""
@@ -99,12 +101,15 @@ class Members:
         count = -(-len(theta) // size)
         yield from torch.tensor_split(theta, count)
 
-    def _check_all_used(self) -> None:
-        """Once: a random parameter that no forward reads (a weight used behind its module's back) has no posterior."""
-        unused = sorted(set(self.layout.names) - self.context.used)
-        if unused:
+    def check_all_read(self) -> None:
+        """To be called after a whole forward: a random parameter that it did not read has no posterior.
+
+        Raises:
+            ValueError: naming one that the model uses behind its module's back, or not at all.
+        """
+        unread = sorted(set(self.layout.names) - self.context.used)
+        if unread:
             raise ValueError(
-                f"{len(unused)} random parameters were not read in a forward pass, first {unused[0]}: the model uses "
+                f"{len(unread)} random parameters were not read in a forward pass, first {unread[0]}: the model uses "
                 "them outside their module, or not at all. Leave them out of the subspace"
             )
-        self._checked = True

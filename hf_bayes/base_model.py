@@ -1,0 +1,96 @@
+"""How a posterior recognises the model and tokenizer it belongs to."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
+from hf_bayes.subspace import Layout
+
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
+             "id2label", "label2id", "problem_type", "pad_token_id", "_attn_implementation")  # fmt: skip
+_OVERRIDES = ("id2label", "label2id", "problem_type", "pad_token_id")
+
+
+def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
+    """The ``base_model`` entry of a posterior: name, revision, dtype, fingerprints and what its head was set to.
+
+    Random parameters are left out of the fingerprint: their values are the posterior's, and a fresh head's are nobody's.
+    """
+    config = core.config
+    return {
+        "name_or_path": _name(model, core),
+        "revision": getattr(config, "_commit_hash", None),
+        "dtype": str(core.dtype).removeprefix("torch."),
+        "fingerprint": {
+            "weights": fingerprint_tensors(_base_parameters(model, layout)),
+            "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
+            "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
+        },
+        "overrides": {name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None},
+    }
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Over vocabulary, merges and normalisation; padding and truncation are settings of a call, not of the tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return fingerprint_json(tokenizer.get_vocab())
+    content = json.loads(backend.to_str())
+    return fingerprint_json({k: v for k, v in content.items() if k not in ("padding", "truncation")})
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """In words, what keeps a posterior from running on a model; empty if nothing does."""
+    words = {"weights": "other weights", "config": "another architecture or configuration", "tokenizer": "another tokenizer"}
+    problems = []
+    if expected["dtype"] != found["dtype"]:
+        problems.append(f"dtype {found['dtype']} where the posterior was made with {expected['dtype']}")
+    for part, description in words.items():
+        want, got = expected["fingerprint"].get(part), found["fingerprint"].get(part)
+        if want is not None and got is not None and want != got:
+            problems.append(f"{description} ({part} fingerprint {got[:12]}, expected {want[:12]})")
+    return problems
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any] | None:
+    """The content of the adapter_config.json that peft would write; None for a model without an adapter."""
+    if not isinstance(model, PeftModel):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        config = model.peft_config[model.active_adapter]
+        before, config.inference_mode = config.inference_mode, True
+        try:
+            config.save_pretrained(folder)
+        finally:
+            config.inference_mode = before
+        return json.loads((Path(folder) / "adapter_config.json").read_text())
+
+
+def _name(model: nn.Module, core: PreTrainedModel) -> str:
+    if isinstance(model, PeftModel):
+        name = model.peft_config[model.active_adapter].base_model_name_or_path
+        if name:
+            return str(name)
+    return str(getattr(core, "name_or_path", "") or getattr(core.config, "_name_or_path", "") or "")
+
+
+def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:
+    """The frozen parameters under the names that they have in the base model alone."""
+    random = set(layout.names)
+    values = dict(model.named_parameters(remove_duplicate=False))
+    random_ids = {id(values[name]) for name in layout.names}
+    found = []
+    for name, value in values.items():
+        foreign = ".original_module." in name or ".modules_to_save." in name or ".lora_" in name
+        if name in random or id(value) in random_ids or foreign:
+            continue
+        found.append((name.removeprefix("base_model.model.").replace(".base_layer.", "."), value))
+    return found

@@ -1,0 +1,130 @@
+"""Which rows a chain sees, and how many likelihood terms there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from hf_bayes.likelihood import Likelihood
+from hf_bayes.rng import generator
+
+
+class ChainBatches:
+    """A batch sampler: update s of a chain takes rows [s * R, (s + 1) * R) of its own endless stream of permutations.
+
+    The stream is a pure function of (seed, chain): it does not change with the number of chains. A micro-batch holds
+    ``batch_size`` rows of each chain, chain after chain; no batch is short.
+
+    Args:
+        num_rows: n, of the data set.
+        batch_size: rows of a micro-batch, per chain.
+        accumulation: micro-batches of an update; R = batch_size * accumulation.
+        chains: global indices of the chains; None means that all see the same rows.
+        seed: of the permutations.
+    """
+
+    def __init__(self, num_rows: int, *, batch_size: int, accumulation: int, chains: range | None, seed: int) -> None:
+        self.num_rows, self.batch_size, self.accumulation, self.seed = num_rows, batch_size, accumulation, seed
+        self.streams: list[object] = ["shared"] if chains is None else list(chains)
+        self.epoch = 0
+        self._permutations: dict[tuple[object, int], list[int]] = {}
+
+    @property
+    def batch_sampler(self) -> ChainBatches:
+        """Where Trainer looks for ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return -(-self.num_rows // (self.batch_size * self.accumulation))
+
+    def __len__(self) -> int:
+        return self.updates_per_epoch * self.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro in range(self.epoch * len(self), (self.epoch + 1) * len(self)):
+            start = micro * self.batch_size
+            yield [self._row(s, i) for s in self.streams for i in range(start, start + self.batch_size)]
+
+    def _row(self, stream: object, position: int) -> int:
+        key = (stream, position // self.num_rows)
+        if key not in self._permutations:
+            # an update may straddle two permutations, never three of the past
+            self._permutations = {k: v for k, v in self._permutations.items() if k[0] != stream or k[1] >= key[1] - 1}
+            order = torch.randperm(self.num_rows, generator=generator(self.seed, "order", *key))
+            self._permutations[key] = order.tolist()
+        return self._permutations[key][position % self.num_rows]
+
+
+class FullPasses:
+    """A batch sampler for exact kernels: every update is one pass over all rows, in order; its last batch may be short."""
+
+    def __init__(self, num_rows: int, *, batch_size: int) -> None:
+        self.num_rows, self.batch_size = num_rows, batch_size
+
+    @property
+    def batch_sampler(self) -> FullPasses:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is alike."""
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self.num_rows, self.batch_size):
+            yield list(range(start, min(start + self.batch_size, self.num_rows)))
+
+
+def count_terms(
+    dataset: Any,
+    collate: Callable,
+    likelihood: Likelihood,
+    *,
+    shift: bool,
+    num_classes: int | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> int:
+    """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
+
+    Args:
+        dataset: sized; rows that ``collate`` takes.
+        shift: whether labels are those of the next token.
+        num_classes: labels must be below it.
+    Raises:
+        ValueError: if there is no row, no label, no term at all, or a label out of range (naming a row).
+    """
+    if not isinstance(dataset, Sized) or len(dataset) == 0:
+        raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+    total = 0
+    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate)
+    for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
+        if batch.get("labels") is None:
+            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): there is no likelihood without")
+        labels: Tensor = batch["labels"]
+        if num_classes is not None and not labels.is_floating_point():
+            bad = ((labels >= num_classes) | ((labels < 0) & (labels != -100))).flatten(1).any(1).nonzero() if labels.ndim > 1 else (
+                (labels >= num_classes) | ((labels < 0) & (labels != -100))
+            ).nonzero()
+            if len(bad):
+                row = index * batch_size + int(bad[0, 0])
+                raise ValueError(
+                    f"row {row} of train_dataset has a label outside 0..{num_classes - 1} (and not -100): "
+                    f"{labels[int(bad[0, 0])].tolist()}. Check num_labels, or the tokenizer against the model's vocabulary"
+                )
+        total += int(likelihood.is_term(labels[:, 1:] if shift else labels).sum())
+    if total == 0:
+        raise ValueError(
+            "no row of train_dataset has a likelihood term (all labels are -100 after the causal shift): check labels"
+        )
+    return total

@@ -1,0 +1,59 @@
+"""Checkpoints of a run: Trainer's own files, and beside them ``chains/`` with one file a chain, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_bayes.storage import read_directory, write_directory
+
+FORMAT = "hf_bayes.chains"
+FOLDER = "chains"
+SETTINGS = "settings.json"
+TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+def save(checkpoint: str | Path, tensors: dict[int, dict[str, Tensor]], settings: dict[str, Any]) -> None:
+    """Write the chains of all processes and the settings they were run with."""
+    files: dict[str, Any] = {f"chain_{chain:03d}.safetensors": content for chain, content in tensors.items()}
+    write_directory(Path(checkpoint) / FOLDER, {**files, SETTINGS: settings}, format=FORMAT)
+
+
+def load(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
+    """The chains of a checkpoint, and its settings.
+
+    Args:
+        settings: of the run that goes on; ``num_updates`` is not compared.
+    Raises:
+        FileNotFoundError: naming the file without which a resumed run would not be the same run.
+        ValueError: listing the settings that differ, as saved and as given.
+    """
+    missing = [name for name in TRAINER_FILES if not (Path(checkpoint) / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another")
+    files = read_directory(Path(checkpoint) / FOLDER, format=FORMAT)
+    saved = files.pop(SETTINGS)
+    given = json.loads(json.dumps(settings))
+    differing = {k for k in saved.keys() | given.keys() if k != "num_updates" and saved.get(k) != given.get(k)}
+    if differing:
+        lines = "; ".join(f"{key}: saved {saved.get(key)!r}, now {given.get(key)!r}" for key in sorted(differing))
+        raise ValueError(f"checkpoint {checkpoint} belongs to another run: {lines}. Resume with the saved settings")
+    return {int(name[6:9]): content for name, content in files.items()}, saved
+
+
+def newest_complete(output_dir: str | Path) -> str | None:
+    """The newest checkpoint that can be resumed; an unfinished one (a killed save) is passed over."""
+    found = {
+        int(match[1]): folder
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
+    }
+    for step in sorted(found, reverse=True):
+        complete = all((found[step] / name).is_file() for name in TRAINER_FILES)
+        if complete and (found[step] / FOLDER / "manifest.json").is_file():
+            return str(found[step])
+    return None

@@ -1,0 +1,237 @@
+"""Where pure rules meet a live model: Trainer's ``train()``, ``step()`` and ``eval()`` become locate, update and show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.model import BayesianModel
+from hf_bayes.types import Evaluate, Evaluation, Info, Kernel, Rule
+
+
+class ChainOptimizer(torch.optim.Optimizer):
+    """The chains of one process, behind the interface of a torch optimizer with one group, theta.
+
+    Attributes:
+        state_of_chains: the method's State, None before the first update.
+        num_updates: updates done.
+        draws: the draws taken so far, [M, d] each, on the CPU.
+        info: what the last update told, name -> [M].
+    """
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        method: Rule | Kernel,
+        rngs: Sequence[torch.Generator],
+        *,
+        lr: float,
+        draw_steps: Sequence[int],
+        chains: range,
+        burn_in: int = 0,
+        reference_step: int = 0,
+    ) -> None:
+        super().__init__([model.theta], {"lr": lr})
+        self.model, self.method, self.rngs, self.chains = model, method, list(rngs), chains
+        self.draw_steps = frozenset(draw_steps)
+        self.reference_step = reference_step
+        self.reference: Tensor | None = None
+        """[M, d]: where the chains were after ``reference_step`` updates, the end of a warm start: a MAP estimate."""
+        self.state_of_chains: Any = None
+        self._pending: tuple[Any, Info] | None = None
+        self.located = False
+        self.num_updates = 0
+        self.draws: list[Tensor] = []
+        self.info: Info = {}
+        self.burn_in = burn_in
+        self.sums: dict[str, Tensor] = {}
+        """Sums of ``info`` over the updates after burn-in, name -> [M]."""
+        self.finished: Tensor | None = None
+        """[M', d]: the posterior's members, once training is over."""
+        self._grad: Tensor | None = None
+        self._loss: Tensor | None = None
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def leaf(self, members: slice) -> Tensor:
+        """[m, d]: some rows of theta as a leaf, so that a pass over few members costs the gradient of few members."""
+        return self.model.theta[members].detach().requires_grad_()
+
+    def accumulate(self, members: slice, loss: Tensor, grad: Tensor) -> None:
+        """Add minus the log-likelihood [m] of a micro-batch, and its gradient [m, d]."""
+        theta = self.model.theta
+        if self._grad is None or self._loss is None:
+            self._grad = torch.zeros_like(theta)
+            self._loss = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
+        self._grad[members] += grad
+        self._loss[members] += loss
+
+    @property
+    def loss(self) -> Tensor:
+        """[M]: minus the log-likelihood accumulated so far."""
+        assert self._loss is not None
+        return self._loss
+
+    @property
+    def begins_update(self) -> bool:
+        """Whether nothing has been accumulated yet."""
+        return self._loss is None
+
+    def take_evaluation(self, scale: float) -> Evaluation:
+        """What has been accumulated, times ``scale`` (terms of an update -> all data), and forget it."""
+        assert self._grad is not None and self._loss is not None
+        evaluation = Evaluation((-scale * self._loss).to(self._grad.dtype), self._grad.mul_(-scale))
+        self._grad = self._loss = None
+        return evaluation
+
+    scale: float = 1.0
+    """The factor of ``take_evaluation`` in ``step``; the trainer sets it."""
+
+    # -- what Trainer calls -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Before every micro-batch; locates at the first one of an update."""
+        self.model.show(None)
+        if self.located or isinstance(self.method, Kernel):
+            return
+        if self.state_of_chains is None:
+            self.state_of_chains = self.method.init(self.model.theta.detach().clone(), self.rngs)
+        where, self.state_of_chains = self.method.locate(self.state_of_chains, self.rngs)
+        self.model.theta.data = where.clone() if where is self.state_of_chains.theta else where
+        self.located = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+        """One update of all chains.
+
+        Raises:
+            FloatingPointError: naming step, chain and parameter, before a non-finite number enters the state.
+        """
+        if isinstance(self.method, Kernel):
+            assert self._pending is not None, "a kernel moves before step()"
+            (state, self.info), self._pending = self._pending, None
+        else:
+            evaluation = self.take_evaluation(self.scale)
+            self._require_finite(evaluation.log_lik, evaluation.grad_log_lik, "gradient of the log-likelihood")
+            lr = float(self.param_groups[0]["lr"])
+            state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
+        self._require_finite(None, state.theta, "state after the update")
+        self.state_of_chains, self.located = state, False
+        self.model.theta.data = state.theta.clone()
+        self.num_updates += 1
+        if self.num_updates > self.burn_in:
+            for name, value in self.info.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value.double()
+        if self.num_updates in self.draw_steps:
+            self.draws.append(state.theta.detach().cpu().clone())
+        if self.num_updates == self.reference_step:
+            self.reference = state.theta.detach().cpu().clone()
+
+    @torch.no_grad()
+    def move(self, evaluate: Evaluate) -> None:
+        """Let a Kernel move; ``step`` makes the move the state."""
+        assert isinstance(self.method, Kernel)
+        if self.state_of_chains is None:
+            self.state_of_chains = self.method.init(self.model.theta.detach().clone(), evaluate, self.rngs)
+        self._pending = self.method.step(self.state_of_chains, evaluate, self.rngs)
+
+    def mean_info(self) -> dict[str, Tensor]:
+        """Means of ``info`` over the updates after burn-in, name -> [M]."""
+        count = max(1, self.num_updates - self.burn_in)
+        return {name: value / count for name, value in self.sums.items()}
+
+    def eval(self) -> None:
+        """Before evaluation: show where the chains are, or the finished posterior."""
+        if self.finished is not None:
+            self.model.show(self.finished)
+        elif self.state_of_chains is not None:
+            self.model.show(self.state_of_chains.theta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups only: the chains' tensors go to files of their own (``chain_tensors``)."""
+        return {**super().state_dict(), "state": {}}
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def chain_tensors(self) -> dict[int, dict[str, Tensor]]:
+        """{chain: all that it needs to go on}, between two updates."""
+        assert not self.located and self._grad is None, "a checkpoint is taken between updates"
+        if self.state_of_chains is None:
+            return {}
+        fields = self.state_of_chains._asdict()
+        dim = self.model.layout.dim
+        return {
+            chain: {
+                **{f"state.{name}": value[row].detach().cpu().contiguous() for name, value in fields.items()},
+                "generator": self.rngs[row].get_state(),
+                "draws": torch.stack([d[row] for d in self.draws]) if self.draws else torch.zeros(0, dim),
+                "reference": torch.zeros(0, dim) if self.reference is None else self.reference[row][None],
+                **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
+            }
+            for row, chain in enumerate(self.chains)
+        }
+
+    def load_chain_tensors(self, tensors: dict[int, dict[str, Tensor]], num_updates: int) -> None:
+        """Go on where ``chain_tensors`` was taken.
+
+        Raises:
+            ValueError: naming the first tensor that is missing or unknown: another method wrote it.
+        """
+        device = self.model.theta.device
+        rows = [tensors[chain] for chain in self.chains]
+        template = self._template_state()
+        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "reference"}
+        for chain, row in zip(self.chains, rows, strict=True):
+            if {name for name in row if not name.startswith("sum.")} != wanted:
+                raise ValueError(
+                    f"chain {chain} of the checkpoint has tensors {sorted(row)}, expected {sorted(wanted)}: it was "
+                    "written by another method"
+                )
+        self.state_of_chains = type(template)(
+            **{name: torch.stack([row[f"state.{name}"] for row in rows]).to(device) for name in template._fields}
+        )
+        for rng, row in zip(self.rngs, rows, strict=True):
+            rng.set_state(row["generator"])
+        self.draws = list(torch.stack([row["draws"] for row in rows], 1))
+        references = torch.stack([row["reference"] for row in rows], 1)
+        self.reference = references[0] if len(references) else None
+        names = [name for name in rows[0] if name.startswith("sum.")]
+        self.sums = {name[4:]: torch.stack([row[name] for row in rows]).to(device) for name in names}
+        self.model.theta.data = self.state_of_chains.theta.clone()
+        self.num_updates, self.located = num_updates, False
+
+    def template_fields(self) -> dict[str, Tensor]:
+        """Fields of the state, for their sizes."""
+        return self._template_state()._asdict()
+
+    def _template_state(self) -> Any:
+        """A State of this method, for its fields; drawn from throwaway generators."""
+        theta = self.model.theta.detach().clone()
+        rngs = [torch.Generator(device=rng.device) for rng in self.rngs]
+        if isinstance(self.method, Rule):
+            return self.method.init(theta, rngs)
+        zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
+        return self.method.init(theta, lambda theta, *, gradient=True: zeros, rngs)
+
+    def _require_finite(self, per_chain: Tensor | None, per_parameter: Tensor | None, what: str) -> None:
+        """One pass over memory when all is well; the name of the culprit when not."""
+        bad = torch.zeros(len(self.chains), dtype=torch.bool, device=self.model.theta.device)
+        if per_chain is not None:
+            bad |= ~torch.isfinite(per_chain)
+        if per_parameter is not None:
+            bad |= ~torch.isfinite(per_parameter.sum(1))
+        if not bool(bad.any()):
+            return
+        row = int(bad.nonzero()[0, 0])
+        culprit = "the log-likelihood"
+        if per_parameter is not None and not bool(torch.isfinite(per_parameter[row]).all()):
+            named = self.model.layout.unflatten(per_parameter[row])
+            culprit = next(name for name, value in named.items() if not bool(torch.isfinite(value).all()))
+        raise FloatingPointError(
+            f"non-finite {what} at step {self.num_updates + 1} (chain {self.chains[row]}, {culprit}): nothing of this "
+            "step is kept. Lower learning_rate, check the data for rows without labels, or resume from the last checkpoint"
+        )

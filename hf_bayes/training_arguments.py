@@ -1,0 +1,57 @@
+"""TrainingArguments whose defaults suit a sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class BayesianTrainingArguments(TrainingArguments):
+    """``transformers.TrainingArguments`` with the defaults of a sampler and five fields of our own.
+
+    Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
+    is constant, and a NaN is never hidden from the logs.
+    """
+
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the step size."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN from the logged loss; we never do."})
+    num_data: float | None = field(
+        default=None,
+        metadata={"help": "N, the number of likelihood terms; None counts them in the data set."},
+    )
+    data_unit: Literal["token", "sequence"] = field(
+        default="token",
+        metadata={"help": "One likelihood term of a language model; 'sequence' divides by the mean length."},
+    )
+    minibatch: Literal["independent", "shared"] = field(
+        default="independent",
+        metadata={"help": "Whether every chain draws its own minibatches, or all chains see the same rows."},
+    )
+    members_per_pass: int | None = field(
+        default=None,
+        metadata={
+            "help": "Members folded into one pass. None: in training one (all, with a trunk and shared minibatches), "
+            "in evaluation as many as make about 4096 rows."
+        },
+    )
+    noise_std: float | None = field(
+        default=None, metadata={"help": "Standard deviation of the labels' noise; required for regression heads."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("learning_rate", "num_data", "noise_std"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+        if self.members_per_pass is not None and self.members_per_pass < 1:
+            raise ValueError(f"members_per_pass must be >= 1, got {self.members_per_pass}")
+        if self.fp16:
+            raise ValueError("fp16 is refused: its loss scaling skips updates of the chain. Use bf16=True or float32")
