@@ -16,11 +16,11 @@ from hf_bayes.subspace import Layout
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
              "id2label", "label2id", "problem_type", "pad_token_id", "_attn_implementation")  # fmt: skip
-_OVERRIDES = ("id2label", "label2id", "problem_type", "pad_token_id")
+_HEAD = ("problem_type", "pad_token_id")
 
 
 def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
-    """The ``base_model`` entry of a posterior: name, revision, dtype, fingerprints and what its head was set to.
+    """The ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
 
     Random parameters are left out of the fingerprint: their values are the posterior's, and a fresh head's are nobody's.
     """
@@ -34,8 +34,24 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
             "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
             "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
         },
-        "overrides": {name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None},
     }
+
+
+def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
+    """The ``head`` entry of a posterior: what ``apply_head`` sets on the base model's config before it is loaded."""
+    head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
+    if not core.can_generate():
+        head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
+    return head if noise_std is None else {**head, "noise_std": noise_std}
+
+
+def head_settings(head: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``AutoConfig.from_pretrained`` that give a base model the head it had."""
+    settings = {name: head[name] for name in _HEAD if name in head}
+    if "labels" in head:
+        settings["id2label"] = dict(enumerate(head["labels"]))
+        settings["label2id"] = {label: index for index, label in enumerate(head["labels"])}
+    return settings
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

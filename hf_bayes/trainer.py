@@ -263,9 +263,9 @@ class BayesianTrainerMixin(EvaluationMixin):
                     leaf = theta[members].detach().requires_grad_(gradient)
                     with torch.set_grad_enabled(gradient), self.compute_loss_context_manager():
                         loss = model(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
+                        if grad is not None:
+                            grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
                     log_lik[members] -= loss.detach()
-                    if grad is not None:
-                        grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
             scale = chains.scale
             self._losses = -log_lik / terms
             return Evaluation((scale * log_lik).to(theta.dtype), None if grad is None else grad.mul_(scale))
@@ -473,6 +473,7 @@ class BayesianTrainerMixin(EvaluationMixin):
                 num_data=self.num_data,
                 data_unit=args.data_unit,
                 base_model=base_model.describe(bayesian.model, bayesian.core, bayesian.layout, self.processing_class),
+                head=base_model.describe_head(bayesian.core, args.noise_std),
                 versions=library_versions(),
                 seed=args.seed,
                 diagnostics=diagnostics,
