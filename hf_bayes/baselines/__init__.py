@@ -1,0 +1,1 @@
+"""What a posterior has to beat: the MAP, and an ensemble of MAPs."""

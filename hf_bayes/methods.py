@@ -1,0 +1,82 @@
+"""All methods by name, and the one way to build them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from hf_bayes.baselines.ensemble import EnsembleConfig
+from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
+from hf_bayes.config import MethodConfig
+from hf_bayes.mcmc.hmc import HMCConfig
+from hf_bayes.mcmc.metropolis import MetropolisConfig
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.samplers.sgld import SGLDConfig
+from hf_bayes.types import Kernel, Problem, Rule
+from hf_bayes.variational.mean_field import MeanFieldConfig
+
+METHODS: dict[str, type[MethodConfig]] = {
+    "sghmc": SGHMCConfig,
+    "sgld": SGLDConfig,
+    "map": MAPConfig,
+    "ensemble": EnsembleConfig,
+    "mean_field": MeanFieldConfig,
+    "metropolis": MetropolisConfig,
+    "hmc": HMCConfig,
+}
+
+
+def from_dict(values: Mapping[str, Any]) -> MethodConfig:
+    """The config that ``MethodConfig.to_dict`` wrote: its ``name`` and any of its fields (others keep their defaults).
+
+    Raises:
+        ValueError: for a missing or unknown name, an unknown field (listing what exists) or a refused value.
+    """
+    name = values.get("name")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"unknown method {name!r} (key 'name'): the methods are {', '.join(sorted(METHODS))}")
+    config = METHODS[name]
+    known = sorted(field.name for field in fields(config))
+    unknown = sorted(set(values) - {"name", *known})
+    if unknown:
+        raise ValueError(f"{name} has no field {', '.join(map(repr, unknown))}: its fields are {', '.join(known)}")
+    return config(**{key: value for key, value in values.items() if key != "name"})
+
+
+def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
+    """The method for this problem, with its warm start.
+
+    Raises:
+        ValueError: if the method cannot run on it.
+    """
+    _check(config, problem)
+    steps = config.warm_start_steps
+    if not steps:
+        return config.build(problem)
+    # The method's own adaptation is over when burn-in is: it sees a run that begins after the warm start.
+    method = config.build(problem._replace(num_steps=problem.num_steps - steps, burn_in=problem.burn_in - steps))
+    warm: dict[str, Any] = {"steps": steps, "learning_rate": config.warm_start_learning_rate, "problem": problem}
+    if isinstance(method, Kernel):
+        return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
+    return warm_start(method, **warm, prior_weight=config.prior_weight)
+
+
+def _check(config: MethodConfig, problem: Problem) -> None:
+    for field in ("num_data", "learning_rate"):
+        value = getattr(problem, field)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{config.name}: {field} must be a finite number > 0, got {value!r}")
+    if config.warm_start_steps > problem.burn_in:
+        raise ValueError(
+            f"{config.name}: warm_start_steps={config.warm_start_steps} count as burn-in, which is {problem.burn_in} "
+            f"of {problem.num_steps} updates: raise burn_in or lower warm_start_steps"
+        )
+    if config.temperature == 0 and type(config).temperature != 0:  # an optimiser's own default is T = 0
+        goal = "posterior" if config.temper == "posterior" else "likelihood"
+        warnings.warn(
+            f"{config.name} at temperature 0 maximises the {goal}: its draws are no posterior samples",
+            stacklevel=3,
+        )

@@ -1,0 +1,94 @@
+"""SGHMC: symplectic Euler Langevin dynamics with momentum (cold_posteriors eqs 8-10 and Algorithm 1 with M = I).
+
+    h_t = sqrt(l_t / N)                        eq. 12, l_t the learning rate of update t, l_0 its peak
+    gamma = (1 - beta) sqrt(N / l_0)           eq. 13, fixed under a schedule
+    beta_t = 1 - h_t gamma                     eq. 11; beta at the peak, nearer to 1 below it
+    m_t = beta_t m_{t-1} - h_t grad U(theta_{t-1}) + sqrt(2 gamma h_t T) R_t        eqs 8-9
+    theta_t = theta_{t-1} + h_t m_t                                                 eq. 10
+
+The state is the paper's m, in units where its law does not depend on l: theta moves by h_t m_t, so torch's momentum
+buffer is -m_t / sqrt(N l_t). Algorithm 1 draws m_0 from N(0, I), the stationary law only at T = 1; here m_0 ~ N(0, T).
+
+Stationary law for U = lambda theta^2 / 2, constant l, b = beta (solve the three equations that second moments obey):
+
+    E theta^2 = (T / lambda) / (1 - h^2 lambda / (2 (1 + b)))        E m^2 = 2 T / (1 + b - h^2 lambda / 2)
+
+A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T. As h^2 lambda -> 0 the target exp(-U / T) is
+left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.energy import grad_energy
+from hf_bayes.posterior import Draws
+from hf_bayes.rng import randn
+from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
+
+
+class SGHMCState(NamedTuple):
+    """Position and Wenzel's momentum."""
+
+    theta: Tensor
+    """[M, d]"""
+    momentum: Tensor
+    """[M, d] m of eq. 8: unit mass, variance about T."""
+    step: Tensor
+    """[M] int64 updates done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGHMCConfig(MethodConfig):
+    """Symplectic Euler SGHMC. At T = 0 and constant learning rate it is ``torch.optim.SGD(momentum=beta)``.
+
+    Attributes:
+        momentum: beta in [0, 1), SGD's meaning; the friction is (1 - beta) sqrt(N / l_0). 0 gives SGLD.
+    """
+
+    name: ClassVar[str] = "sghmc"
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+
+    def build(self, problem: Problem) -> Rule:
+        peak, temperature = problem.learning_rate, self.temperature
+        friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
+
+        def init(theta: Tensor, rngs: Rngs) -> SGHMCState:
+            step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            return SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step)
+
+        def update(state: SGHMCState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGHMCState, Info]:
+            h = math.sqrt(lr / problem.num_data)
+            decay = 1 - h * friction
+            if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
+                raise ValueError(
+                    f"sghmc needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "
+                    f"{lr:.4g} is above the peak {peak:.4g} that momentum={self.momentum:g} fixed the friction for. "
+                    "Make the learning rate the schedule's largest value"
+                )
+            gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
+            noise = math.sqrt(2 * friction * h * temperature) * randn(rngs, state.theta)
+            momentum = decay * state.momentum - h * gradient + noise
+            theta = state.theta + h * momentum
+            return SGHMCState(theta, momentum, state.step + 1), _diagnose(momentum, state.theta, gradient, decay)
+
+        def _diagnose(momentum: Tensor, theta: Tensor, gradient: Tensor, decay: float) -> Info:
+            kinetic = momentum.square().mean(1)
+            return {
+                "kinetic_temperature": kinetic,
+                # the limit h^2 lambda -> 0 of E m^2; under a schedule m follows it within 1 / (1 - decay^2) updates
+                "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),
+                "configurational_temperature": (theta * gradient).mean(1),  # eq. 43; T in the mean, eq. 44
+            }
+
+        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))

@@ -1,0 +1,305 @@
+"""``sample``: any method on any energy U(theta), with no model, trainer or data set in between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.energy import FlatPrior
+from hf_bayes.methods import build
+from hf_bayes.rng import generator, randn
+from hf_bayes.schedules import burn_in_steps
+from hf_bayes.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
+
+Energy = Callable[[Tensor, Any], Tensor]
+"""(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What a run leaves.
+
+    Attributes:
+        draws: [M, S, d].
+        approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``.
+        info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
+        state: the last state (a NamedTuple of tensors).
+    """
+
+    draws: Tensor
+    approximation: Approximation
+    info: dict[str, Tensor]
+    state: Any
+
+
+def sample(
+    energy: Energy,
+    theta: Tensor,
+    method: MethodConfig,
+    *,
+    num_steps: int,
+    learning_rate: float | Callable[[int], float],
+    num_data: float = 1,
+    batches: Batches | None = None,
+    burn_in: float = 0,
+    thin: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> SampleResult:
+    """Run ``num_steps`` updates of ``method`` on exp(-U(theta) / T) and keep a draw after every ``thin`` of them.
+
+    Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. dtype (float32 or
+    float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ...
+
+    Args:
+        energy: U(theta) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
+            ``batches`` an unbiased estimate of it. No prior is added to it. Row m may depend on row m of theta only.
+        theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
+            apart (relative to the RMS of theta, to 0.01 if it is zero).
+        method: a config of ``hf_bayes.METHODS``.
+        num_steps: updates.
+        learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
+            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
+        num_data: N, what U is divided by to be a mean loss.
+        batches: an iterable, or a function that returns one; it is cycled over, one batch per update.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        thin: updates per draw.
+        seed: of all random numbers.
+        progress: show a progress bar on a terminal if the run takes longer than five seconds.
+    Raises:
+        ValueError: for arguments that cannot be run, before the first update.
+        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. Inside a move of a
+            Kernel non-finite energies are the kernel's affair (it rejects them); a chain's start must be finite.
+    """
+    _check_method(method, batches)
+    start = _starts(theta, method, seed)
+    rates = _rates(learning_rate, num_steps)
+    burned = _burn_in(burn_in, num_steps)
+    num_draws = _num_draws(num_steps, burned, thin)
+    problem = Problem(
+        num_data=num_data,
+        prior=FlatPrior(),
+        learning_rate=max(rates),
+        num_steps=num_steps,
+        burn_in=burned,
+        sizes=(start.shape[1],),
+    )
+    rngs = [generator(seed, "chain", chain, device=start.device) for chain in range(len(start))]
+    run = _Run(build(method, problem), _Energy(energy), rngs)
+    stream = itertools.repeat(None) if batches is None else _cycle(batches)
+    draws = start.new_empty(len(start), num_draws, start.shape[1])
+    infos: list[Info] = []
+
+    with torch.no_grad():
+        for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
+            info = run.advance(start, step, rates[step], next(stream))
+            infos.append(info)
+            done = step + 1 - burned
+            if done > 0 and done % thin == 0:
+                draws[:, done // thin - 1] = run.state.theta
+        approximation = run.method.finish(run.state, draws)
+    return SampleResult(draws, approximation, _stack(infos, len(start)), run.state)
+
+
+class _Energy:
+    """The user's energy as an ``Evaluate``: -U and its gradient, checked for shape."""
+
+    def __init__(self, energy: Energy) -> None:
+        self.energy, self.batch = energy, None
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True) -> Evaluation:
+        if not gradient:
+            return Evaluation(-self._value(theta), None)
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            value = self._value(leaf)
+            if not value.requires_grad:
+                raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
+            (grad,) = torch.autograd.grad(value.sum(), leaf)
+        return Evaluation(-value.detach(), -grad)
+
+    def _value(self, theta: Tensor) -> Tensor:
+        value = self.energy(theta, self.batch)
+        if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"energy must return one number per chain, a tensor of shape [{len(theta)}] for theta "
+                f"{list(theta.shape)}; got {got}: sum over everything but the first axis"
+            )
+        return value
+
+
+class _Run:
+    """A method, its state and its generators, advanced update by update."""
+
+    def __init__(self, method: Rule | Kernel, energy: _Energy, rngs: Rngs) -> None:
+        self.method, self.energy, self.rngs = method, energy, rngs
+        self.state: Any = None
+
+    def advance(self, start: Tensor, step: int, lr: float, batch: Any) -> Info:
+        """One update; the first call starts the chains at ``start``."""
+        self.energy.batch = batch
+        if isinstance(self.method, Kernel):
+            return self._advance_kernel(self.method, start, step)
+        return self._advance_rule(self.method, start, step, lr)
+
+    def _advance_rule(self, rule: Rule, start: Tensor, step: int, lr: float) -> Info:
+        if self.state is None:
+            self.state = rule.init(start, self.rngs)
+        theta, self.state = rule.locate(self.state, self.rngs)
+        evaluation = self.energy(theta)
+        assert evaluation.grad_log_lik is not None
+        # One number and one device sync per update; only if it is not finite do the chains get looked at.
+        if not math.isfinite((evaluation.log_lik + evaluation.grad_log_lik.sum(1)).sum().item()):
+            _require_finite(evaluation.log_lik[:, None], "energy", step)
+            _require_finite(evaluation.grad_log_lik, "gradient of the energy", step)
+        self.state, info = rule.update(self.state, evaluation, lr, self.rngs)
+        return info
+
+    def _advance_kernel(self, kernel: Kernel, start: Tensor, step: int) -> Info:
+        if self.state is None:
+            _require_finite(self.energy(start, gradient=False).log_lik[:, None], "energy", step)
+            self.state = kernel.init(start, self.energy, self.rngs)
+        self.state, info = kernel.step(self.state, self.energy, self.rngs)
+        if not math.isfinite(self.state.theta.sum().item()):
+            _require_finite(self.state.theta, "theta", step)
+        return info
+
+
+def _require_finite(values: Tensor, what: str, step: int) -> None:
+    """[M, k], the step counted from 0 in, from 1 in the message, as draws and schedules are spoken of."""
+    bad = (~torch.isfinite(values)).any(1).nonzero().flatten().tolist()
+    if bad:
+        chains = f"chain {bad[0]}" if len(bad) == 1 else f"chains {', '.join(map(str, bad))}"
+        raise FloatingPointError(
+            f"non-finite {what} at update {step + 1} ({chains}): lower learning_rate, or look at the energy there"
+        )
+
+
+def _check_method(method: MethodConfig, batches: Batches | None) -> None:
+    """Refuse what the config asks for and ``sample`` would have to ignore."""
+    if method.prior_std is not None or method.prior_mean != "zero":
+        setting = "prior_std" if method.prior_std is not None else "prior_mean"
+        raise ValueError(
+            f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
+            f"into the energy and leave {setting} out"
+        )
+    if method.temper != "posterior":
+        raise ValueError(
+            f"sample cannot tell the prior from the rest of the energy, so it cannot leave it untempered: got "
+            f"temper={method.temper!r}, expected 'posterior'. Scale the two parts inside the energy instead"
+        )
+    defaults = {field.name: field.default for field in fields(method)}
+    for name in ("burn_in", "thin", "draws_per_chain"):
+        if getattr(method, name) != defaults[name]:
+            raise ValueError(
+                f"sample takes burn_in and thin as its own arguments and would ignore {name}="
+                f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
+            )
+    if method.full_batch and batches is not None:
+        raise ValueError(
+            f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
+            "energy hold the data"
+        )
+
+
+def _starts(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
+    """[M, d], a fresh tensor."""
+    if theta.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"theta must be float32 or float64, got {theta.dtype}: lower precision rounds the noise of an update away"
+        )
+    if theta.ndim not in (1, 2) or theta.numel() == 0:
+        raise ValueError(f"theta must be [M, d] or [d] with at least one element, got shape {list(theta.shape)}")
+    theta = theta.detach()
+    if theta.ndim == 2:
+        starts = theta.clone(memory_format=torch.contiguous_format)
+    else:
+        centre = theta.expand(method.num_chains, -1)
+        scale = theta.square().mean().sqrt().item() or 0.01
+        rngs = [generator(seed, "init", chain, device=theta.device) for chain in range(method.num_chains)]
+        starts = centre + method.init_jitter * scale * randn(rngs, centre)
+    if not bool(torch.isfinite(starts).all()):
+        raise ValueError("theta has non-finite elements: chains must start at finite points")
+    return starts
+
+
+def _rates(learning_rate: float | Callable[[int], float], num_steps: int) -> list[float]:
+    """The step size of each update."""
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
+    if not callable(learning_rate):
+        if not _positive(learning_rate):
+            raise ValueError(f"learning_rate must be a finite number > 0, got {learning_rate!r}")
+        return [float(learning_rate)] * num_steps
+    rates = [learning_rate(step) for step in range(num_steps)]
+    for step, rate in enumerate(rates):
+        if not _positive(rate):
+            raise ValueError(
+                f"learning_rate must be > 0 at every step, the schedule gives {rate!r} at step {step} (of 0 to "
+                f"{num_steps - 1}): end it earlier or give it a floor"
+            )
+    return [float(rate) for rate in rates]
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _burn_in(burn_in: float, num_steps: int) -> int:
+    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in == int(burn_in)))
+    if isinstance(burn_in, bool) or not whole:
+        raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
+    return burn_in_steps(burn_in, num_steps)
+
+
+def _num_draws(num_steps: int, burn_in: int, thin: int) -> int:
+    if isinstance(thin, bool) or not isinstance(thin, int) or thin < 1:
+        raise ValueError(f"thin must be an integer >= 1, got {thin!r}")
+    num_draws = (num_steps - burn_in) // thin
+    if num_draws < 1:
+        raise ValueError(
+            f"would collect 0 draws: {num_steps} updates, the first {burn_in} of them burn-in, one draw per {thin}. "
+            "Raise num_steps or lower burn_in or thin"
+        )
+    return num_draws
+
+
+def _cycle(batches: Batches) -> Iterator[Any]:
+    """Batches without end. A Mapping is one batch that was forgotten to be put in a list."""
+    if isinstance(batches, (Mapping, Tensor)):
+        raise ValueError(f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list")
+    for passes in itertools.count():
+        empty = True
+        for batch in batches() if callable(batches) else batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(
+                "batches is empty"
+                if passes == 0
+                else f"batches could be read only {passes} time(s) and the run needs more: pass a list, a DataLoader, "
+                "or a function that returns a fresh iterator"
+            )
+
+
+def _stack(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
+    """Name -> [num_steps, M]; an AdamW warm start reports other names than the method after it."""
+    names = dict.fromkeys(name for info in infos for name in info)
+    absent = torch.full((num_chains,), math.nan)
+    return {
+        name: torch.stack(
+            [info[name] if name in info else absent.to(next(i[name] for i in infos if name in i)) for info in infos]
+        )
+        for name in names
+    }

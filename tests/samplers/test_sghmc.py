@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.energy import FlatPrior, GaussianPrior
+from hf_bayes.rng import generator
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.sampling import sample
+from hf_bayes.types import Evaluation, Problem
+
+N, LR, BETA = 10, 0.1, 0.9  # U = N |theta|^2 / 2: l * lambda_max of U / N is 0.1
+
+
+def gaussian(theta: Tensor, batch: None) -> Tensor:
+    return 0.5 * N * theta.square().sum(1)
+
+
+def position_law(temperature: float, *, curvature: float = N, h_squared: float = LR / N, decay: float = BETA) -> float:
+    return temperature / curvature / (1 - h_squared * curvature / (2 * (1 + decay)))
+
+
+def moment_error(draws: Tensor, law: float) -> tuple[float, float]:
+    """Relative error of the pooled second moment, and the effective number of draws behind it.
+
+    Coordinates are independent and alike, so the spread of their own means tells the autocorrelation time.
+    """
+    squares = draws.square()
+    means = squares.mean(1).flatten()
+    ess = len(means) * (squares.var() / means.var()).item()
+    return squares.mean().item() / law - 1, ess
+
+
+def run_gaussian(config: SGHMCConfig, *, num_data: float = N) -> Tensor:
+    start = torch.randn(4, 256, generator=generator("start")) * math.sqrt(config.temperature / N)
+    return sample(
+        gaussian, start, config, num_steps=1500, learning_rate=LR, num_data=num_data, burn_in=100, seed=1
+    ).draws
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 4.0])
+def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> None:
+    error, ess = moment_error(run_gaussian(SGHMCConfig(temperature=temperature)), position_law(temperature))
+    assert ess > 40_000
+    assert abs(error) < 0.03  # 4 standard errors at ESS 40 000: 4 * sqrt(2 / 40 000) = 0.028
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 4.0])
+def test_the_variance_check_catches_wrong_noise(temperature: float) -> None:
+    right = SGHMCConfig(temperature=temperature)
+    twins = {
+        "noise without sqrt(2)": run_gaussian(dataclasses.replace(right, temperature=temperature / 2)),
+        "N forgotten in the noise": run_gaussian(dataclasses.replace(right, temperature=temperature * N)),
+        "N forgotten": run_gaussian(right, num_data=1),
+    }
+    if temperature != 1:  # there T and sqrt(T) are the same
+        twins["T outside the square root"] = run_gaussian(dataclasses.replace(right, temperature=temperature**2))
+    for name, draws in twins.items():
+        assert abs(moment_error(draws, position_law(temperature))[0]) > 0.03, name
+
+
+def as_linear_map(config: SGHMCConfig, problem: Problem, curvature: float) -> tuple[Tensor, Tensor]:
+    """A and Q [2, 2] of one update (theta, m) -> A (theta, m) + noise of covariance Q, read off the rule itself."""
+    rule = config.build(problem)
+    still = dataclasses.replace(config, temperature=0.0).build(problem)
+
+    def move(which: object, theta: float, momentum: float) -> Tensor:
+        state = rule.init(torch.tensor([[theta]], dtype=torch.float64), [generator(0)])
+        state = state._replace(momentum=torch.tensor([[momentum]], dtype=torch.float64))
+        evaluation = Evaluation(torch.zeros(1), -curvature * state.theta)
+        state, _ = which.update(state, evaluation, problem.learning_rate, [generator(1)])  # type: ignore[attr-defined]
+        return torch.cat([state.theta[0], state.momentum[0]])
+
+    matrix = torch.stack([move(still, 1.0, 0.0), move(still, 0.0, 1.0)], dim=1)
+    unit = torch.randn(1, generator=generator(1), dtype=torch.float64)
+    noise = move(rule, 0.0, 0.0) / unit
+    return matrix, noise[:, None] * noise
+
+
+def stationary(matrix: Tensor, noise: Tensor) -> Tensor:
+    """[2, 2] the S with S = A S A' + Q."""
+    system = torch.eye(4, dtype=torch.float64) - torch.kron(matrix, matrix)
+    return torch.linalg.solve(system, noise.flatten()).view(2, 2)
+
+
+def moments(step_size: float, *, friction: float, curvature: float, temperature: float) -> tuple[float, float]:
+    """Stationary E theta^2 and E m^2 of the rule at h = ``step_size``."""
+    config = SGHMCConfig(momentum=1 - step_size * friction, temperature=temperature)
+    problem = Problem(num_data=7, prior=FlatPrior(), learning_rate=7 * step_size**2, num_steps=1, burn_in=0, sizes=(1,))
+    covariance = stationary(*as_linear_map(config, problem, curvature))
+    return covariance[0, 0].item(), covariance[1, 1].item()
+
+
+@pytest.mark.parametrize("step_size", [0.05, 0.3, 0.6])
+def test_stationary_moments_are_those_of_the_docstring(step_size: float) -> None:
+    friction, curvature, temperature = 1.3, 2.0, 0.7
+    position, kinetic = moments(step_size, friction=friction, curvature=curvature, temperature=temperature)
+    decay, squared = 1 - step_size * friction, step_size**2 * curvature
+    assert position == pytest.approx(temperature / curvature / (1 - squared / (2 * (1 + decay))), rel=1e-12)
+    assert kinetic == pytest.approx(2 * temperature / (1 + decay - squared / 2), rel=1e-12)
+
+
+def test_stationary_bias_has_order_one_in_momenta_and_two_in_positions() -> None:
+    def bias(step_size: float) -> tuple[float, float]:
+        position, kinetic = moments(step_size, friction=1.0, curvature=1.0, temperature=1.0)
+        return position - 1, kinetic - 1
+
+    (coarse_position, coarse_kinetic), (fine_position, fine_kinetic) = bias(0.02), bias(0.01)
+    # the next order of the expansion is a share h of the leading one
+    assert math.log2(coarse_kinetic / fine_kinetic) == pytest.approx(1, abs=0.02)
+    assert math.log2(coarse_position / fine_position) == pytest.approx(2, abs=0.02)
+
+
+def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_temperature() -> None:
+    variance = 2.0 * N  # of the gradient of U, in each coordinate and update
+    noise = generator("gradient")
+
+    def noisy(theta: Tensor, batch: None) -> Tensor:
+        return gaussian(theta, None) + math.sqrt(variance) * (torch.randn(theta.shape, generator=noise) * theta).sum(1)
+
+    draws = sample(noisy, torch.zeros(4, 256), SGHMCConfig(), num_steps=1500, learning_rate=LR, num_data=N, burn_in=100)
+    effective = 1 + LR / N * variance / (2 * (1 - BETA))  # doubles T here
+    error, ess = moment_error(draws.draws, position_law(effective))
+    assert ess > 40_000
+    assert abs(error) < 0.03
+
+
+def test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum() -> None:
+    num_data, std, learning_rate = 50, 0.8, 0.05
+    inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
+    targets = torch.randn(num_data, generator=generator("y"), dtype=torch.float64)
+    start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
+    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
+    problem = Problem(num_data, prior, learning_rate, num_steps=200, burn_in=0, sizes=(6,))
+    rule = SGHMCConfig(temperature=0.0).build(problem)
+    rngs = [generator(0)]
+    state = rule.init(start.clone(), rngs)
+
+    weights = start[0].clone().requires_grad_()
+    sgd = torch.optim.SGD([weights], lr=learning_rate, momentum=BETA, weight_decay=1 / (num_data * std**2))
+    for _ in range(200):
+        sgd.zero_grad()
+        (torch.tanh(inputs @ weights) - targets).square().mean().backward()
+        sgd.step()
+        leaf = state.theta.clone().requires_grad_()
+        log_lik = -(torch.tanh(inputs @ leaf[0]) - targets).square().sum()[None]
+        (gradient,) = torch.autograd.grad(log_lik.sum(), leaf)
+        state, _ = rule.update(state, Evaluation(log_lik.detach(), gradient), learning_rate, rngs)
+        assert (state.theta[0] - weights.detach()).abs().max() < 1e-12
+
+
+def cyclical(step: int, *, peak: float, length: int) -> float:
+    """l0 C(t)^2 with C from 1 to nearly 0 within a cycle."""
+    return peak * (0.5 * (1 + math.cos(math.pi * (step % length) / length))) ** 2
+
+
+class TestCyclicalSchedule:
+    """256 coordinates of 64 chains through two cycles; curvature small enough for the law's limit h^2 lambda -> 0."""
+
+    PEAK, LENGTH, NUM_STEPS = 0.01, 150, 300
+
+    def rates(self) -> list[float]:
+        return [cyclical(step, peak=self.PEAK, length=self.LENGTH) for step in range(self.NUM_STEPS)]
+
+    TOLERANCE = 0.06  # 4 standard errors of 16 384 coordinates are 4.4 %; the law itself moves by 5 % in a cycle
+
+    def test_keeps_the_kinetic_temperature_at_its_law(self) -> None:
+        rates = self.rates()
+        info = sample(
+            gaussian,
+            math.sqrt(1 / N) * torch.randn(64, 256, generator=generator("start")),
+            SGHMCConfig(),
+            num_steps=self.NUM_STEPS,
+            learning_rate=lambda step: rates[step],
+            num_data=N,
+        ).info
+        ratio = info["kinetic_temperature"].mean(1) / info["kinetic_temperature_law"].mean(1)
+        assert (ratio - 1).abs().max() < self.TOLERANCE
+        away = torch.arange(self.NUM_STEPS) % self.LENGTH >= 20  # the jump at a cycle's start is forgotten
+        assert (ratio[away] - 1).mean().abs() < 0.01  # 250 updates average the noise out; the lag leaves 0.3 %
+
+    def test_the_check_catches_an_sgd_buffer_kept_across_changes_of_the_learning_rate(self) -> None:
+        noise = generator("noise")
+        theta = math.sqrt(1 / N) * torch.randn(64, 256, generator=generator("start"))
+        buffer = math.sqrt(self.PEAK / N) * torch.randn(64, 256, generator=noise)
+        kinetic = []
+        for rate in self.rates():
+            shake = math.sqrt(2 * (1 - BETA) * rate / N) * torch.randn(64, 256, generator=noise)
+            buffer = BETA * buffer - rate * theta + shake
+            theta = theta + buffer
+            kinetic.append(buffer.square().mean().item() * N / rate)
+        ratio = torch.tensor(kinetic) * (1 + BETA) / 2
+        assert (ratio - 1).abs().max() > 1  # 4 times too hot at the end of a cycle
+
+
+def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused() -> None:
+    problem = Problem(num_data=1, prior=FlatPrior(), learning_rate=0.1, num_steps=1, burn_in=0, sizes=(2,))
+    rule = SGHMCConfig(momentum=0.5).build(problem)
+    rngs = [generator(0)]
+    state = rule.init(torch.zeros(1, 2), rngs)
+    evaluation = Evaluation(torch.zeros(1), torch.zeros(1, 2))
+    rule.update(state, evaluation, 0.39, rngs)  # 1 - h gamma = 1 - 0.5 * sqrt(3.9) > 0
+    with pytest.raises(ValueError, match=r"1 - h \* friction >= 0, got h=.* friction=.* learning_rate 0.41"):
+        rule.update(state, evaluation, 0.41, rngs)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, math.nan, "0.9", True])
+def test_momentum_outside_zero_to_one_is_refused(momentum: object) -> None:
+    with pytest.raises(ValueError, match=r"momentum must be a finite number >= 0 and < 1, got"):
+        SGHMCConfig(momentum=momentum)  # type: ignore[arg-type]
