@@ -1,0 +1,1 @@
+"""Kernels: exact Markov chains that take several energies a move. Each file is one method."""

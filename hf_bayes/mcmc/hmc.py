@@ -1,0 +1,216 @@
+"""Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), all chains in one batch.
+
+With V = U / T and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I), makes ``num_leapfrog`` steps
+
+    p     -= e/2 grad V(theta)
+    theta += e p
+    p     -= e/2 grad V(theta),
+
+and accepts the end with probability min(1, exp(-dH)).
+
+Stationary law: exp(-U / T) exactly, at any step size e. Burn-in tunes e of each chain as in Hoffman & Gelman (2014,
+section 3.2): algorithm 4's doubling or halving finds the first e, dual averaging (gamma 0.05, t0 10, kappa 0.75) moves
+log e towards the target acceptance, and the averaged iterate is frozen with the last update of burn-in. Every update
+runs at e (1 + jitter (2u - 1)), u uniform and independent of the state: without it a trajectory as long as the period
+of some direction brings that direction back to where it was, for ever.
+
+``num_leapfrog`` gradients an update; energy and gradient at theta are carried along. The mass is the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.energy import energy, grad_energy
+from hf_bayes.mcmc.checks import check_start, check_temperature
+from hf_bayes.posterior import Draws
+from hf_bayes.rng import rand, randn
+from hf_bayes.types import Evaluate, Info, Kernel, Problem, Rngs
+
+Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""theta [M, d] -> V = U / T [M] and its gradient [M, d]."""
+
+MAX_ENERGY_ERROR = 1000.0
+"""|dH| beyond which a trajectory is called divergent and rejected (Stan's bound). Symmetric in the sign of dH, so a
+trajectory and its reversal are rejected alike and the stationary law stays exact."""
+
+
+class HMCState(NamedTuple):
+    """What the next update needs; V = U / T.
+
+    Attributes:
+        theta: [M, d].
+        potential: [M] V at theta.
+        gradient: [M, d] grad V at theta.
+        log_step: [M] log e of the next update.
+        log_step_mean: [M] its weighted average, what is frozen.
+        log_step_centre: [M] what dual averaging shrinks log e towards: log(10 first e).
+        shortfall: [M] running mean of target - acceptance.
+        step: [M] int64, updates done.
+    """
+
+    theta: Tensor
+    potential: Tensor
+    gradient: Tensor
+    log_step: Tensor
+    log_step_mean: Tensor
+    log_step_centre: Tensor
+    shortfall: Tensor
+    step: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMCConfig(MethodConfig):
+    """Hamiltonian Monte Carlo.
+
+    Attributes:
+        num_leapfrog: leapfrog steps (gradients) in an update.
+        step_size: leapfrog step e in parameter units; None takes the run's learning_rate. With burn-in it is where the
+            search for the first e starts, without it is used as it is.
+        target_acceptance: mean acceptance probability the adaptation aims at. None: no adaptation.
+        jitter: each update's e is uniform on e (1 +- jitter).
+    """
+
+    name: ClassVar[str] = "hmc"
+    full_batch: ClassVar[bool] = True
+    num_leapfrog: int = 10
+    step_size: float | None = None
+    target_acceptance: float | None = 0.8
+    jitter: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_temperature(self.name, self.temperature)
+        self._check_count("num_leapfrog", self.num_leapfrog, minimum=1)
+        if self.step_size is not None:
+            self._check_number("step_size", self.step_size, minimum=0.0, strict=True)
+        if self.target_acceptance is not None:
+            self._check_number("target_acceptance", self.target_acceptance, minimum=0.0, maximum=1.0, strict=True)
+        self._check_number("jitter", self.jitter, minimum=0.0, maximum=1.0)
+
+    def build(self, problem: Problem) -> Kernel:
+        first_size = self.step_size if self.step_size is not None else problem.learning_rate
+        adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
+
+        def potential_of(evaluate: Evaluate) -> Potential:
+            def potential(theta: Tensor) -> tuple[Tensor, Tensor]:
+                evaluation, weight = evaluate(theta), self.prior_weight
+                value = energy(evaluation, theta, problem.prior, prior_weight=weight)
+                gradient = grad_energy(evaluation, theta, problem.prior, prior_weight=weight)
+                return value / self.temperature, gradient / self.temperature
+
+            return potential
+
+        def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> HMCState:
+            potential = potential_of(evaluate)
+            value, gradient = potential(theta)
+            check_start(self.name, value, gradient)
+            size = theta.new_full((len(theta),), first_size)
+            if adapted_steps > 0:
+                size = find_step_size(theta, randn(rngs, theta), value, gradient, size, potential)
+            log_size = size.log()
+            steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            centre = log_size + math.log(10)
+            return HMCState(theta, value, gradient, log_size, log_size, centre, torch.zeros_like(log_size), steps)
+
+        def step(state: HMCState, evaluate: Evaluate, rngs: Rngs) -> tuple[HMCState, Info]:
+            size = state.log_step.exp()
+            jittered = size * (1 + self.jitter * (2 * rand(rngs, state.theta) - 1))
+            momentum = randn(rngs, state.theta)
+            theta, end_momentum, value, gradient = leapfrog(
+                state.theta, momentum, state.gradient, jittered[:, None], self.num_leapfrog, potential_of(evaluate)
+            )
+            error = energy_error(momentum, end_momentum, state.potential, value)
+            divergent = error.abs() > MAX_ENERGY_ERROR
+            acceptance = (-error).clamp(max=0).exp().masked_fill(divergent, 0.0)
+            accepted = rand(rngs, state.theta) < acceptance
+            moved = state._replace(
+                theta=torch.where(accepted[:, None], theta, state.theta),
+                potential=torch.where(accepted, value, state.potential),
+                gradient=torch.where(accepted[:, None], gradient, state.gradient),
+                step=state.step + 1,
+            )
+            info = {
+                "acceptance": acceptance,
+                "step_size": size,
+                "energy_error": error,
+                "divergent": divergent.to(size.dtype),
+            }
+            return self._adapted(moved, acceptance, adapted_steps), info
+
+        def finish(state: HMCState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Kernel(init, step, finish)
+
+    def _adapted(self, state: HMCState, acceptance: Tensor, adapted_steps: int) -> HMCState:
+        """Dual averaging (Hoffman & Gelman eq. 6); with the last adapted update the averaged step takes over."""
+        if self.target_acceptance is None:
+            return state
+        t = state.step.to(state.log_step.dtype)
+        adapting = state.step <= adapted_steps
+        # t here counts the update just made, so the first one has t = 1 as in the paper
+        missed = self.target_acceptance - acceptance.to(t.dtype)
+        shortfall = state.shortfall + (missed - state.shortfall) / (t + 10)
+        log_step = state.log_step_centre - t.sqrt() / 0.05 * shortfall
+        log_step_mean = torch.lerp(state.log_step_mean, log_step, t**-0.75)
+        log_step = torch.where(state.step == adapted_steps, log_step_mean, log_step)
+        return state._replace(
+            log_step=torch.where(adapting, log_step, state.log_step),
+            log_step_mean=torch.where(adapting, log_step_mean, state.log_step_mean),
+            shortfall=torch.where(adapting, shortfall, state.shortfall),
+        )
+
+
+def leapfrog(
+    theta: Tensor, momentum: Tensor, gradient: Tensor, step_size: Tensor, num_leapfrog: int, potential: Potential
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Leapfrog steps of size ``step_size`` [M, 1]: time-reversible and volume-preserving, local error O(e^3).
+
+    Returns:
+        theta [M, d], momentum [M, d], V [M] and grad V [M, d] at the end. The potential is only ever asked at finite
+        theta: a chain whose trajectory has left the numbers stands still, and its momentum stays non-finite.
+    """
+    for _ in range(num_leapfrog):
+        momentum = momentum - step_size / 2 * gradient
+        moved = theta + step_size * momentum
+        theta = torch.where(moved.isfinite().all(1, keepdim=True), moved, theta)
+        value, gradient = potential(theta)
+        momentum = momentum - step_size / 2 * gradient
+    return theta, momentum, value, gradient
+
+
+def energy_error(start_momentum: Tensor, end_momentum: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """[M]: dH of a trajectory; inf where it is not a number."""
+    # the difference of squares element by element: two sums of d squares would lose dH in float32 when d is large
+    kinetic = 0.5 * ((end_momentum - start_momentum) * (end_momentum + start_momentum)).sum(1)
+    error = end - start + kinetic
+    return torch.where(error.isfinite(), error, torch.inf)
+
+
+def find_step_size(
+    theta: Tensor, momentum: Tensor, value: Tensor, gradient: Tensor, step_size: Tensor, potential: Potential
+) -> Tensor:
+    """[M]: ``step_size`` doubled or halved until one leapfrog step's acceptance crosses 1/2 (their algorithm 4)."""
+
+    def log_acceptance(step_size: Tensor) -> Tensor:
+        _, end_momentum, end, _ = leapfrog(theta, momentum, gradient, step_size[:, None], 1, potential)
+        return -energy_error(momentum, end_momentum, value, end)
+
+    log_ratio = log_acceptance(step_size)
+    direction = torch.where(log_ratio > -math.log(2), 1.0, -1.0).to(step_size.dtype)
+    searching = torch.ones_like(log_ratio, dtype=torch.bool)
+    for _ in range(50):  # 15 decades; a potential that is flat over all of them has no scale to find
+        searching = searching & (direction * log_ratio > -direction * math.log(2))
+        if not searching.any():
+            break
+        step_size = torch.where(searching, step_size * 2**direction, step_size)
+        log_ratio = log_acceptance(step_size)
+    return step_size

@@ -1,0 +1,1 @@
+"""Variational inference: rules that end in a Gaussian. Each file is one method."""
