@@ -1,0 +1,147 @@
+"""The metrics as ``evaluate.Metric``: ``add``, ``add_batch``, ``compute``, ``evaluate.combine``; no hub, no network.
+
+``config_name`` says what they are fed. Metrics of one configuration share their inputs, so they combine:
+
+* ``"classification"`` (default of NLL, ECE, Brier): ``predictions`` are class probabilities [N, C] (of the mixture),
+  ``references`` class indices [N].
+* ``"tokens"`` (NLL, ECE, Brier): the numbers of ``per_row_statistics`` by keyword, ``nll=, confidence=, correct=,
+  brier=``; ``add`` of a metric alone takes its own only. For language models: [N, V] probabilities do not fit in Arrow.
+* ``"scores"`` (OODAUROC, RiskCoverage): ``predictions`` are uncertainties, higher is less sure; ``references`` are 1
+  out of distribution and 0 in it (OODAUROC), or losses such as 0/1 errors (RiskCoverage). RiskCoverage also takes
+  ``"classification"`` (uncertainty 1 - confidence, loss 0/1) and ``"tokens"`` (that from ``confidence, correct``).
+
+    metrics = evaluate.combine([NLL("tokens"), ECE("tokens"), Brier("tokens")])
+    metrics.add_batch(**per_row_statistics(log_probs, labels))
+    metrics.compute()        # {"nll": ..., "ece": ..., "brier": ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from datasets import Features, Sequence, Value
+from evaluate import EvaluationModuleInfo, Metric
+
+from hf_bayes.metrics import functions
+from hf_bayes.metrics.statistics import classification_statistics
+
+# evaluate.combine(...).compute(**everything) hands every metric the inputs and options of all of them.
+_OF_OTHERS = {"nll", "confidence", "correct", "brier", "num_bins"}
+
+
+class _BayesianMetric(Metric):
+    """A metric of per-example statistics; subclasses say of which, and compute.
+
+    Attributes:
+        statistics: the keywords it takes in the "tokens" configuration.
+        configurations: those it has, its default first.
+        options: keywords of ``compute``.
+        summary: one line for evaluate's description.
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    configurations: ClassVar[tuple[str, ...]] = ("classification", "tokens")
+    options: ClassVar[tuple[str, ...]] = ()
+    summary: ClassVar[str]
+
+    def __init__(self, config_name: str | None = None, **kwargs: Any) -> None:
+        config_name = self.configurations[0] if config_name in (None, "default") else config_name
+        if config_name not in self.configurations:
+            raise ValueError(
+                f"{type(self).__name__} has the configurations {', '.join(self.configurations)}; got {config_name!r}"
+            )
+        super().__init__(config_name, **kwargs)
+
+    def _info(self) -> EvaluationModuleInfo:
+        features = {
+            "classification": {"predictions": Sequence(Value("float64")), "references": Value("int64")},
+            "tokens": {name: Value("float64") for name in self.statistics},
+            "scores": {"predictions": Value("float64"), "references": Value("float64")},
+        }[self.config_name]
+        inputs = ", ".join(features)
+        return EvaluationModuleInfo(
+            description=self.summary,
+            citation="",
+            inputs_description=f"\nInputs of configuration {self.config_name!r}: {inputs}.\n",
+            features=Features(features),
+            format=None if self.config_name == "classification" else "numpy",
+        )
+
+    def _compute(self, **inputs: Any) -> dict[str, float]:
+        extra = {name: value for name, value in inputs.items() if name not in self._feature_names()}
+        if unknown := extra.keys() - _OF_OTHERS:
+            raise ValueError(
+                f"{self.name}: unknown input or option {', '.join(sorted(unknown))}; "
+                f"configuration {self.config_name!r} takes {', '.join((*self._feature_names(), *self.options))}"
+            )
+        options = {name: value for name, value in extra.items() if name in self.options}
+        if self.config_name == "tokens":
+            return self._from_statistics(inputs, **options)
+        if self.config_name == "scores":
+            return self._from_scores(inputs["predictions"], inputs["references"], **options)
+        return self._from_statistics(classification_statistics(inputs["predictions"], inputs["references"]), **options)
+
+    def _from_statistics(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _from_scores(self, scores: Any, references: Any) -> dict[str, float]:
+        raise NotImplementedError
+
+
+class NLL(_BayesianMetric):
+    """``{"nll"}``: mean -log p(label) in nats."""
+
+    statistics = ("nll",)
+    summary = "Mean negative log-likelihood of the labels in nats."
+
+    def _from_statistics(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        return {"nll": functions.negative_log_likelihood(statistics["nll"])}
+
+
+class ECE(_BayesianMetric):
+    """``{"ece"}``: expected calibration error; ``compute(num_bins=15)``."""
+
+    statistics = ("confidence", "correct")
+    options = ("num_bins",)
+    summary = "Expected calibration error of the predicted class, in bins of equal width."
+
+    def _from_statistics(self, statistics: Mapping[str, Any], num_bins: int = 15) -> dict[str, float]:
+        ece = functions.expected_calibration_error(statistics["confidence"], statistics["correct"], num_bins=num_bins)
+        return {"ece": ece}
+
+
+class Brier(_BayesianMetric):
+    """``{"brier"}``: mean squared distance between probabilities and the label's one-hot vector, in [0, 2]."""
+
+    statistics = ("brier",)
+    summary = "Brier score, summed over classes: between 0 and 2."
+
+    def _from_statistics(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        return {"brier": functions.brier(statistics["brier"])}
+
+
+class OODAUROC(_BayesianMetric):
+    """``{"ood_auroc"}``: how well uncertainty tells out-of-distribution examples from the others."""
+
+    configurations = ("scores",)
+    summary = "Area under the ROC curve of an uncertainty as a detector of out-of-distribution examples."
+
+    def _from_scores(self, scores: Any, references: Any) -> dict[str, float]:
+        return {"ood_auroc": functions.ood_auroc(scores, references)}
+
+
+class RiskCoverage(_BayesianMetric):
+    """``{"aurc", "risk"}``: area under the risk-coverage curve, and the risk when every example is answered."""
+
+    statistics = ("confidence", "correct")
+    configurations = ("scores", "classification", "tokens")
+    summary = "Area under the risk-coverage curve: mean loss when only the least uncertain examples are answered."
+
+    def _from_statistics(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        return self._from_scores(1 - np.asarray(statistics["confidence"]), 1 - np.asarray(statistics["correct"]))
+
+    def _from_scores(self, scores: Any, references: Any) -> dict[str, float]:
+        curve = functions.risk_coverage(scores, references)
+        return {"aurc": curve.aurc, "risk": float(curve.risk[-1])}

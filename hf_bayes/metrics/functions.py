@@ -1,0 +1,129 @@
+"""Scores of predictions and of uncertainties from one number per example. Lower is better, but for AUROC."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+class RiskCoverageCurve(NamedTuple):
+    """What answering only the least uncertain examples costs (Geifman and El-Yaniv 2017).
+
+    Attributes:
+        coverage: [N] fractions 1/N, 2/N, ..., 1 of the examples that are answered.
+        risk: [N] mean loss of these.
+        aurc: the mean of ``risk``, the area under the curve.
+    """
+
+    coverage: Array
+    risk: Array
+    aurc: float
+
+
+def negative_log_likelihood(nll: ArrayLike) -> float:
+    """Mean of -log p(label), in nats per label.
+
+    Args:
+        nll: [N], as of ``per_row_statistics``; +inf where a label had probability 0.
+    """
+    return mean_of("nll", nll)
+
+
+def brier(terms: ArrayLike) -> float:
+    """Mean of sum_c (p_c - [c is the label])^2, between 0 and 2.
+
+    Args:
+        terms: [N] these sums, as of ``per_row_statistics``.
+    """
+    return mean_of("brier", terms)
+
+
+def mean_of(name: str, values: ArrayLike) -> float:
+    """The mean of [N] numbers, infinity included, NaN refused under their name."""
+    return float(_numbers(name, values, infinite=True).mean())
+
+
+def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> float:
+    """Mean over examples of |accuracy - mean confidence| of their bin (Guo et al. 2017, eq. 3).
+
+    Args:
+        confidence: [N] probability of the predicted class.
+        correct: [N] whether it was the label.
+        num_bins: bins of equal width on (0, 1], closed above.
+    Raises:
+        ValueError: for confidences outside [0, 1] (beyond rounding) or ``correct`` other than 0 and 1.
+    """
+    confidence, correct = _numbers("confidence", confidence), _numbers("correct", correct)
+    _same_length(confidence=confidence, correct=correct)
+    if confidence.min() < 0 or confidence.max() > 1 + 1e-4:
+        raise ValueError(
+            f"confidence must be probabilities in [0, 1], got values in [{confidence.min():g}, {confidence.max():g}]"
+        )
+    if not np.isin(correct, (0, 1)).all():
+        raise ValueError("correct must hold 0 and 1 only: whether the predicted class was the label")
+    if num_bins < 1:
+        raise ValueError(f"num_bins must be at least 1, got {num_bins}")
+    bins = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
+    gaps = np.bincount(bins, weights=correct - confidence, minlength=num_bins)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
+def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:
+    """Probability that an out-of-distribution example is more uncertain than an in-distribution one, ties half.
+
+    Args:
+        uncertainty: [N] a score that should be higher out of distribution (epistemic, total, nll, ...).
+        is_ood: [N] 1 for out-of-distribution examples, 0 for the others; both must occur.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    uncertainty, is_ood = _numbers("uncertainty", uncertainty), _numbers("is_ood", is_ood)
+    _same_length(uncertainty=uncertainty, is_ood=is_ood)
+    if set(np.unique(is_ood)) != {0.0, 1.0}:
+        raise ValueError(
+            f"is_ood must hold both 0 (in distribution) and 1 (out of it), got {np.unique(is_ood)[:5].tolist()}"
+        )
+    return float(roc_auc_score(is_ood, uncertainty))
+
+
+def risk_coverage(uncertainty: ArrayLike, loss: ArrayLike) -> RiskCoverageCurve:
+    """Mean loss of the k least uncertain examples, for every k.
+
+    Among examples of equal uncertainty the order is left to chance: each counts with their mean loss, so that the
+    curve does not depend on the order in which examples come.
+
+    Args:
+        uncertainty: [N] higher means less sure.
+        loss: [N] 0/1 errors, or any loss.
+    """
+    uncertainty, loss = _numbers("uncertainty", uncertainty), _numbers("loss", loss)
+    _same_length(uncertainty=uncertainty, loss=loss)
+    _, group, sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
+    mean_loss = np.bincount(group, weights=loss) / sizes
+    count = np.arange(1, len(loss) + 1)
+    risk = np.cumsum(np.repeat(mean_loss, sizes)) / count
+    return RiskCoverageCurve(count / len(loss), risk, float(risk.mean()))
+
+
+def _numbers(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
+    """[N >= 1] float64, without NaN (and, unless allowed, infinities)."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} must be a non-empty vector, one number per example; got shape {list(array.shape)}")
+    bad = np.isnan(array) if infinite else ~np.isfinite(array)
+    if bad.any():
+        raise ValueError(
+            f"{int(bad.sum())} of {len(array)} values of {name} are not finite, the first at {int(bad.argmax())}: "
+            "leave padding out before"
+        )
+    return array
+
+
+def _same_length(**arrays: Array) -> None:
+    if len({len(array) for array in arrays.values()}) > 1:
+        found = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+        raise ValueError(f"one number per example is needed in each, got lengths {found}")

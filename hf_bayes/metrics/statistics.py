@@ -1,0 +1,110 @@
+"""One number per example or token, from which every metric is computed: nothing of [N, vocabulary] size is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from hf_bayes.metrics.functions import brier, expected_calibration_error, mean_of, negative_log_likelihood
+
+
+def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """What ``summarise`` and the metrics need of normalised predictions.
+
+    Args:
+        log_probs: [N, C] log-probabilities, such as the log of a mixture; -inf is probability 0.
+        labels: [N] integers in [0, C); take ignored labels (-100) out before.
+    Returns:
+        float32 [N] each: ``nll`` -log p(label); ``confidence`` of the predicted class; ``correct`` 0 or 1; ``brier``
+        sum_c (p_c - [c is the label])^2.
+    Raises:
+        ValueError: for shapes that do not fit, or labels outside [0, C).
+    """
+    if log_probs.ndim != 2 or labels.shape != log_probs.shape[:1]:
+        raise ValueError(
+            f"statistics need log_probs [N, C] and labels [N], got {list(log_probs.shape)} and {list(labels.shape)}"
+        )
+    num_classes = log_probs.shape[1]
+    if bool(((labels < 0) | (labels >= num_classes)).any()):
+        raise ValueError(
+            f"labels must lie in [0, {num_classes}), got {int(labels.min())} to {int(labels.max())}: "
+            "take rows with ignored labels (-100) out before"
+        )
+    chosen = log_probs.gather(1, labels[:, None].long())[:, 0]
+    best, predicted = log_probs.max(1)
+    squares = (log_probs * (2 * math.log2(math.e))).exp2_().sum(1)  # exp2: several times as fast as exp on CPU
+    return {
+        "nll": -chosen.float(),
+        "confidence": best.exp().float(),
+        "correct": (predicted == labels).float(),
+        "brier": (squares - 2 * chosen.exp() + 1).float(),
+    }
+
+
+def classification_statistics(probabilities: ArrayLike, labels: ArrayLike) -> dict[str, NDArray[np.float64]]:
+    """The same in numpy and float64, from class probabilities [N, C] that sum to 1 (to 1e-3) and labels [N]."""
+    probabilities, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1] or probabilities.size == 0:
+        raise ValueError(
+            f"need probabilities [N >= 1, C] and labels [N], got {list(probabilities.shape)} and {list(labels.shape)}"
+        )
+    if not (probabilities >= 0).all() or not np.allclose(probabilities.sum(1), 1, rtol=0, atol=1e-3):
+        raise ValueError(
+            "predictions must be class probabilities: not negative, each row summing to 1. "
+            "Logits are not; exponentiate log-probabilities first"
+        )
+    num_classes = probabilities.shape[1]
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise ValueError(f"labels must lie in [0, {num_classes}), got {labels.min()} to {labels.max()}")
+    chosen = np.take_along_axis(probabilities, labels[:, None].astype(int), axis=1)[:, 0]
+    with np.errstate(divide="ignore"):
+        nll = -np.log(chosen)
+    return {
+        "nll": nll,
+        "confidence": probabilities.max(1),
+        "correct": (probabilities.argmax(1) == labels).astype(np.float64),
+        "brier": np.square(probabilities).sum(1) - 2 * chosen + 1,
+    }
+
+
+def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
+    """Metrics of all rows together, so that every row (token, example) has the same weight.
+
+    Args:
+        statistics: [N] arrays by name. ``nll`` gives nll, with ``correct`` also perplexity; ``confidence`` and
+            ``correct`` give accuracy and ece; ``brier`` gives brier; any other (``total``, ``aleatoric``,
+            ``epistemic``, ...) gives its mean under its own name.
+    Returns:
+        float by metric.
+    Raises:
+        ValueError: without rows, for arrays of different lengths, or NaN: padding has to be taken out before.
+    """
+    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in statistics.items()}
+    shapes = {array.shape for array in arrays.values()}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or shape[0] == 0:
+        found = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"statistics must be non-empty vectors of one length, got {found or 'none'}")
+    summary: dict[str, float] = {}
+    for name, array in arrays.items():
+        if name == "nll":
+            summary["nll"] = negative_log_likelihood(array)
+            if "correct" in arrays:
+                summary["perplexity"] = _exp(summary["nll"])
+        elif name == "correct":
+            summary["accuracy"] = float(array.mean())
+        elif name == "confidence":
+            summary["ece"] = expected_calibration_error(array, arrays["correct"])
+        elif name == "brier":
+            summary["brier"] = brier(array)
+        else:
+            summary[name] = mean_of(name, array)
+    return summary
+
+
+def _exp(value: float) -> float:
+    """exp that overflows to infinity in silence."""
+    return math.exp(value) if value < 700 else math.inf
