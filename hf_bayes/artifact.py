@@ -1,0 +1,559 @@
+"""The posterior as an object: what a run ended in, all that is needed to use it, and its directory (docs: on disk).
+
+Layout of the directory::
+
+    README.md  posterior_config.json  manifest.json
+    adapter_config.json  adapter_model.safetensors        LoRA: a plain peft adapter, see ``Posterior.representative``
+    members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
+    covariance.safetensors                                Gaussian: means and stds by parameter name
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes import hub, storage
+from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, TASKS, Adapter, adapter_key, partner_key, plain_adapter_config
+from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.storage import POSTERIOR, Content
+from hf_bayes.storage.formats import plain
+from hf_bayes.subspace import Layout
+
+FORMAT_VERSION = 1
+CONFIG = "posterior_config.json"
+TENSORS = "model.safetensors"
+GAUSSIAN = "covariance.safetensors"
+
+_NUM_GAUSSIAN_MEMBERS = 10
+
+
+@functools.cache
+def _library_versions() -> tuple[tuple[str, str], ...]:
+    versions = {}
+    for name in ("hf-bayes", "torch", "transformers", "peft", "safetensors"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(versions.items())
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a posterior depends on, of those that are installed."""
+    return dict(_library_versions())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorConfig:
+    """What ``posterior_config.json`` holds.
+
+    Attributes:
+        format_version: of this file.
+        task: "causal_lm" or "sequence_classification".
+        method: ``MethodConfig.to_dict()``.
+        approximation: "draws" or "gaussian".
+        parameters: [name, shape] of each random tensor as the user's model names it, in the order of theta.
+        num_members: stored draws; 0 for a Gaussian.
+        member_chains: the chain of each draw; empty for a Gaussian. Left empty, ``Posterior`` fills it in.
+        subspace: how the random parameters were chosen.
+        prior: the prior, in words of its own.
+        num_data: N, None where nobody knows.
+        data_unit: what N counts.
+        base_model: name_or_path, revision, dtype and fingerprint {weights, config, tokenizer}, each a text or None.
+        head: what the base model's head was set to (id2label, problem_type, noise_std ...).
+        versions: of the libraries.
+        seed: of the run, None where there was none.
+        diagnostics: of the run; ``converged`` (true, false or null) and ``verdict`` (a sentence) decide on a warning.
+        metrics: held-out figures. In these two, NaN and infinities become null: "not defined".
+    """
+
+    format_version: int = FORMAT_VERSION
+    task: str
+    method: dict[str, Any]
+    approximation: str
+    parameters: list[list[Any]]
+    num_members: int
+    member_chains: list[int] = field(default_factory=list)
+    subspace: str
+    prior: dict[str, Any]
+    num_data: float | None
+    data_unit: str
+    base_model: dict[str, Any]
+    head: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=library_versions)
+    seed: int | None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            undefined_is_null = name in ("diagnostics", "metrics")
+            object.__setattr__(self, name, plain(getattr(self, name), name, undefined_is_null=undefined_is_null))
+        self._check()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = CONFIG) -> PosteriorConfig:
+        """The config of a parsed file.
+
+        Raises:
+            ValueError: naming unknown and missing keys, or the value that is wrong.
+        """
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{where}: format_version is {version!r}, this version of hf_bayes reads {FORMAT_VERSION}: use the "
+                "version of hf_bayes that wrote it (key 'versions')"
+            )
+        known = set(cls.__dataclass_fields__)
+        missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+        if missing or unknown:
+            raise ValueError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return dataclasses.asdict(self)
+
+    @property
+    def layout(self) -> Layout:
+        """Which columns of theta are which tensor."""
+        return Layout(tuple(name for name, _ in self.parameters), tuple(tuple(shape) for _, shape in self.parameters))
+
+    def _check(self) -> None:
+        _require(self.format_version == FORMAT_VERSION, "format_version", self.format_version, f"{FORMAT_VERSION}")
+        _require(self.task in TASKS, "task", self.task, f"one of {', '.join(TASKS)}")
+        _require(self.approximation in ("draws", "gaussian"), "approximation", self.approximation, "draws or gaussian")
+        for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
+            _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
+        for name in ("subspace", "data_unit"):
+            _require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
+        _require(isinstance(self.method.get("name"), str), "method", self.method, "an object with the method's name")
+        _require(_is_count(self.num_members), "num_members", self.num_members, "an integer >= 0")
+        if self.approximation == "draws":
+            _require(
+                self.num_members >= 1, "num_members", self.num_members, "at least 1: a posterior of 0 members is none"
+            )
+        else:
+            _require(self.num_members == 0, "num_members", self.num_members, "0 for a gaussian")
+        chains = self.member_chains
+        fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
+        _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
+        _require(self.seed is None or _is_count(self.seed), "seed", self.seed, "an integer >= 0 or null")
+        fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
+        _require(fine, "num_data", self.num_data, "a number > 0 or null")
+        self._check_parameters()
+        self._check_base_model()
+        converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
+        _require(
+            converged is None or isinstance(converged, bool), "diagnostics.converged", converged, "true, false or null"
+        )
+        _require(verdict is None or isinstance(verdict, str), "diagnostics.verdict", verdict, "a sentence")
+
+    def _check_parameters(self) -> None:
+        _require(
+            isinstance(self.parameters, list) and self.parameters, "parameters", self.parameters, "[name, shape] pairs"
+        )
+        for pair in self.parameters:
+            fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
+            _require(fine and all(_is_count(n) and n > 0 for n in pair[1]), "parameters", pair, "a [name, shape] pair")
+        names = [name for name, _ in self.parameters]
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        _require(not twice, "parameters", twice, "each name once")
+
+    def _check_base_model(self) -> None:
+        keys = {"name_or_path", "revision", "dtype", "fingerprint"}
+        _require(set(self.base_model) == keys, "base_model", sorted(self.base_model), f"the keys {sorted(keys)}")
+        fingerprint = self.base_model["fingerprint"]
+        keys = {"weights", "config", "tokenizer"}
+        fine = isinstance(fingerprint, dict) and set(fingerprint) == keys
+        _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
+        texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
+        for key, value in texts.items():
+            _require(value is None or isinstance(value, str), f"base_model: {key}", value, "a text or null")
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """Draws or a Gaussian over named parameters of a base model.
+
+    Attributes:
+        approximation: rows of theta, float32 or float64.
+        config: what they are.
+        adapter_config: the content of peft's ``adapter_config.json`` if the parameters are an adapter's, else None.
+    Raises:
+        ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
+    """
+
+    approximation: Draws | Gaussian
+    config: PosteriorConfig
+    adapter_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.approximation, Draws):
+            chains = [int(chain) for chain in self.approximation.chain]
+            if not self.config.member_chains:
+                object.__setattr__(self, "config", dataclasses.replace(self.config, member_chains=chains))
+            if self.config.member_chains != chains:
+                raise ValueError(f"draws come from chains {chains}, the config says {self.config.member_chains}")
+        self._check_theta()
+        if self.adapter_config is not None:
+            object.__setattr__(self, "adapter_config", plain_adapter_config(self.adapter_config))
+            self._check_adapter_keys()
+
+    # -- content ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which columns of theta are which tensor."""
+        return self.config.layout
+
+    @property
+    def representative(self) -> Tensor:
+        """[d]: the one model at the root of the directory.
+
+        The mean of a Gaussian (of independent A and B, hence of BA, too). Of draws it is the first member: a mean over
+        A and B of different chains is no model of any. Of a mixture of Gaussians, likewise, the first one's mean.
+        """
+        return self._rows[0]
+
+    def sample(self, num_members: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """[num_members, d]: all draws, or 10 of a Gaussian, unless told how many.
+
+        Raises:
+            ValueError: if there are fewer draws than asked for.
+        """
+        if num_members is None:
+            num_members = self.config.num_members or _NUM_GAUSSIAN_MEMBERS
+        if num_members < 1:
+            raise ValueError(f"asked for {num_members} members: ask for at least 1")
+        return self.approximation.sample(num_members, generator)
+
+    # -- directory -------------------------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, overwrite: bool = True, repo_id: str | None = None
+    ) -> None:
+        """Write the directory in one step: any reader, at any time, finds the old or the new posterior.
+
+        Args:
+            directory: made if missing; other files in it stay.
+            overwrite: False refuses a directory that is not empty.
+            repo_id: the id under which the model card says to load it.
+        Raises:
+            OSError, ValueError: as ``storage.write_directory``.
+        """
+        storage.check_writable(directory, overwrite, format=POSTERIOR)
+        storage.write_directory(directory, self._files(repo_id), format=POSTERIOR)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory_or_repo: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        token: str | bool | None = None,
+    ) -> Posterior:
+        """Read a directory or a repository of the Hub, all of it verified. Warns if the run did not converge.
+
+        Raises:
+            OSError: if there is no posterior.
+            ValueError: if it is damaged, naming the file.
+        """
+        directory = hub.fetch(
+            directory_or_repo,
+            patterns=("*.json", "*.safetensors", "*.md"),
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+        )
+        files = storage.read_directory(directory, format=POSTERIOR)
+        try:
+            posterior = cls._from_files(files)
+        except ValueError as error:
+            raise ValueError(f"{directory}: {error}") from error
+        if posterior.config.diagnostics.get("converged") is False:
+            verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
+            warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")
+        return posterior
+
+    @classmethod
+    def from_adapters(
+        cls,
+        directories: Sequence[str | os.PathLike[str]],
+        *,
+        base_fingerprint: Mapping[str, str | None] | None = None,
+        task: str | None = None,
+    ) -> Posterior:
+        """A deep ensemble of plain peft LoRA adapters that exist already, each a chain of its own.
+
+        Args:
+            directories: adapter folders or Hub ids; at least one.
+            base_fingerprint: of the base model, to be checked when the posterior is loaded onto one.
+            task: where ``adapter_config.json`` does not tell.
+        Raises:
+            ValueError: if an adapter differs in configuration, base, keys, shapes or dtype, naming both.
+        """
+        if not directories:
+            raise ValueError("from_adapters got 0 directories: give at least one adapter")
+        adapters = [Adapter.read(directory) for directory in directories]
+        first = adapters[0]
+        for other in adapters[1:]:
+            first.check_equal_kind(other)
+        fingerprint = base_fingerprint or first.fingerprint or {"weights": None, "config": None, "tokenizer": None}
+        layout = Layout(tuple(first.tensors), tuple(tuple(tensor.shape) for tensor in first.tensors.values()))
+        theta = torch.stack([layout.flatten(adapter.tensors) for adapter in adapters])
+        config = PosteriorConfig(
+            task=task or first.task(),
+            method={"name": "ensemble", "num_chains": len(adapters), "draws_per_chain": 1},
+            approximation="draws",
+            parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            num_members=len(adapters),
+            subspace="trainable",
+            prior={"name": "unknown"},
+            num_data=None,
+            data_unit="unknown",
+            base_model={
+                "name_or_path": first.config.get("base_model_name_or_path"),
+                "revision": first.config.get("revision"),
+                "dtype": None,
+                "fingerprint": dict(fingerprint),
+            },
+            seed=None,
+            diagnostics={"converged": None, "verdict": f"{len(adapters)} adapters trained elsewhere: not assessed"},
+        )
+        return cls(Draws(theta, torch.arange(len(adapters))), config, first.config)
+
+    def export_member(self, index: int, directory: str | os.PathLike[str]) -> None:
+        """Write one draw as a plain peft adapter folder.
+
+        Raises:
+            ValueError: if there is no such draw, the posterior is no adapter's, or the directory is not empty.
+        """
+        if self.adapter_config is None:
+            raise ValueError(f"export_member writes peft adapters; subspace {self.config.subspace!r} is none")
+        if not 0 <= index < self.config.num_members:
+            raise ValueError(
+                f"asked for member {index}, {self.config.num_members} draws are stored"
+                + (": save a sample of the Gaussian as Draws first" if not self.config.num_members else "")
+            )
+        storage.write_plain(directory, self._member_files(self._rows[index]))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload the directory, and nothing else. Returns the address of the commit."""
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_pretrained(directory, repo_id=repo_id)
+            return hub.push_directory(
+                directory,
+                repo_id,
+                token=token,
+                private=private,
+                revision=revision,
+                commit_message=commit_message,
+            )
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _rows(self) -> Tensor:
+        return self.approximation.theta if isinstance(self.approximation, Draws) else self.approximation.means
+
+    def _check_theta(self) -> None:
+        kind = "draws" if isinstance(self.approximation, Draws) else "gaussian"
+        if kind != self.config.approximation:
+            raise ValueError(f"the approximation is {kind}, the config says {self.config.approximation}")
+        rows = self._rows
+        if kind == "draws" and len(rows) != self.config.num_members:
+            raise ValueError(f"{len(rows)} draws, but num_members is {self.config.num_members}")
+        if rows.shape[1] != self.layout.dim:
+            raise ValueError(f"theta has {rows.shape[1]} columns, the parameters have {self.layout.dim} elements")
+        if rows.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"theta must be float32 or float64, got {rows.dtype}: lower precision rounds draws away")
+        for name, value in self.layout.unflatten(rows).items():
+            if not bool(torch.isfinite(value).all()):
+                bad = [int(row) for row in (~torch.isfinite(value.flatten(1))).any(1).nonzero()]
+                raise ValueError(f"{name} is not finite in members {bad}: they are not saved")
+        if isinstance(self.approximation, Draws):
+            self._check_distinct()
+
+    def _check_distinct(self) -> None:
+        """Equal draws of one chain are a move that was rejected; of two chains they are one chain counted twice."""
+        seen: dict[bytes, int] = {}
+        chains = self.config.member_chains
+        for index, row in enumerate(self._rows.detach().cpu().contiguous()):
+            digest = hashlib.sha256(row.numpy()).digest()
+            earlier = seen.setdefault(digest, index)
+            if chains[earlier] != chains[index]:
+                raise ValueError(
+                    f"members {earlier} and {index} (chains {chains[earlier]} and {chains[index]}) are equal: chains "
+                    "that shared a seed, a checkpoint or an adapter are one chain. Give each its own"
+                )
+
+    def _check_adapter_keys(self) -> None:
+        keys: dict[str, str] = {}
+        for name in self.layout.names:
+            other = keys.setdefault(adapter_key(name), name)
+            if other != name:
+                raise ValueError(f"{other} and {name} would be one tensor {adapter_key(name)!r} of the adapter")
+        for key in keys:
+            partner = partner_key(key)
+            if partner is not None and partner not in keys:
+                raise ValueError(
+                    f"the parameters hold {key} without {partner}: an adapter of one factor cannot be loaded. Sample "
+                    "both, or pass adapter_config=None to store plain tensors"
+                )
+
+    def _files(self, repo_id: str | None) -> dict[str, Content]:
+        files: dict[str, Content] = {CONFIG: self.config.to_dict()}
+        if self.adapter_config is not None:
+            files |= self._member_files(self.representative)
+        if isinstance(self.approximation, Gaussian):
+            pieces = {"means": self.approximation.means, "stds": self.approximation.stds}
+            files[GAUSSIAN] = {
+                f"{kind}.{name}": tensor
+                for kind, rows in pieces.items()
+                for name, tensor in self.layout.unflatten(rows).items()
+            }
+        else:
+            for index, row in enumerate(self._rows):
+                folder = member_folder(index)
+                files |= {f"{folder}/{name}": content for name, content in self._member_files(row).items()}
+        files["README.md"] = hub.render_card(
+            self.config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id
+        )
+        return files
+
+    def _member_files(self, row: Tensor) -> dict[str, Content]:
+        tensors = self.layout.unflatten(row)
+        if self.adapter_config is None:
+            return {TENSORS: tensors}
+        return {ADAPTER_CONFIG: self.adapter_config, ADAPTER: {adapter_key(name): t for name, t in tensors.items()}}
+
+    @classmethod
+    def _from_files(cls, files: Mapping[str, dict[str, Any]]) -> Posterior:
+        if CONFIG not in files:
+            raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
+        config = PosteriorConfig.from_dict(files[CONFIG])
+        if config.approximation == "draws" and not config.member_chains:
+            raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
+        adapter_config = files.get(ADAPTER_CONFIG)
+        expected = _expected_names(config, adapter=adapter_config is not None)
+        missing, extra = sorted(expected - set(files)), sorted(set(files) - expected)
+        if missing or extra:
+            raise ValueError(
+                f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
+                f"missing {missing}, extra {extra}"
+            )
+        theta_of = _reader(files, config, adapter=adapter_config is not None)
+        approximation: Draws | Gaussian
+        if config.approximation == "draws":
+            file = ADAPTER if adapter_config is not None else TENSORS
+            rows = [theta_of(f"{member_folder(i)}/{file}") for i in range(config.num_members)]
+            if len({row.dtype for row in rows}) > 1:
+                raise ValueError(f"members have different dtypes: {[str(row.dtype) for row in rows]}")
+            approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
+        else:
+            approximation = _gaussian(files[GAUSSIAN], config)
+        posterior = cls(approximation, config, adapter_config)
+        if adapter_config is not None:
+            if not torch.equal(theta_of(ADAPTER), posterior.representative):
+                raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
+            for index in range(config.num_members):
+                name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
+                if files[name] != adapter_config:
+                    raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
+        return posterior
+
+
+def member_folder(index: int) -> str:
+    """The folder of a draw."""
+    return f"members/member_{index:03d}"
+
+
+def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
+    files = {ADAPTER_CONFIG, ADAPTER} if adapter else {TENSORS}
+    expected = {CONFIG} | (files if adapter else set())
+    if config.approximation == "gaussian":
+        return expected | {GAUSSIAN}
+    return expected | {f"{member_folder(index)}/{name}" for index in range(config.num_members) for name in files}
+
+
+def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Any:
+    """file name -> row of theta, its keys and shapes checked."""
+    layout = config.layout
+    keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
+
+    def theta_of(file: str) -> Tensor:
+        tensors = files[file]
+        missing, extra = sorted(set(keys) - set(tensors)), sorted(set(tensors) - set(keys))
+        if missing or extra:
+            raise ValueError(f"{file}: missing tensors {missing}, unknown tensors {extra}")
+        _check_dtypes(file, tensors)
+        try:
+            return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    return theta_of
+
+
+def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
+    layout = config.layout
+    expected = {f"{kind}.{name}" for kind in ("means", "stds") for name in layout.names}
+    missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+    if missing or extra:
+        raise ValueError(f"{GAUSSIAN}: missing tensors {missing}, unknown tensors {extra}")
+    _check_dtypes(GAUSSIAN, tensors)
+    try:
+        means, stds = (
+            layout.flatten({name: tensors[f"{kind}.{name}"] for name in layout.names}) for kind in ("means", "stds")
+        )
+        return Gaussian(means, stds)
+    except ValueError as error:
+        raise ValueError(f"{GAUSSIAN}: {error}") from error
+
+
+def _check_dtypes(file: str, tensors: Mapping[str, Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+        odd = {key: str(tensor.dtype) for key, tensor in tensors.items() if tensor.dtype != torch.float32}
+        raise ValueError(f"{file}: expected all tensors in float32 (or all in float64), got {odd}")
+
+
+def _require(fine: Any, name: str, value: Any, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} must be {expected}, got {json.dumps(value, default=str)[:200]}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,217 @@
+"""Posteriors on the Hugging Face Hub: fetch, model card, push. Knows directories and JSON, neither models nor theta."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from hf_bayes import storage
+
+CARD = "README.md"
+TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
+_PIPELINES = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
+_REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier")  # metrics that go into the card's model-index
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
+# Of an earlier push, what a later one no longer has: a member left there would make the posterior unreadable.
+_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors"]
+
+
+def fetch(
+    source: str | os.PathLike[str],
+    *,
+    patterns: Sequence[str],
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
+    """A local directory: ``source`` itself, or the Hub's repository of that id, downloaded.
+
+    Args:
+        source: a directory or a repository id.
+        patterns: which files to download; a directory is used as it is.
+        revision: branch, tag or commit of a repository.
+        subfolder: relative to the directory or repository.
+        token: of the Hub.
+    Raises:
+        OSError: if there is neither.
+        ValueError: if ``subfolder`` leads out of the directory.
+    """
+    parts = Path(subfolder or "").parts
+    if os.path.isabs(subfolder or "") or ".." in parts:
+        raise ValueError(f"subfolder must be a relative path inside {source}, got {subfolder!r}")
+    path = Path(source)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{source} is a file: give the directory of the posterior")
+    if not path.exists():
+        path = _download(str(source), patterns=patterns, revision=revision, folder="/".join(parts), token=token)
+    path = path.joinpath(*parts)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{source} has no folder {subfolder!r}")
+    return path
+
+
+def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None = None) -> str:
+    """The model card of a posterior.
+
+    Args:
+        config: ``PosteriorConfig.to_dict()``.
+        adapter: whether the parameters are a peft adapter's.
+        repo_id: where it will be found; None leaves a placeholder.
+    """
+    base, method = config["base_model"]["name_or_path"], config["method"]
+    local = is_local(base)
+    data = ModelCardData(
+        library_name="peft" if adapter else "hf_bayes",
+        pipeline_tag=_PIPELINES[config["task"]],
+        tags=["hf_bayes", "bayesian", method["name"], *(["lora"] if adapter else [])],
+        base_model=None if local else base,
+        base_model_relation=None if local else ("adapter" if adapter else "finetune"),
+        model_name=(repo_id or "posterior").split("/")[-1],
+        eval_results=_eval_results(config["metrics"], _PIPELINES[config["task"]]) or None,
+    )
+    chains = config["member_chains"]
+    card = ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        config=config,
+        method=method,
+        adapter=adapter,
+        base="the base model" if not base else _inline(Path(base).name if local else base),
+        base_is_local=local,
+        repo_id=repo_id or "user/this-posterior",
+        num_chains=len(set(chains)) or method.get("num_chains"),
+        prior=_inline(", ".join(f"{key} = {value}" for key, value in _flat(config["prior"]).items())) or "not recorded",
+        fields={key: _inline(value) for key, value in _flat(method).items() if key != "name"},
+        diagnostics=_table(config["diagnostics"], skip=("verdict", "converged")),
+        verdict=_inline(config["diagnostics"].get("verdict") or "not assessed"),
+        metrics=_table(config["metrics"]),
+    )
+    return _HOME.sub("<local path>", str(card))
+
+
+def push_directory(
+    directory: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Upload a saved posterior: the files of its manifest and its card. Checkpoints, optimizers, ``training_args.bin``
+    (a pickle that may hold a token) and whatever else lies there stay.
+
+    Returns:
+        The address of the commit.
+    Raises:
+        ValueError, OSError: if the posterior is damaged, or a text in it looks like an access token.
+    """
+    root = Path(directory)
+    storage.recover(root)
+    contents = storage.read_directory(root, format=storage.POSTERIOR)
+    names = [*contents, storage.MANIFEST, *([CARD] if (root / CARD).exists() else [])]
+    for name in names:
+        if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_text()):
+            raise ValueError(
+                f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
+            )
+    base = contents.get("posterior_config.json", {}).get("base_model", {}).get("name_or_path")
+    if is_local(base):
+        warnings.warn(
+            f"the base model is local ({base}): this path becomes public in posterior_config.json, and nobody "
+            "else can load it. Push the base model and set its id as name_or_path"
+        )
+    api = HfApi(token=token)
+    repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None:
+        api.create_branch(repository, branch=revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repository,
+        folder_path=str(root),
+        allow_patterns=names,
+        delete_patterns=_REPLACED,
+        revision=revision,
+        commit_message=commit_message or "Upload posterior",
+    )
+    return str(commit)
+
+
+def is_local(name: str | None) -> bool:
+    """Whether a base model's name is a path on this computer rather than a repository id."""
+    if not name:
+        return False
+    return name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1 or Path(name).is_dir()
+
+
+def _download(
+    source: str, *, patterns: Sequence[str], revision: str | None, folder: str, token: str | bool | None
+) -> Path:
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        raise FileNotFoundError(f"{source} is neither a directory nor the id of a repository") from None
+    prefix = f"{folder}/" if folder else ""
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                source,
+                revision=revision,
+                token=token,
+                allow_patterns=[prefix + pattern for pattern in patterns],
+                ignore_patterns=["checkpoint-*"],
+            )
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(
+            f"{source} is no directory here, and the Hub did not give it: {error}. "
+            "Check the name, the token and the network"
+        ) from error
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _table(values: Mapping[str, Any], skip: Sequence[str] = ()) -> dict[str, str]:
+    return {_inline(key): _inline(value) for key, value in _flat(values).items() if key not in skip}
+
+
+def _inline(value: Any) -> str:
+    """One line that cannot break a table or a heading."""
+    if value is None:
+        return "not defined"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list) and len(value) > 8:
+        value = f"{len(value)} values"
+    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:
+    results = []
+    for key, value in metrics.items():
+        name = key.removeprefix("eval_")
+        if name in _REPORTED and isinstance(value, (int, float)):
+            results.append(
+                EvalResult(
+                    task_type=task,
+                    dataset_type="held-out",
+                    dataset_name="held-out data",
+                    metric_type=name,
+                    metric_value=value,
+                )
+            )
+    return results

@@ -1,0 +1,178 @@
+"""Reading: nothing is parsed before its place, kind, size and hash are right."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_bayes.storage.formats import decode_json, decode_tensors
+from hf_bayes.storage.manifest import (
+    MANIFEST,
+    MAX_JSON,
+    PENDING,
+    Entry,
+    Manifest,
+    check_is_directory,
+    check_name,
+    parse_manifest,
+    some,
+    unlisted_files,
+)
+
+_ATTEMPTS = 50  # of a reader that writers overtake
+
+
+def read_directory(
+    directory: str | os.PathLike[str], *, format: str, only: Callable[[str], bool] | None = None
+) -> dict[str, dict[str, Any]]:
+    """The content of a directory that ``write_directory`` wrote, each byte checked against the manifest first.
+
+    A cached snapshot of the Hub, whose files are links into the cache's blobs, can be read; no other link may leave the
+    directory.
+
+    Args:
+        directory: a local directory.
+        format: what it must be.
+        only: which names to read; others must be there with their size. None reads all.
+    Returns:
+        name -> named tensors (``.safetensors``) or object (``.json``).
+    Raises:
+        OSError: if there is no directory, or no manifest in it.
+        ValueError: naming the file, what was found and what was expected.
+    """
+    root = Path(directory)
+    check_is_directory(root)
+    if not root.exists():
+        raise FileNotFoundError(errno.ENOENT, f"{root} does not exist", str(root))
+    root = Path(os.path.realpath(root))
+    for attempt in range(_ATTEMPTS):
+        before = _generation(root)
+        try:
+            return _read(root, read_manifest(root, format), only)
+        except (OSError, ValueError):
+            if _generation(root) == before:
+                raise
+        time.sleep(0.002 * attempt)
+    raise TimeoutError(f"{root} is being rewritten faster than it can be read: read it after the save")
+
+
+def listed_files(directory: str | os.PathLike[str], *, format: str) -> dict[str, Entry]:
+    """The files of the manifest. Raises what ``read_directory`` does of a manifest."""
+    return read_manifest(Path(os.path.realpath(directory)), format).files
+
+
+def read_file(directory: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """One safetensors or JSON file of a directory without a manifest, such as a plain peft adapter.
+
+    Raises:
+        OSError, ValueError: as ``read_directory``, but for the hash.
+    """
+    root = Path(os.path.realpath(directory))
+    check_name(name)
+    return _decode(name, read_inside(root, root / name), where=str(root / name))
+
+
+def _generation(root: Path) -> tuple[Any, ...]:
+    """Differs after each step of a save that a reader could notice."""
+    try:
+        info = (root / MANIFEST).stat()
+    except OSError:
+        return (None,)
+    return info.st_ino, info.st_mtime_ns, any(root.glob(f"{PENDING}*"))
+
+
+def read_manifest(root: Path, format: str) -> Manifest:
+    """The manifest of a real path, of this format."""
+    path = root / MANIFEST
+    if not os.path.lexists(path):
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{root} holds no {MANIFEST}: it is no {format}, or one whose first save never ended",
+            str(root),
+        )
+    manifest = parse_manifest(read_inside(root, path, limit=MAX_JSON), root)
+    if manifest.format != format:
+        raise ValueError(f"{path}: format is {manifest.format!r}, expected {format!r}")
+    return manifest
+
+
+def _read(root: Path, manifest: Manifest, only: Callable[[str], bool] | None) -> dict[str, dict[str, Any]]:
+    pending = root / (PENDING + manifest.digest)
+    contents = {}
+    for name, entry in manifest.files.items():
+        path = root / name
+        reads = only is None or only(name)
+        try:
+            data = read_inside(root, pending / name, entry=entry, reads=reads)
+        except FileNotFoundError:
+            try:
+                data = read_inside(root, path, entry=entry, reads=reads)
+            except FileNotFoundError as error:
+                raise ValueError(
+                    f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again"
+                ) from error
+        if not reads:
+            continue
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != entry.sha256:
+            raise ValueError(
+                f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
+                "exchanged: fetch or save the directory again"
+            )
+        contents[name] = _decode(name, data, where=str(path))
+    unlisted = unlisted_files(root, manifest.files)
+    # Between commit and the end of step 3, files of the old save are still there.
+    if unlisted and not pending.exists():
+        raise ValueError(f"{root} holds {some(unlisted)}, not listed in {MANIFEST}: move it away")
+    return contents
+
+
+def read_inside(
+    root: Path, path: Path, *, entry: Entry | None = None, limit: int | None = None, reads: bool = True
+) -> bytes:
+    """The bytes of a regular file whose real path lies in ``root``, or in the blobs of the Hub cache around it."""
+    real = os.path.realpath(path, strict=True)
+    if not any(os.path.commonpath([real, base]) == base for base in _allowed_roots(root)):
+        raise ValueError(f"{path} is a link to {real}, outside of {root}: refused")
+    # Not blocking: opening a named pipe would otherwise hang.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    if not stat.S_ISREG(os.lstat(real).st_mode):
+        raise ValueError(f"{path} is not a regular file: refused")
+    with open(os.open(real, flags | getattr(os, "O_BINARY", 0)), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path} is not a regular file: refused")
+        size = info.st_size
+        if entry is not None and size != entry.size:
+            raise ValueError(
+                f"{path} has {size:,} bytes, {MANIFEST} says {entry.size:,}: it is damaged. "
+                "Fetch or save the directory again"
+            )
+        if limit is None and path.suffix == ".json":
+            limit = MAX_JSON
+        if limit is not None and size > limit:
+            raise ValueError(f"{path} has {size:,} bytes, expected at most {limit:,}: refused")
+        return file.read(size) if reads else b""
+
+
+def _allowed_roots(root: Path) -> list[str]:
+    """``root``, and if it lies in ``<repository>/snapshots/<revision>`` of a Hub cache, ``<repository>/blobs``."""
+    allowed = [str(root)]
+    for repository in root.parents:
+        blobs = repository / "blobs"
+        snapshots = repository / "snapshots"
+        if snapshots in root.parents and blobs.is_dir() and os.path.realpath(blobs) == str(blobs):
+            allowed.append(str(blobs))
+    return allowed
+
+
+def _decode(name: str, data: bytes, *, where: str) -> dict[str, Any]:
+    if name.endswith(".md"):
+        raise ValueError(f"{where}: a text is not read as data")
+    return (decode_tensors if name.endswith(".safetensors") else decode_json)(data, where=where)
