@@ -1,0 +1,56 @@
+"""Bayesian fine-tuning for the Hugging Face stack: a Trainer that ends in a posterior instead of a point."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hf_bayes.artifact import Posterior
+    from hf_bayes.methods import METHODS
+    from hf_bayes.model import BayesianModelForCausalLM, BayesianModelForSequenceClassification, attach
+    from hf_bayes.pipelines import pipeline
+    from hf_bayes.rendering import print_record, to_html, to_terminal
+    from hf_bayes.sampling import sample
+    from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
+    from hf_bayes.training_arguments import BayesianTrainingArguments
+    from hf_bayes.uncertainty import decompose, mixture
+
+_WHERE = {
+    "METHODS": "methods",
+    "Posterior": "artifact",
+    "BayesianModelForCausalLM": "model",
+    "BayesianModelForSequenceClassification": "model",
+    "attach": "model",
+    "pipeline": "pipelines",
+    "print_record": "rendering",
+    "to_html": "rendering",
+    "to_terminal": "rendering",
+    "sample": "sampling",
+    "BayesianTrainer": "trainer",
+    "BayesianTrainerMixin": "trainer",
+    "BayesianTrainingArguments": "training_arguments",
+    "decompose": "uncertainty",
+    "mixture": "uncertainty",
+}
+"""Public name -> module. Loaded when first asked for, so that the mathematics imports without transformers."""
+
+__all__ = ["METHODS", "BayesianModelForCausalLM", "BayesianModelForSequenceClassification", "BayesianTrainer",
+           "BayesianTrainerMixin", "BayesianTrainingArguments", "Posterior", "attach", "decompose", "mixture", "pipeline",
+           "print_record", "sample", "to_html", "to_terminal"]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"hf_bayes.{_WHERE[name]}"), name)
+    if name.endswith("Config"):  # every method's config, by the one table that knows them all
+        configs = {config.__name__: config for config in importlib.import_module("hf_bayes.methods").METHODS.values()}
+        if name in configs:
+            return configs[name]
+    raise AttributeError(f"module 'hf_bayes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from peft import PeftModel
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
+from hf_bayes.artifact import Posterior
 from hf_bayes.generation import GenerationTrace, Scores, join, record, refuse_unsupported, to_scores
 from hf_bayes.likelihood import IGNORE, Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.loading import load
 from hf_bayes.members import Members
 from hf_bayes.members.cache import merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
@@ -71,6 +74,9 @@ class BayesianModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     likelihood: Likelihood
+    task: ClassVar[str]
+    posterior: Posterior | None = None
+    """What the model was loaded from."""
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -144,6 +150,48 @@ class BayesianModel(PreTrainedModel):
             "a BayesianModel is saved as a posterior: BayesianTrainer.save_model(), or Posterior.save_pretrained()"
         )
 
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        directory_or_repo: str | os.PathLike[str],
+        *,
+        members: int | None = None,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        token: str | bool | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        trust_remote_code: bool = False,
+        base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
+        check_base: bool = True,
+    ) -> Self:
+        """A saved posterior on its base model.
+
+        Args:
+            directory_or_repo: a posterior directory or a repository of the Hub.
+            members: how many; None means all draws, or 10 of a Gaussian.
+            revision, subfolder, token: of the repository.
+            dtype: of the base model; None keeps the one the posterior was made with. Members stay float32.
+            device_map: as in transformers, onto one device.
+            trust_remote_code: handed on to transformers for the base model; a posterior never brings code.
+            base_model: where the base is now, or the model itself; None takes the name in the posterior.
+            check_base: refuse a base model whose fingerprint differs.
+        Raises:
+            ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
+        """
+        model, layout, theta, posterior = load(
+            directory_or_repo, cls.task, members=members, revision=revision, subfolder=subfolder, token=token, dtype=dtype,
+            device_map=device_map, trust_remote_code=trust_remote_code, base_model=base_model, check_base=check_base,
+        )  # fmt: skip
+        bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
+        bayesian.posterior = posterior
+        return bayesian.eval()
+
+    @staticmethod
+    def settings_of(head: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of the class that a posterior's ``head`` holds."""
+        return {}
+
     # -- members ------------------------------------------------------------------------------------------------
 
     def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
@@ -167,6 +215,8 @@ class BayesianModel(PreTrainedModel):
 
 class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     """M causal language models as one: ``generate`` samples from the posterior predictive, token by token."""
+
+    task = "causal_lm"
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
@@ -384,6 +434,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 class BayesianModelForSequenceClassification(BayesianModel):
     """M classifiers (or regressors) as one; also any model whose ``logits`` [B, C] answer ``labels`` [B]."""
 
+    task = "sequence_classification"
+
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
     ) -> None:
@@ -446,6 +498,10 @@ class BayesianModelForSequenceClassification(BayesianModel):
             member_nll = -self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape)).mean(0)
             statistics = {"nll": self._mixture_nll(logits, labels), "member_nll": member_nll}
         return statistics, mixture if keep_logits else None
+
+    @staticmethod
+    def settings_of(head: dict[str, Any]) -> dict[str, Any]:
+        return {"noise_std": head.get("noise_std")}
 
     def _member_logits(self, inputs: dict[str, Any]) -> Tensor:
         """[M, B, C]"""

@@ -36,6 +36,9 @@ from hf_bayes.types import Evaluation, Kernel, Problem
 
 logger = logging.getLogger(__name__)
 
+SMALL_PASS_ROWS = 512
+"""Rows (members x sequences x positions) up to which members are folded in training without a trunk."""
+
 
 class BayesianTrainerMixin(EvaluationMixin):
     """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
@@ -191,11 +194,20 @@ class BayesianTrainerMixin(EvaluationMixin):
         updates = -(-len(self.train_dataset) // self.get_total_train_batch_size(self.args))
         return math.ceil(self.args.num_train_epochs * updates)
 
-    def _member_chunks(self) -> list[slice]:
-        """Which members train together: all where a trunk is shared, else one at a time (folding gains little there)."""
+    def _member_chunks(self, inputs: dict[str, Any]) -> list[slice]:
+        """Which members train together: all where a trunk is shared; else as many as keep passes small.
+
+        Long passes are bound by arithmetic, where folding gains little and costs the activations of every member; short
+        ones by overhead, which folding divides.
+        """
         count = len(self.chains)
-        folds = self._shared and self.bayesian.members.num_trunk_blocks > 0
-        size = self.args.members_per_pass or (count if folds else 1)
+        main = next(v for v in inputs.values() if isinstance(v, Tensor))
+        rows = main.shape[0] if self._shared else main.shape[0] // count
+        if self._shared and self.bayesian.members.num_trunk_blocks > 0:
+            size = count
+        else:
+            size = max(1, SMALL_PASS_ROWS // (rows * (main.shape[1] if main.ndim > 1 else 1)))
+        size = self.args.members_per_pass or size
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -206,7 +218,7 @@ class BayesianTrainerMixin(EvaluationMixin):
         if isinstance(chains.method, Kernel):
             return self._kernel_step(model, inputs)
         total = torch.zeros((), device=self.args.device)
-        for members in self._member_chunks():
+        for members in self._member_chunks(inputs):
             self._members = members
             self._seed_dropout(members)
             total += super().training_step(model, self._rows_of(inputs, members), num_items_in_batch)
@@ -259,7 +271,7 @@ class BayesianTrainerMixin(EvaluationMixin):
             log_lik = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
             for batch in batches:
-                for members in self._member_chunks():
+                for members in self._member_chunks(batch):
                     leaf = theta[members].detach().requires_grad_(gradient)
                     with torch.set_grad_enabled(gradient), self.compute_loss_context_manager():
                         loss = model(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
@@ -334,14 +346,15 @@ class BayesianTrainerMixin(EvaluationMixin):
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
         batch = self._prepare_inputs(next(iter(self.get_train_dataloader())))
-        members = self._member_chunks()[0]
+        chunks = self._member_chunks(batch)
+        members = chunks[0]
         leaf = self.bayesian.theta[members].detach().requires_grad_()
         self.bayesian.train()
         start = time.perf_counter()
         with self.accelerator.autocast():
             loss = self.bayesian(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
         loss.sum().backward()
-        return (time.perf_counter() - start) * len(self._member_chunks())
+        return (time.perf_counter() - start) * len(chunks)
 
     def _finish(self) -> None:
         chains = self._chains_optimizer
@@ -388,7 +401,9 @@ class BayesianTrainerMixin(EvaluationMixin):
             ess=float(ess(values).min()) if enough else None,
         )
         summary = diagnostics.summary()
-        return {**summary, "converged": summary["verdict"] == "converged"}
+        verdict = summary["verdict"]
+        unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
+        return {**summary, "converged": None if unknown else verdict == "converged"}
 
     @torch.no_grad()
     def _probe(self, draws: Tensor) -> Tensor:
@@ -398,14 +413,11 @@ class BayesianTrainerMixin(EvaluationMixin):
         batch = self._prepare_inputs(self.data_collator([dataset[row] for row in range(count)]))
         self.bayesian.eval()
         values = []
-        for theta in draws.flatten(0, 1).split(len(self._rows_of_one_pass())):
+        for theta in draws.flatten(0, 1):
             with self.accelerator.autocast():
-                loss = self.bayesian(**batch, theta=theta.to(self.args.device), folded=False).loss
+                loss = self.bayesian(**batch, theta=theta[None].to(self.args.device), folded=False).loss
             values.append(-loss.double().cpu())
         return torch.cat(values).view(*draws.shape[:2], 1)
-
-    def _rows_of_one_pass(self) -> range:
-        return self.chains[self._member_chunks()[0]]
 
     # -- saving --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,145 @@
+"""From a posterior directory to a live model: load the base, check that it is the one, fill the member axis."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_bayes import base_model as base
+from hf_bayes.artifact import Posterior
+from hf_bayes.subspace import Layout
+
+_AUTO = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
+
+
+def load(
+    directory_or_repo: str | os.PathLike[str],
+    task: str,
+    *,
+    members: int | None,
+    revision: str | None,
+    subfolder: str | None,
+    token: str | bool | None,
+    dtype: torch.dtype | str | None,
+    device_map: Any,
+    trust_remote_code: bool,
+    base_model: str | os.PathLike[str] | PreTrainedModel | None,
+    check_base: bool,
+) -> tuple[nn.Module, Layout, Tensor, Posterior]:
+    """The base (with its adapter in place, if it has one), the layout, the members [M, d] and the posterior.
+
+    Raises:
+        ValueError: if the posterior is of another task, or the base model is not the one it was made with (naming what
+            differs; ``check_base=False`` overrides).
+        OSError: if there is no posterior, or no base model, to be found.
+    """
+    posterior = Posterior.from_pretrained(directory_or_repo, revision=revision, subfolder=subfolder, token=token)
+    if posterior.config.task != task:
+        raise ValueError(
+            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with the class of that task"
+        )
+    model, recorded = _load_base(posterior, base_model, token, device_map, trust_remote_code)
+    if posterior.adapter_config is not None:
+        config = PeftConfig.from_peft_type(**{**posterior.adapter_config, "inference_mode": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of a base that it has already wrapped, which this is not
+            model = get_peft_model(model, config, adapter_name=_adapter_name(posterior.layout))
+    _check_parameters(model, posterior.layout, directory_or_repo)
+    if check_base:
+        core = model.get_base_model() if posterior.adapter_config is not None else model
+        problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
+        if problems:
+            raise ValueError(
+                f"{directory_or_repo} belongs to another base model: it has {'; '.join(problems)}. Give the right one as "
+                "base_model=, or pass check_base=False if you know that the difference does not matter"
+            )
+    if dtype is not None and dtype != "auto":
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        model = model if wanted == recorded else model.to(wanted)
+    model.eval()
+    theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
+    return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+
+
+def load_tokenizer(
+    directory_or_repo: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside a posterior, else that of its base model.
+
+    Args:
+        location: revision, subfolder and token of the posterior.
+    Raises:
+        ValueError: if it is not the tokenizer the posterior was made with.
+    """
+    posterior = Posterior.from_pretrained(directory_or_repo, **location)
+    local = Path(directory_or_repo) / (location.get("subfolder") or "")
+    recorded = posterior.config.base_model
+    if (local / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=trust_remote_code)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(
+            recorded["name_or_path"], revision=recorded["revision"], trust_remote_code=trust_remote_code
+        )
+    check_tokenizer(posterior, tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise if a tokenizer is not the one that the posterior was made with."""
+    expected = posterior.config.base_model["fingerprint"]["tokenizer"]
+    found = base.fingerprint_tokenizer(tokenizer)
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"this tokenizer (fingerprint {found[:12]}) is not the one the posterior was made with ({expected[:12]}): "
+            "its vocabulary, merges or normalisation differ. Use the base model's own"
+        )
+
+
+def _load_base(
+    posterior: Posterior, given: Any, token: Any, device_map: Any, trust_remote_code: bool
+) -> tuple[PreTrainedModel, torch.dtype]:
+    recorded = posterior.config.base_model
+    dtype = getattr(torch, recorded["dtype"])
+    if isinstance(given, nn.Module):
+        return given, dtype
+    name = str(given) if given is not None else recorded["name_or_path"]
+    if not name:
+        raise ValueError("the posterior does not name its base model (it was built from a config): give it as base_model=")
+    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
+    if given is None:
+        hub["revision"] = recorded["revision"] or "main"
+    config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(posterior.config.head))
+    model = _AUTO[posterior.config.task].from_pretrained(name, config=config, dtype=dtype, device_map=device_map, **hub)
+    devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if len(devices) > 1:
+        raise ValueError(f"the base model is spread over {sorted(devices)}: members need it on one, e.g. device_map='cuda:0'")
+    return model, dtype
+
+
+def _adapter_name(layout: Layout) -> str:
+    """The adapter's name within the parameter names, such as "default"."""
+    names = {match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))}
+    return names.pop() if len(names) == 1 else "default"
+
+
+def _check_parameters(model: nn.Module, layout: Layout, where: Any) -> None:
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        if found.get(name) != shape:
+            got = "no such parameter" if name not in found else f"shape {list(found[name])}"
+            raise ValueError(f"{where}: the base model has {got} where {name} of shape {list(shape)} is expected")
