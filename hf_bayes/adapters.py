@@ -39,10 +39,13 @@ def parameter_name(key: str, modules_to_save: Sequence[str]) -> str:
     """The inverse of ``adapter_key`` for peft's adapter named "default"."""
     if ".lora_" in key:
         return _FACTOR.sub(r".\1.default", key)
-    for module in modules_to_save:
-        found = re.match(rf"(.*\.{re.escape(module)})\.(.+)", key)
-        if found:
-            return f"{found[1]}.modules_to_save.default.{found[2]}"
+    prefix = "base_model.model."
+    parts = key.removeprefix(prefix).split(".")
+    for length in range(1, len(parts)):
+        module = ".".join(parts[:length])
+        if module.endswith(tuple(modules_to_save)):  # as peft matches: "norm" means input_layernorm, too
+            rest = ".".join(parts[length:])
+            return f"{key[: len(key) - len(rest) - 1]}.modules_to_save.default.{rest}"
     return key
 
 
@@ -103,14 +106,17 @@ class Adapter:
         if config.get("peft_type") != "LORA" or config.get("use_dora"):
             kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
             raise ValueError(f"{source} is a {kind} adapter: an ensemble can be made of LoRA adapters")
+        modules = config.get("modules_to_save") or []
+        if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+            raise ValueError(
+                f"{source}/{ADAPTER_CONFIG}: modules_to_save must be a list of names, got {modules!r:.200}"
+            )
         stored = storage.read_file(directory, ADAPTER)
         odd = sorted(name for name, tensor in stored.items() if not tensor.is_floating_point())
         if odd or not stored:
             raise ValueError(f"{source}/{ADAPTER}: expected floating-point tensors, got {odd or 'none'}")
         tensors = {
-            parameter_name(key, config.get("modules_to_save") or ()): tensor
-            if tensor.dtype == torch.float64
-            else tensor.float()
+            parameter_name(key, modules): tensor if tensor.dtype == torch.float64 else tensor.float()
             for key, tensor in sorted(stored.items())
         }
         dtypes = {key: tensor.dtype for key, tensor in stored.items()}
@@ -166,7 +172,8 @@ def _fingerprint_near(directory: Path) -> dict[str, str | None] | None:
     for place in (directory, *posterior):
         if (place / "posterior_config.json").is_file():
             base_model = storage.read_file(place, "posterior_config.json").get("base_model")
-            return base_model.get("fingerprint") if isinstance(base_model, dict) else None
+            fingerprint = base_model.get("fingerprint") if isinstance(base_model, dict) else None
+            return fingerprint if isinstance(fingerprint, dict) else None
     return None
 
 

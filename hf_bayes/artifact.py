@@ -112,7 +112,7 @@ class PosteriorConfig:
             ValueError: naming unknown and missing keys, or the value that is wrong.
         """
         version = values.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
                 f"{where}: format_version is {version!r}, this version of hf_bayes reads {FORMAT_VERSION}: use the "
                 "version of hf_bayes that wrote it (key 'versions')"
@@ -137,7 +137,7 @@ class PosteriorConfig:
 
     def _check(self) -> None:
         _require(self.format_version == FORMAT_VERSION, "format_version", self.format_version, f"{FORMAT_VERSION}")
-        _require(self.task in TASKS, "task", self.task, f"one of {', '.join(TASKS)}")
+        _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
         _require(self.approximation in ("draws", "gaussian"), "approximation", self.approximation, "draws or gaussian")
         for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
@@ -207,6 +207,8 @@ class Posterior:
     def __post_init__(self) -> None:
         if isinstance(self.approximation, Draws):
             chains = [int(chain) for chain in self.approximation.chain]
+            if len(chains) != self.config.num_members:
+                raise ValueError(f"{len(chains)} draws, but num_members is {self.config.num_members}")
             if not self.config.member_chains:
                 object.__setattr__(self, "config", dataclasses.replace(self.config, member_chains=chains))
             if self.config.member_chains != chains:
@@ -389,8 +391,6 @@ class Posterior:
         if kind != self.config.approximation:
             raise ValueError(f"the approximation is {kind}, the config says {self.config.approximation}")
         rows = self._rows
-        if kind == "draws" and len(rows) != self.config.num_members:
-            raise ValueError(f"{len(rows)} draws, but num_members is {self.config.num_members}")
         if rows.shape[1] != self.layout.dim:
             raise ValueError(f"theta has {rows.shape[1]} columns, the parameters have {self.layout.dim} elements")
         if rows.dtype not in (torch.float32, torch.float64):

@@ -125,7 +125,8 @@ def push_directory(
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
-    base = contents.get("posterior_config.json", {}).get("base_model", {}).get("name_or_path")
+    base = contents.get("posterior_config.json", {}).get("base_model", {})
+    base = base.get("name_or_path") if isinstance(base, dict) else None
     if is_local(base):
         warnings.warn(
             f"the base model is local ({base}): this path becomes public in posterior_config.json, and nobody "

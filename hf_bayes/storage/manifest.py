@@ -56,7 +56,7 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
     keys = {"format", "format_version", "files", "texts"}
     if set(values) != keys:
         raise ValueError(f"{where}: expected the keys {sorted(keys)}, got {some(sorted(values))}")
-    if values["format_version"] != FORMAT_VERSION:
+    if type(values["format_version"]) is not int or values["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{where}: format_version is {values['format_version']!r}, this version of hf_bayes reads {FORMAT_VERSION}"
         )

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
+
+from hf_bayes import hub
+from hf_bayes.artifact import Posterior
+from tests.faults.posteriors import config, draws, equal, gaussian
+from tests.storage.test_read import as_hub_cache
+
+# -- push ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pushed() -> Any:
+    """What would have gone to the Hub: the calls, and the files as upload_folder filters them."""
+    calls: dict[str, Any] = {}
+
+    def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
+        calls["create_repo"] = {"repo_id": repo_id, "token": self.token, **options}
+        return RepoUrl(f"https://huggingface.co/user/{repo_id.split('/')[-1]}")
+
+    def upload_folder(self: HfApi, **options: Any) -> str:
+        root = Path(options["folder_path"])
+        found = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+        kept = filter_repo_objects(found, allow_patterns=options["allow_patterns"])
+        calls["upload_folder"] = options
+        calls["files"] = {name: (root / name).read_bytes() for name in kept}
+        return "https://huggingface.co/user/x/commit/1"
+
+    def create_branch(self: HfApi, repo_id: str, **options: Any) -> None:
+        calls["create_branch"] = {"repo_id": repo_id, **options}
+
+    with (
+        patch.object(HfApi, "create_repo", create_repo),
+        patch.object(HfApi, "upload_folder", upload_folder),
+        patch.object(HfApi, "create_branch", create_branch),
+    ):
+        yield calls
+
+
+def test_push_sends_the_posterior_and_nothing_else(pushed: dict[str, Any], tmp_path: Path) -> None:
+    draws(2, adapter=True).save_pretrained(tmp_path)
+    for name in (
+        "training_args.bin", "optimizer.pt", "rng_state.pth", "trainer_state.json", "checkpoint-3/model.safetensors",
+        ".env", "tokenizer.json", "_hf_bayes_staging-1/adapter_model.safetensors", "token", "runs/events",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("hf_secretsecretsecretsecretsecret")
+    assert hub.push_directory(tmp_path, "user/x") == "https://huggingface.co/user/x/commit/1"
+    member = ["adapter_config.json", "adapter_model.safetensors"]
+    assert set(pushed["files"]) == {
+        *member,
+        *(f"members/member_00{number}/{name}" for number in range(2) for name in member),
+        "posterior_config.json",
+        "manifest.json",
+        "README.md",
+    }
+    assert not any(b"secret" in data for data in pushed["files"].values())
+
+
+def test_what_was_pushed_loads_again(pushed: dict[str, Any], tmp_path: Path) -> None:
+    posterior = draws(2, adapter=True)
+    posterior.push_to_hub("user/x", token="hf_given", private=True, revision="dev", commit_message="Second")
+    for name, data in pushed["files"].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    assert equal(Posterior.from_pretrained(tmp_path), posterior)
+    assert 'PeftModel.from_pretrained(base, "user/x"' in (tmp_path / "README.md").read_text()
+    assert pushed["create_repo"] == {"repo_id": "user/x", "token": "hf_given", "private": True, "exist_ok": True}
+    assert pushed["create_branch"] == {"repo_id": "user/x", "branch": "dev", "exist_ok": True}
+    assert pushed["upload_folder"]["revision"] == "dev"
+    assert pushed["upload_folder"]["commit_message"] == "Second"
+    assert not any(b"hf_given" in data for data in pushed["files"].values())
+
+
+def test_push_removes_members_of_an_earlier_push(pushed: dict[str, Any], tmp_path: Path) -> None:
+    gaussian(adapter=True).push_to_hub("user/x")
+    earlier = ["members/member_007/adapter_model.safetensors", "adapter_model.safetensors", "README.md", "other/x.bin"]
+    gone = set(filter_repo_objects(earlier, allow_patterns=pushed["upload_folder"]["delete_patterns"]))
+    assert gone == {"members/member_007/adapter_model.safetensors", "adapter_model.safetensors"}
+
+
+def test_damaged_posterior_is_not_pushed(pushed: dict[str, Any], tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path)
+    (tmp_path / "members/member_000/model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="has 0 bytes"):
+        hub.push_directory(tmp_path, "user/x")
+    assert not pushed
+
+
+@pytest.mark.parametrize("name", ["README.md", "posterior_config.json"])
+def test_token_in_a_text_stops_the_push(pushed: dict[str, Any], tmp_path: Path, name: str) -> None:
+    token = "hf_" + "aB3" * 10
+    draws(2, prior={"note": token} if name != "README.md" else {"name": "gaussian"}).save_pretrained(tmp_path)
+    if name == "README.md":
+        with (tmp_path / name).open("a") as file:
+            file.write(token)
+    with pytest.raises(ValueError, match=f"{name} holds what looks like an access token") as caught:
+        hub.push_directory(tmp_path, "user/x")
+    assert token not in str(caught.value)
+    assert not pushed
+
+
+def test_local_base_model_is_warned_about_before_the_push(pushed: dict[str, Any], tmp_path: Path) -> None:
+    base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
+    posterior = draws(2, adapter=True, base_model=base)
+    with pytest.warns(UserWarning, match="the base model is local"):
+        posterior.push_to_hub("user/x")
+    assert b"/home/" not in pushed["files"]["README.md"]
+
+
+def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# By hand\n")
+    hub.push_directory(tmp_path, "user/x")
+    assert pushed["files"]["README.md"] == b"# By hand\n"
+    assert equal(Posterior.from_pretrained(tmp_path), draws(2))
+
+
+def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str, Any], tmp_path: Path) -> None:
+    """A directory as a kill right after the commit leaves it: new manifest, all else still in the pending folder."""
+    import hashlib
+
+    draws(3, seed=1).save_pretrained(tmp_path / "d")
+    draws(2, seed=2).save_pretrained(tmp_path / "new")
+    manifest = (tmp_path / "new" / "manifest.json").read_bytes()
+    pending = tmp_path / "d" / f"_hf_bayes_pending-{hashlib.sha256(manifest).hexdigest()}"
+    shutil.copytree(tmp_path / "new", pending)
+    (pending / "_hf_bayes_obsolete.json").write_text('{"files": ["members/member_002/model.safetensors"]}')
+    (pending / "manifest.json").replace(tmp_path / "d" / "manifest.json")
+    assert equal(Posterior.from_pretrained(tmp_path / "d"), draws(2, seed=2))
+    hub.push_directory(tmp_path / "d", "user/x")
+    assert (
+        pushed["files"]["members/member_000/model.safetensors"]
+        == (tmp_path / "new" / "members/member_000/model.safetensors").read_bytes()
+    )
+    assert "members/member_002/model.safetensors" not in pushed["files"]
+    assert equal(Posterior.from_pretrained(tmp_path / "d"), draws(2, seed=2))
+
+
+# -- fetch -----------------------------------------------------------------------------------------------------------
+
+
+def test_posterior_is_loaded_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws(2, adapter=True).save_pretrained(tmp_path / "posterior")
+    snapshot = as_hub_cache(tmp_path / "posterior", tmp_path / "cache")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert equal(Posterior.from_pretrained("user/posterior"), draws(2, adapter=True))
+    ensemble = Posterior.from_adapters(["user/posterior"])
+    assert ensemble.config.num_members == 1
+
+
+def test_download_asks_for_the_posterior_s_files_of_one_revision_only(tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path / "sub")
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    with patch("huggingface_hub.snapshot_download", download):
+        loaded = Posterior.from_pretrained("user/posterior", revision="v2", subfolder="sub", token="t")
+    assert equal(loaded, draws(2))
+    assert asked["repo_id"] == "user/posterior"
+    assert (asked["revision"], asked["token"]) == ("v2", "t")
+    assert asked["allow_patterns"] == ["sub/*.json", "sub/*.safetensors", "sub/*.md"]
+    kept = ["sub/members/member_000/model.safetensors", "sub/README.md"]
+    left = ["sub/training_args.bin", "sub/modeling.py", "other/x.json", "checkpoint-3/a.json"]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(kept + left, **patterns)) == kept
+
+
+def test_repository_that_the_hub_does_not_give_is_named() -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"user/no-such-posterior is no directory here, and the Hub did not give it"
+    ):
+        Posterior.from_pretrained("user/no-such-posterior")
+
+
+# -- card ------------------------------------------------------------------------------------------------------------
+
+
+def cards() -> dict[str, Posterior]:
+    return {
+        "lora": draws(3, adapter=True),
+        "plain": draws(3, task="causal_lm"),
+        "gaussian": gaussian(adapter=True, method={"name": "mean_field", "temperature": 1.0}),
+        "bare": draws(1, diagnostics={}, metrics={}, num_data=None, prior={}, method={"name": "map"}),
+    }
+
+
+@pytest.mark.parametrize("kind", cards())
+def test_card_parses_back_with_its_tags(kind: str, tmp_path: Path) -> None:
+    posterior = cards()[kind]
+    posterior.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    adapter = posterior.adapter_config is not None
+    assert {"hf_bayes", "bayesian", posterior.config.method["name"]} <= set(card.data.tags)
+    assert ("lora" in card.data.tags) == adapter
+    assert card.data.library_name == ("peft" if adapter else "hf_bayes")
+    assert card.data.base_model == "someone/base"
+    assert card.data.base_model_relation == ("adapter" if adapter else "finetune")
+    text = card.text
+    assert "{{" not in text
+    assert "{%" not in text
+    assert not re.search(r"\n\n\n", text)
+    # Tables are unbroken: a row follows each ruler.
+    assert all(row.startswith("|") for row in re.findall(r"\|---\|---\|\n(.*)", text))
+
+
+def test_card_tells_method_data_diagnostics_and_metrics() -> None:
+    posterior = draws(3, adapter=True, head={"labels": ["no", "maybe", "yes"]})
+    text = hub.render_card(posterior.config.to_dict(), adapter=True, repo_id="user/x")
+    for expected in (
+        "**3 draws**",
+        "3 draws of 3 chains",
+        "| temperature T | 1.0 |",
+        "| N | 1,234 (unit: example) |",
+        "chains agree",
+        "| r_hat | 1.004 |",
+        "| nll | 0.432 |",
+        "| map_nll | 0.437 |",
+        "name = gaussian, std = 1.0",
+        "prior_std = 1",
+        'pipeline("bayesian-text-classification", "user/x")',
+        "BayesianModelForSequenceClassification",
+        'subfolder="members/member_000"',
+        'from_pretrained("someone/base", num_labels=3)',
+    ):
+        assert expected in text, expected
+
+
+def test_held_out_figures_are_in_the_model_index(tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path)
+    results = ModelCard.load(tmp_path / "README.md").data.eval_results
+    assert {result.metric_type: result.metric_value for result in results} == {"nll": 0.432, "accuracy": 0.81}
+
+
+def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:
+    posterior = draws(2, diagnostics={"converged": False, "verdict": "r_hat 1.4"})
+    text = hub.render_card(posterior.config.to_dict(), adapter=False)
+    assert "**No; treat every figure here with care.** r_hat 1.4" in text
+
+
+def test_card_holds_no_local_path_and_names_a_local_base_as_such() -> None:
+    base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
+    diagnostics = {"converged": True, "verdict": "see /root/runs/7 and /Users/me/log.txt"}
+    values = draws(2, adapter=True, base_model=base, diagnostics=diagnostics).config.to_dict()
+    text = hub.render_card(values, adapter=True)
+    assert not re.search("/home/|/root/|/Users/|somebody", text)
+    assert "(a local model of its author)" in text
+    assert ModelCard(text).data.base_model is None
+
+
+def test_values_cannot_break_the_card() -> None:
+    metrics = {"a|b\nc": 1.0, "<script>": 2.0}
+    text = hub.render_card(draws(2, metrics=metrics, subspace="{{ 7 * 7 }}").config.to_dict(), adapter=False)
+    assert "| a\\|b c | 1 |" in text
+    assert "<script>" not in text
+    assert "49" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [("a/b", False), ("gpt2", False), (None, False), ("/x", True), ("./x", True), ("~/x", True), ("a/b/c", True)],
+)
+def test_local_names_of_base_models_are_told_from_ids(name: str | None, local: bool) -> None:
+    assert hub.is_local(name) is local
