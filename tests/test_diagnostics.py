@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.diagnostics import (
+    Diagnostics,
+    distance_moved,
+    ess,
+    kinetic_temperature_interval,
+    noise_below_resolution,
+    rhat,
+)
+from hf_bayes.rng import generator
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator("draws"), dtype=torch.float64)
+
+
+def autoregressive(coefficient: float, num_draws: int) -> Tensor:
+    """[4, num_draws, 1] stationary draws with unit variance; ESS is (1 - a) / (1 + a) of their number."""
+    innovations = noise(4, num_draws, 1) * math.sqrt(1 - coefficient**2)
+    draws = [noise(4, 1)]
+    for step in range(num_draws - 1):
+        draws.append(coefficient * draws[-1] + innovations[:, step])
+    return torch.stack(draws, 1)
+
+
+def test_rhat_is_one_for_equal_chains_and_catches_a_shifted_or_a_wider_one() -> None:
+    draws = noise(4, 1000, 3)
+    draws[0, :, 1] += 1
+    draws[0, :, 2] *= 5
+    good, shifted, wider = rhat(draws).tolist()
+    assert abs(good - 1) < 0.01
+    assert shifted > 1.05
+    assert wider > 1.05  # the rank-normalised statistic folds the draws; the classical one is blind here
+
+
+def test_rhat_catches_a_trend_common_to_all_chains() -> None:
+    drifting = noise(4, 200, 1) + torch.linspace(0, 3, 200)[:, None]
+    assert rhat(drifting).item() > 1.1
+
+
+def test_ess_is_that_of_an_autoregression() -> None:
+    for coefficient in (0.0, 0.8):
+        exact = 4 * 2000 * (1 - coefficient) / (1 + coefficient)
+        assert ess(autoregressive(coefficient, 2000)).item() == pytest.approx(
+            exact, rel=0.15
+        )  # scatter of the estimator: 5 %
+
+
+def test_undefined_rhat_and_ess_are_nan_and_nothing_is_printed(caplog: pytest.LogCaptureFixture) -> None:
+    broken = noise(4, 100, 2)
+    broken[0, 3, 0] = math.nan
+    constant = torch.ones(4, 100, 1)
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        assert rhat(broken).isnan().tolist() == [True, False]
+        assert ess(broken).isnan().tolist() == [True, False]
+        assert rhat(noise(8, 1, 2)).isnan().all()  # one draw a chain
+        assert ess(noise(8, 3, 2)).isnan().all()
+        assert rhat(noise(1, 100, 2)).isnan().all()  # one chain
+        assert ess(noise(1, 100, 2)).isfinite().all()
+        assert rhat(constant).isnan().all()
+        assert ess(constant).isnan().all()
+        assert rhat(torch.arange(4.0)[:, None, None].expand(4, 100, 1)).item() == math.inf  # stuck in different places
+    assert not caplog.records
+
+
+def test_draws_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rhat needs draws of shape \[M, S, k\], got \[4, 100\]"):
+        rhat(noise(4, 100))
+
+
+def test_kinetic_temperature_lies_in_its_interval_as_often_as_promised() -> None:
+    law = 2 / 1.9
+    kinetic = law * noise(20_000, 30).square().mean(1)
+    error = math.sqrt(0.9 * 0.1 / 20_000)  # standard error of the share
+
+    def coverage(low: float, high: float) -> float:
+        return ((low < kinetic) & (kinetic < high)).double().mean().item()
+
+    assert abs(coverage(*kinetic_temperature_interval(30, law, confidence=0.9)) - 0.9) < 4 * error
+    # the twins: T in place of the discretisation's law, and one degree of freedom for each pair
+    assert abs(coverage(*kinetic_temperature_interval(30, 1.0, confidence=0.9)) - 0.9) > 4 * error
+    assert abs(coverage(*kinetic_temperature_interval(15, law, confidence=0.9)) - 0.9) > 4 * error
+
+
+def test_the_kinetic_interval_is_that_of_the_tables() -> None:
+    low, high = kinetic_temperature_interval(10, 2.0)
+    assert low == pytest.approx(2.156 / 5, rel=1e-3)  # chi^2(10): 0.005 and 0.995 quantiles 2.156 and 25.188
+    assert high == pytest.approx(25.188 / 5, rel=1e-4)
+    low, high = kinetic_temperature_interval(1_000_000, 1.0)
+    assert high - 1 == pytest.approx(2.5758 * math.sqrt(2e-6), rel=1e-2)  # normal for large d
+
+
+def test_distance_moved_is_in_prior_standard_deviations() -> None:
+    prior_std = torch.tensor([0.1, 10.0])
+    start = torch.zeros(3, 2)
+    theta = torch.tensor([[0.0, 0.0], [0.2, 20.0], [0.2, 0.0]])
+    assert torch.allclose(distance_moved(theta, start, prior_std), torch.tensor([0.0, 2.0, math.sqrt(2)]))
+    assert torch.allclose(distance_moved(theta, start, 0.1)[2], torch.tensor(math.sqrt(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_update_below_resolution_is_one_smaller_than_the_spacing_of_floats(dtype: torch.dtype) -> None:
+    theta = noise(2, 500).to(dtype)
+    away = torch.where(theta > 0, math.inf, -math.inf).to(dtype)
+    # bfloat16 has no nextafter: its bits, plus one, are the next number
+    as_integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    following = (theta.abs().view(as_integer) + 1).view(dtype) * away.sign()
+    spacing = (following.double() - theta.double()).abs()
+    assert noise_below_resolution(theta, spacing).tolist() == [0, 0]
+    assert noise_below_resolution(theta, 0.999 * spacing).tolist() == [1, 1]
+
+
+def test_noise_below_resolution_counts_entries_of_each_chain_in_the_format_asked_for() -> None:
+    theta = torch.tensor([[1.0, 1.0, 1e-6, 0.0], [1e-6, 1e-6, 1e-6, 0.0]])
+    assert noise_below_resolution(theta, 1e-4).tolist() == [0, 0]
+    assert noise_below_resolution(theta, 1e-4, torch.bfloat16).tolist() == [0.5, 0]  # spacing at 1: 2^-7
+    assert noise_below_resolution(theta, torch.tensor([1e-10, 1e-3, 1.0, 1.0])).tolist() == [0.25, 0]
+
+
+GOOD = Diagnostics(
+    dim=1000,
+    distance=[0.3, 0.2, 0.3, 0.4],
+    kinetic_temperature=[1.05, 1.0, 1.1, 1.02],
+    kinetic_temperature_law=2 / 1.9,
+    acceptance=[0.8, 0.79, 0.82, 0.8],
+    divergences=[0, 0, 0, 0],
+    num_moves=1000,
+    rhat=1.01,
+    ess=900.0,
+)
+
+
+def test_a_good_run_has_converged() -> None:
+    assert GOOD.verdict == "converged"
+    assert Diagnostics(dim=3, distance=[0.1], rhat=1.0, ess=100.0).verdict == "converged"
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"distance": [1e-6] * 4}, "the chains did not move (1e-06 prior std): raise the learning rate or temperature"),
+        ({"distance": [0.1, 1e-6, 0.1, 0.0]}, "chains 1, 3 did not move (1e-06 prior std)"),
+        ({"distance": [0.1, math.nan, 0.1, 0.2]}, "chain 1 not finite: lower the learning rate"),
+        ({"rhat": 1.3}, "R-hat 1.30 over 4 chains: longer burn-in"),
+        ({"rhat": None}, "convergence not measured: no R-hat"),
+        ({"rhat": math.nan}, "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"),
+        ({"rhat": math.inf}, "R-hat inf over 4 chains"),
+        ({"ess": 20.0}, "ESS 20, 200 needed for 4 chains"),
+        ({"kinetic_temperature": [1.0, 5.0, 1.1, 1.0]}, "kinetic temperature 5 where 1.05 is expected (1 of 4 chains)"),
+        ({"kinetic_temperature": [0.2, 1.0, 1.1, 1.0]}, "kinetic temperature 0.2 where 1.05 is expected"),
+        ({"divergences": [0, 10, 0, 0]}, "10 divergent moves (0.2% of moves): smaller step size"),
+        ({"acceptance": [0.01] * 4}, "acceptance 0.01: longer burn-in, or a smaller step size"),
+        ({"acceptance": [0.999] * 4}, "acceptance 0.999: longer burn-in, or a larger step size"),
+    ],
+)
+def test_the_verdict_says_what_is_wrong(change: dict[str, object], verdict: str) -> None:
+    assert dataclasses.replace(GOOD, **change).verdict.startswith(verdict)
+
+
+def test_all_complaints_are_told_the_gravest_first() -> None:
+    verdict = dataclasses.replace(GOOD, distance=[0.0] * 4, rhat=2.0, ess=5.0).verdict
+    assert [part.split()[0] for part in verdict.split("; ")] == ["the", "R-hat", "ESS"]
+
+
+def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_could_tell() -> None:
+    warm = [1.05 * 2 / 1.9] * 4
+    assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
+    # with ten coordinates even twice the law is within chance
+    assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
+
+
+def test_summary_is_strict_json() -> None:
+    summary = dataclasses.replace(GOOD, rhat=math.inf, distance=[0.1, math.nan, 0.1, 0.1]).summary()
+    restored = json.loads(json.dumps(summary, allow_nan=False))
+    assert restored == summary
+    assert restored["rhat"] is None
+    assert restored["distance"] == [0.1, None, 0.1, 0.1]
+    assert restored["num_chains"] == 4
+    assert restored["verdict"].startswith("chain 1 not finite")
+
+
+def test_a_number_missing_for_a_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="acceptance needs one number per chain: got 3, distance has 4"):
+        dataclasses.replace(GOOD, acceptance=[0.8] * 3)
