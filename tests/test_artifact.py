@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hf_bayes import storage
 from hf_bayes.adapters import ADAPTER_CONFIG
-from hf_bayes.artifact import CONFIG, Posterior, PosteriorConfig, library_versions
+from hf_bayes.artifact import Posterior
 from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.posterior_config import CONFIG, PosteriorConfig, library_versions
 from hf_bayes.subspace import initial, select
 from tests import models
 from tests.faults import posteriors

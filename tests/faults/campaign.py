@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hf_bayes.artifact import Posterior, PosteriorConfig, adapter_key
+from hf_bayes.adapters import adapter_key
+from hf_bayes.artifact import Posterior
 from hf_bayes.posterior import Draws
+from hf_bayes.posterior_config import PosteriorConfig
 from tests.faults.attacks import MARKER, SECRET, attacks
 from tests.faults.corruptions import FAULTS
 from tests.faults.posteriors import draws, equal
