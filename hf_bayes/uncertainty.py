@@ -16,6 +16,7 @@ How it is computed, and why:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -136,14 +137,16 @@ def partial(logits: Tensor) -> Partial:
         ValueError: if a row holds NaN or +inf, or only -inf.
     """
     blocks = _Blocks(logits)
-    probs, entropies = blocks.empty(blocks.num_classes), blocks.empty()
+    probs, total, epistemic = blocks.empty(blocks.num_classes), blocks.empty(), blocks.empty()
     smallest = torch.finfo(probs.dtype).smallest_normal
     for rows, block in blocks.rows():
         members = blocks.members(block)
         possible = block.amax(0) > -math.inf
         probs[rows] = torch.where(possible, members.mean.clamp_min(smallest), 0.0)
-        entropies[rows] = members.total() - members.epistemic()
-    _refuse_undefined(entropies.isnan(), logits)
+        total[rows] = members.total()
+        epistemic[rows] = members.epistemic()
+    _refuse_undefined(total.isnan(), logits)
+    entropies = total - _refined(epistemic, torch.ones_like(total, dtype=torch.bool), blocks)
     num_members = len(logits)
     return Partial(
         torch.tensor(num_members, device=logits.device),
@@ -195,12 +198,15 @@ class _Blocks:
         self.num_classes = logits.shape[-1]
         self.num_rows = math.prod(logits.shape[1:-1])
         self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        # Sums over a row are float64: a float32 sum of 32,000 terms is off by 1e-6. (Apple's GPUs have no float64.)
+        # One number a row is kept in float64: its last bits are those of the result. Apple's GPUs have no float64.
         self.sum_dtype = torch.float32 if logits.device.type == "mps" else torch.float64
         limit = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES_ACCELERATOR)
         self.block_rows = max(1, limit // (len(logits) * self.num_classes * self.dtype.itemsize))
-        size = len(logits) * min(self.block_rows, self.num_rows) * self.num_classes
-        self._buffers = torch.empty(2, size, dtype=self.dtype, device=logits.device)
+
+    @functools.cached_property
+    def _buffers(self) -> Tensor:
+        size = len(self.logits) * min(self.block_rows, self.num_rows) * self.num_classes
+        return torch.empty(2, size, dtype=self.dtype, device=self.logits.device)
 
     def empty(self, *trailing: int) -> Tensor:
         """[N, *trailing] for results: of the block's dtype, or one number a row in that of sums."""
@@ -220,7 +226,7 @@ class _Blocks:
                 kept = keep.reshape(-1)[first : first + num_rows].nonzero()[:, 0]
                 for row in range(0, len(kept), self.block_rows):
                     some = kept[row : row + self.block_rows]
-                    yield first + some, tile.index_select(1, some)
+                    yield first + some, _select(tile, some)
             first += num_rows
 
     def buffers(self, block: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,24 +243,22 @@ class _Members:
     """The members' distributions on a block of rows, logarithms in base 2.
 
     Attributes:
+        exponents: [M, c, C] log2 of probs times norm, at most 0; ``epistemic`` uses them up.
         probs: [M, c, C].
-        log_probs: [M, c, C]; below ``_floor`` it is cut off, so that 0 log 0 is 0. ``epistemic`` uses it up.
-        mean: [c, C] the mixture.
+        peak, log_norm: [M, c, 1] the largest logit, and log2 of the norm.
+        mean, log_mean: [c, C] the mixture, and its log2 cut off where 0 log 0 would not be 0.
     """
 
-    def __init__(self, block: Tensor, log_probs: Tensor, probs: Tensor, sum_dtype: torch.dtype) -> None:
-        dtype = probs.dtype
-        self.block, self.probs, self.log_probs, self.sum_dtype = block, probs, log_probs, sum_dtype
-        # In the block's own dtype a bfloat16 difference would be rounded to bfloat16: the wide peak widens it.
-        self.peak = block.amax(-1, keepdim=True).to(dtype)
-        torch.sub(block, self.peak, out=log_probs).mul_(_LOG2E).clamp_(min=_floor(dtype))
-        torch.exp2(log_probs, out=probs)
+    def __init__(self, block: Tensor, exponents: Tensor, probs: Tensor, sum_dtype: torch.dtype) -> None:
+        self.block, self.exponents, self.probs, self.sum_dtype = block, exponents, probs, sum_dtype
+        exponents.copy_(block)
+        self.peak = exponents.amax(-1, keepdim=True)
+        # Subtract first: scaled logits of size 1e4 would have lost three digits.
+        torch.exp2(exponents.sub_(self.peak).mul_(_LOG2E), out=probs)
         norm = probs.sum(-1, keepdim=True)
-        self.log_norm = norm.log2()
-        probs.mul_(norm.reciprocal_())
-        log_probs.sub_(self.log_norm)
-        self.mean = probs.mean(0)
-        self.log_mean = self.mean.log2().clamp_(min=_floor(dtype))
+        self.log_norm = norm.to(sum_dtype).log2()
+        self.mean = probs.mul_(norm.reciprocal_()).mean(0)
+        self.log_mean = self.mean.log2().clamp_(min=_floor(probs.dtype))
 
     def log_mixture(self) -> Tensor:
         """[c, C] natural log of the mixture."""
@@ -263,7 +267,8 @@ class _Members:
         precise = torch.finfo(result.dtype).tiny / torch.finfo(result.dtype).eps
         if self.mean.numel() and bool(self.mean.amin() < precise):
             row, column = (self.mean < precise).nonzero(as_tuple=True)
-            log_probs = self.block[:, row, column] - self.peak[:, row, 0] - _LN2 * self.log_norm[:, row, 0]
+            log_norm = _LN2 * self.log_norm[:, row, 0]
+            log_probs = self.block[:, row, column].to(result.dtype) - self.peak[:, row, 0] - log_norm.to(result.dtype)
             result[row, column] = log_probs.logsumexp(0) - math.log(len(self.block))
         return result
 
@@ -272,28 +277,37 @@ class _Members:
         return _entropy(self.mean, self.log_mean, self.sum_dtype)
 
     def epistemic(self) -> Tensor:
-        """[c] mean_m KL(p_m || mixture) in nats; ``log_probs`` is lost."""
+        """[c] mean_m KL(p_m || mixture) in nats; NaN where a logit is -inf (see ``_refined``)."""
         if len(self.block) == 1:
             return torch.zeros_like(self.mean[:, 0])
-        log_ratio = self.log_probs.sub_(self.log_mean)
-        return log_ratio.mul_(self.probs).sum(-1).mean(0).mul_(_LN2)
+        # A member's log p is exponent - log_norm; as sum_c p = 1, the mean of the norms serves all members. It goes in
+        # as an integer and a remainder: the rounding of a float32 log_norm near 10 would go straight into the result.
+        log_norm = self.log_norm.mean(0)
+        integer = log_norm.round()
+        log_ratio = self.exponents.sub_(self.log_mean + integer.to(self.log_mean.dtype))
+        return (log_ratio.mul_(self.probs).sum(-1).mean(0) - (log_norm - integer)[:, 0]) * _LN2
 
 
 def _entropy(probs: Tensor, log2_probs: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """[c, C] -> [c] nats, of probs / sum(probs): float32 sums to 1 only up to 1e-7, which entropy feels log C times."""
-    norm = probs.sum(-1, dtype=sum_dtype)
-    return norm.log() - (probs * log2_probs).sum(-1, dtype=sum_dtype) * _LN2 / norm
+    """[c, C] -> [c] nats, of probs / sum(probs)."""
+    norm = probs.sum(-1)
+    guess = -(probs * log2_probs).sum(-1)
+    # In float32 a sum near 10 is off by 1e-6, and so is log C times the 1e-7 by which the norm is not 1. What the guess
+    # leaves over is near 0 and free of both; adding float64 numbers instead takes longer.
+    rest = (log2_probs + guess[:, None]).mul_(probs).sum(-1)
+    return (guess.to(sum_dtype) - rest / norm + norm.log2()) * _LN2
 
 
 def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
-    """[M, c, C] -> [c] mean_m KL(p_m || mixture) from differences of probabilities, for members that nearly agree.
+    """[M, c, C] -> [c] mean_m KL(p_m || mixture) in nats from differences of probabilities.
 
     With q the mixture and r = p_m / q - 1, the divergence is sum_c q mean_m [(1 + r) log(1 + r) - r]: no term is
     negative and each is of second order, so that its error is about eps * sqrt(epistemic) instead of eps. Differences
-    are taken to member 0, never to a rounded mean: equal members give exactly 0.
+    are taken to member 0, never to a rounded mean. Members with equal logits give exactly 0.
     """
     limits = torch.finfo(work.dtype)
-    torch.sub(block, block.amax(-1, keepdim=True).to(work.dtype), out=work).mul_(_LOG2E).exp2_()
+    work.copy_(block)
+    work.sub_(work.amax(-1, keepdim=True)).mul_(_LOG2E).exp2_()
     probs = work.div_(work.sum(-1, keepdim=True))
     first = probs[0].clone()
     difference = probs.sub_(first)
@@ -302,20 +316,33 @@ def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
     ratio = difference.sub_(mean_difference).div_(mean.clamp_min(limits.tiny)).clamp_(min=limits.eps - 1)
     log_ratio = torch.log1p(ratio, out=spare)
     divergence = log_ratio.addcmul_(ratio, log_ratio).sub_(ratio)
-    return divergence.mean(0).mul_(mean).sum(-1).clamp_(min=0)
+    result = divergence.mean(0).mul_(mean).sum(-1).clamp_(min=0)
+    # The last bit of a power depends on the place in memory, so equal logits can give 1e-14: then the logits decide.
+    noise = result < 64 * limits.eps**2
+    if bool(noise.any()):
+        result.masked_fill_(noise & (block == block[:1]).all(-1).all(0), 0)
+    return result
 
 
 def _uncertainty(total: Tensor, epistemic: Tensor, blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
-    """[N] -> [...], with small epistemic values made accurate and bad rows refused."""
-    logits = blocks.logits
-    _refuse_undefined(total.isnan() if mask is None else total.isnan() & mask.reshape(-1), logits)
-    # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits.
-    small = epistemic < 1024 * torch.finfo(blocks.dtype).eps
-    if len(logits) > 1 and bool(small.any()):
-        for rows, block in blocks.rows(small):
+    """[N] -> [...], with bad rows refused."""
+    shape = blocks.logits.shape[1:-1]
+    wanted = torch.ones_like(total, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    _refuse_undefined(total.isnan() & wanted, blocks.logits)
+    epistemic = _refined(epistemic, wanted, blocks)
+    return Uncertainty(*(part.view(shape) for part in _identity(total, epistemic, blocks.dtype)))
+
+
+def _refined(epistemic: Tensor, wanted: Tensor, blocks: _Blocks) -> Tensor:
+    """[N] epistemic uncertainties, again where the KL sum does not do, and within their bounds."""
+    num_members = len(blocks.logits)
+    # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits. And it is NaN
+    # in rows with masked classes, which are too rare to cut off the logarithms of all the others.
+    again = ~(epistemic >= 1024 * torch.finfo(blocks.dtype).eps) & wanted
+    if num_members > 1 and bool(again.any()):
+        for rows, block in blocks.rows(again):
             epistemic[rows] = _small_epistemic(block, *blocks.buffers(block)).to(epistemic.dtype)
-    epistemic = epistemic.clamp(min=0, max=math.log(len(logits)))
-    return Uncertainty(*(part.view(logits.shape[1:-1]) for part in _identity(total, epistemic, blocks.dtype)))
+    return epistemic.clamp(min=0, max=math.log(num_members))
 
 
 def _identity(total: Tensor, epistemic: Tensor, dtype: torch.dtype) -> Uncertainty:
@@ -338,6 +365,14 @@ def _tiles(logits: Tensor) -> Iterator[Tensor]:
     except RuntimeError:
         for part in logits.unbind(1):
             yield from _tiles(part)
+
+
+def _select(tile: Tensor, rows: Tensor) -> Tensor:
+    """``tile[:, rows]``, which is slow, by ``index_select`` of each member, which would copy a sliced tile whole."""
+    result = tile.new_empty(len(tile), len(rows), tile.shape[-1])
+    for member, out in zip(tile, result, strict=True):
+        torch.index_select(member, 0, rows, out=out)
+    return result
 
 
 def _check_mask(mask: Tensor | None, logits: Tensor) -> None:
