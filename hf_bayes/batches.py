@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from hf_bayes.likelihood import Likelihood
+from hf_bayes.likelihood import IGNORE, Likelihood
 from hf_bayes.rng import generator
 
 
@@ -65,7 +65,7 @@ class ChainBatches:
 
 
 class FullPasses:
-    """A batch sampler for exact kernels: every update is one pass over all rows, in order; its last batch may be short."""
+    """A batch sampler for exact kernels: an update is one pass over all rows, in order; its last batch may be short."""
 
     def __init__(self, num_rows: int, *, batch_size: int) -> None:
         self.num_rows, self.batch_size = num_rows, batch_size
@@ -107,20 +107,23 @@ def count_terms(
     if not isinstance(dataset, Sized) or len(dataset) == 0:
         raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
     total = 0
-    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate)
+    loader: DataLoader = DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        collate_fn=collate,
+    )
     for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
         if batch.get("labels") is None:
-            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): there is no likelihood without")
+            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
         labels: Tensor = batch["labels"]
         if num_classes is not None and not labels.is_floating_point():
-            bad = ((labels >= num_classes) | ((labels < 0) & (labels != -100))).flatten(1).any(1).nonzero() if labels.ndim > 1 else (
-                (labels >= num_classes) | ((labels < 0) & (labels != -100))
-            ).nonzero()
-            if len(bad):
-                row = index * batch_size + int(bad[0, 0])
+            outside = (labels >= num_classes) | ((labels < 0) & (labels != IGNORE))
+            if bool(outside.any()):
+                place = int(outside.nonzero()[0, 0])
                 raise ValueError(
-                    f"row {row} of train_dataset has a label outside 0..{num_classes - 1} (and not -100): "
-                    f"{labels[int(bad[0, 0])].tolist()}. Check num_labels, or the tokenizer against the model's vocabulary"
+                    f"row {index * batch_size + place} of train_dataset has a label outside 0..{num_classes - 1} (and "
+                    f"not {IGNORE}): {labels[place][outside[place]].tolist()}. Check num_labels, or the tokenizer "
+                    "against the model's vocabulary"
                 )
         total += int(likelihood.is_term(labels[:, 1:] if shift else labels).sum())
     if total == 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bayes.storage import read_directory, write_directory
+from hf_bayes.storage import MANIFEST, read_directory, write_directory
 
 FORMAT = "hf_bayes.chains"
 FOLDER = "chains"
@@ -20,7 +20,11 @@ TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_stat
 def save(checkpoint: str | Path, tensors: dict[int, dict[str, Tensor]], settings: dict[str, Any]) -> None:
     """Write the chains of all processes and the settings they were run with."""
     files: dict[str, Any] = {f"chain_{chain:03d}.safetensors": content for chain, content in tensors.items()}
-    write_directory(Path(checkpoint) / FOLDER, {**files, SETTINGS: settings}, format=FORMAT)
+    folder = Path(checkpoint) / FOLDER
+    if not (folder / MANIFEST).exists():  # what a checkpoint that lost its manifest has left is nobody's
+        for leftover in folder.glob("chain_*.safetensors"):
+            leftover.unlink()
+    write_directory(folder, {**files, SETTINGS: settings}, format=FORMAT)
 
 
 def load(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
@@ -34,7 +38,9 @@ def load(checkpoint: str | Path, settings: dict[str, Any]) -> tuple[dict[int, di
     """
     missing = [name for name in TRAINER_FILES if not (Path(checkpoint) / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another")
+        raise FileNotFoundError(
+            f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another"
+        )
     files = read_directory(Path(checkpoint) / FOLDER, format=FORMAT)
     saved = files.pop(SETTINGS)
     given = json.loads(json.dumps(settings))
@@ -52,8 +58,14 @@ def newest_complete(output_dir: str | Path) -> str | None:
         for folder in Path(output_dir).glob("checkpoint-*")
         if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
     }
-    for step in sorted(found, reverse=True):
-        complete = all((found[step] / name).is_file() for name in TRAINER_FILES)
-        if complete and (found[step] / FOLDER / "manifest.json").is_file():
-            return str(found[step])
-    return None
+    return next((str(found[step]) for step in sorted(found, reverse=True) if _is_complete(found[step])), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether every file is there in its length; Trainer writes trainer_state.json last and not in one step."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+        read_directory(checkpoint / FOLDER, format=FORMAT, only=lambda name: False)
+    except (OSError, ValueError):
+        return False
+    return all((checkpoint / name).is_file() for name in TRAINER_FILES)

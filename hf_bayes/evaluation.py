@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from hf_bayes.metrics import summarise
 from hf_bayes.model import BayesianModel
+from hf_bayes.uncertainty import Uncertainty
+
+if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
 
-class EvaluationMixin:
+class EvaluationMixin(_Trainer):
     """Trainer's evaluation with the posterior's metrics.
 
     Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,
@@ -21,15 +27,12 @@ class EvaluationMixin:
     """
 
     bayesian: BayesianModel
-    compute_metrics: Any
     accelerator: Any
     _statistics: list[dict[str, Tensor]]
-    _wants_logits = False
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._statistics = []
-        self._wants_logits = self.compute_metrics is not None or metric_key_prefix == "test"
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._statistics:
             metrics = summarise({
                 name: np.concatenate([batch[name].float().cpu().numpy() for batch in self._statistics])
@@ -43,11 +46,12 @@ class EvaluationMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
         if labels is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            ignore_keys = [*(ignore_keys or []), "past_key_values", *Uncertainty._fields]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self.accelerator.autocast():
-            statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=self._wants_logits)
+            statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=not prediction_loss_only)
         self._statistics.append(statistics)
         return statistics["nll"].float().mean(), logits, None if logits is None else labels

@@ -1,7 +1,8 @@
-"""Where pure rules meet a live model: Trainer's ``train()``, ``step()`` and ``eval()`` become locate, update and show."""
+"""Where rules meet a live model: Trainer's ``train()``, ``step()`` and ``eval()`` become locate, update and show."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
         """Sums of ``info`` over the updates after burn-in, name -> [M]."""
+        self.unmoved: Tensor | None = None
+        """[M]: share of the numbers of theta that the first update (after a warm start) left bitwise as they were."""
         self.finished: Tensor | None = None
         """[M', d]: the posterior's members, once training is over."""
         self._grad: Tensor | None = None
@@ -82,7 +85,8 @@ class ChainOptimizer(torch.optim.Optimizer):
 
     def take_evaluation(self, scale: float) -> Evaluation:
         """What has been accumulated, times ``scale`` (terms of an update -> all data), and forget it."""
-        assert self._grad is not None and self._loss is not None
+        assert self._grad is not None
+        assert self._loss is not None
         evaluation = Evaluation((-scale * self._loss).to(self._grad.dtype), self._grad.mul_(-scale))
         self._grad = self._loss = None
         return evaluation
@@ -116,10 +120,21 @@ class ChainOptimizer(torch.optim.Optimizer):
             (state, self.info), self._pending = self._pending, None
         else:
             evaluation = self.take_evaluation(self.scale)
-            self._require_finite(evaluation.log_lik, evaluation.grad_log_lik, "gradient of the log-likelihood")
+            assert evaluation.grad_log_lik is not None
+            self._require_finite(
+                {"gradient of the log-likelihood": evaluation.grad_log_lik, "log-likelihood": evaluation.log_lik}
+            )
             lr = float(self.param_groups[0]["lr"])
+            if not 0 <= lr < math.inf:
+                raise ValueError(
+                    f"the learning rate of step {self.num_updates + 1} is {lr}, it must be a finite number >= 0: check "
+                    "the schedule and callbacks"
+                )
+            before = self.state_of_chains.theta
             state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
-        self._require_finite(None, state.theta, "state after the update")
+            if self.num_updates == self.reference_step and lr > 0:
+                self.unmoved = (state.theta == before).double().mean(1)
+        self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()
         self.num_updates += 1
@@ -132,12 +147,13 @@ class ChainOptimizer(torch.optim.Optimizer):
             self.reference = state.theta.detach().cpu().clone()
 
     @torch.no_grad()
-    def move(self, evaluate: Evaluate) -> None:
-        """Let a Kernel move; ``step`` makes the move the state."""
+    def move(self, evaluate: Evaluate) -> Tensor:
+        """Let a Kernel move; ``step`` makes the move the state. Returns [M]: which chains stay where they are."""
         assert isinstance(self.method, Kernel)
         if self.state_of_chains is None:
             self.state_of_chains = self.method.init(self.model.theta.detach().clone(), evaluate, self.rngs)
         self._pending = self.method.step(self.state_of_chains, evaluate, self.rngs)
+        return (self._pending[0].theta == self.state_of_chains.theta).all(1)
 
     def mean_info(self) -> dict[str, Tensor]:
         """Means of ``info`` over the updates after burn-in, name -> [M]."""
@@ -159,7 +175,8 @@ class ChainOptimizer(torch.optim.Optimizer):
 
     def chain_tensors(self) -> dict[int, dict[str, Tensor]]:
         """{chain: all that it needs to go on}, between two updates."""
-        assert not self.located and self._grad is None, "a checkpoint is taken between updates"
+        assert not self.located, "a checkpoint is taken between updates"
+        assert self._grad is None, "a checkpoint is taken between updates"
         if self.state_of_chains is None:
             return {}
         fields = self.state_of_chains._asdict()
@@ -217,21 +234,25 @@ class ChainOptimizer(torch.optim.Optimizer):
         zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
         return self.method.init(theta, lambda theta, *, gradient=True: zeros, rngs)
 
-    def _require_finite(self, per_chain: Tensor | None, per_parameter: Tensor | None, what: str) -> None:
-        """One pass over memory when all is well; the name of the culprit when not."""
-        bad = torch.zeros(len(self.chains), dtype=torch.bool, device=self.model.theta.device)
-        if per_chain is not None:
-            bad |= ~torch.isfinite(per_chain)
-        if per_parameter is not None:
-            bad |= ~torch.isfinite(per_parameter.sum(1))
-        if not bool(bad.any()):
+    def _require_finite(self, values: dict[str, Tensor]) -> None:
+        """One pass over memory when all is well; the name of the culprit when not.
+
+        Args:
+            values: what it is -> [M], or [M, ..., d].
+        """
+        values = {what: value for what, value in values.items() if value.is_floating_point()}
+        if bool(torch.stack([value.sum() for value in values.values()]).isfinite().all()):
             return
-        row = int(bad.nonzero()[0, 0])
-        culprit = "the log-likelihood"
-        if per_parameter is not None and not bool(torch.isfinite(per_parameter[row]).all()):
-            named = self.model.layout.unflatten(per_parameter[row])
-            culprit = next(name for name, value in named.items() if not bool(torch.isfinite(value).all()))
-        raise FloatingPointError(
-            f"non-finite {what} at step {self.num_updates + 1} (chain {self.chains[row]}, {culprit}): nothing of this "
-            "step is kept. Lower learning_rate, check the data for rows without labels, or resume from the last checkpoint"
-        )
+        for what, value in values.items():
+            bad = ~value.isfinite()
+            if not bool(bad.any()):  # the sum of large numbers overflows, too
+                continue
+            row = int(bad.nonzero()[0, 0])
+            culprit = f"chain {self.chains[row]}"
+            if value.ndim > 1:
+                tensors = self.model.layout.unflatten(value[row])
+                culprit += ", " + next(name for name, part in tensors.items() if not bool(part.isfinite().all()))
+            raise FloatingPointError(
+                f"non-finite {what} at step {self.num_updates + 1} ({culprit}): nothing of this step is kept. Lower "
+                "learning_rate, check the data and the model's weights for NaN, or resume from the last checkpoint"
+            )

@@ -7,34 +7,41 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, SchedulerType, Trainer
 
 from hf_bayes import base_model, checkpoints
-from hf_bayes.training_arguments import BayesianTrainingArguments
-from hf_bayes.artifact import FORMAT_VERSION, Posterior, PosteriorConfig, library_versions
+from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat
 from hf_bayes.evaluation import EvaluationMixin
+from hf_bayes.likelihood import Categorical
 from hf_bayes.methods import build
 from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, attach
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.priors import build_prior, lora_prior_ratio
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.starts import initial_members
 from hf_bayes.storage import check_writable
+from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.types import Evaluation, Kernel, Problem
 
 logger = logging.getLogger(__name__)
+
+MAX_UNMOVED = 0.01
+"""Share of a chain's numbers that an update with noise may leave as they are; by chance it is a few in a million."""
 
 SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training without a trunk."""
@@ -64,43 +71,44 @@ class BayesianTrainerMixin(EvaluationMixin):
         **kwargs: Any,
     ) -> None:
         _refuse_arguments(args, method, model, kwargs)
+        check_writable(args.output_dir, overwrite=True)
         self.method, self.subspace = method, subspace
         self.chains = range(method.num_chains)
-        if not isinstance(model, BayesianModel):
-            model = attach(model, subspace=subspace, noise_std=args.noise_std)
-        self.bayesian: BayesianModel = model
-        self.likelihood = model.likelihood
-        self._start = model.theta.detach()[0].clone()
-        self._origin = initial_members(model.layout, self._start, method, seed=args.seed, chains=self.chains)
-        model.theta.data = self._origin.clone()
-        model.members_per_pass = args.members_per_pass
-        self.optimizer_of_chains: ChainOptimizer | None = None
-        self._posterior: Posterior | None = None
-        self._micro, self._terms, self._losses = 0, None, None
-        super().__init__(model, args, *positional, **kwargs)
-        # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
-        self._signature_columns = [*inspect.signature(model.core.forward).parameters, *self.label_names, "label", "label_ids"]
-        if self.train_dataset is not None:
-            self._prepare_data()
+        with ExitStack() as on_error:  # a model that was refused is given back as it was
+            if not isinstance(model, BayesianModel):
+                model = attach(model, subspace=subspace, noise_std=args.noise_std)
+                on_error.callback(model.detach)
+            self.bayesian: BayesianModel = model
+            _refuse_frozen_adapter(model)
+            self.likelihood = model.likelihood
+            self._start = model.theta.detach()[0].clone()
+            self._origin = initial_members(model.layout, self._start, method, seed=args.seed, chains=self.chains)
+            model.theta.data = self._origin.clone()
+            model.members_per_pass = args.members_per_pass
+            self.optimizer_of_chains: ChainOptimizer | None = None
+            self._posterior: Posterior | None = None
+            self._micro, self._terms, self._losses = 0, None, None
+            super().__init__(model, args, *positional, **kwargs)
+            # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
+            taken = inspect.signature(model.core.forward).parameters
+            self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]
+            if self.train_dataset is not None:
+                self._prepare_data()
+            on_error.pop_all()
 
     # -- the data ------------------------------------------------------------------------------------------------
 
     def _prepare_data(self) -> None:
         """Count N, and fit accumulation to kernels that see all data in every move."""
         args, dataset = self.args, self.train_dataset
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                "train_dataset has no length: " + ("pass num_data=: cannot infer N" if args.num_data is None else
-                "chains draw their own permutations of a sized data set. Materialise it (e.g. datasets.Dataset.from_list)")
-            )  # fmt: skip
-        dataset = self._remove_unused_columns(dataset, description="training")
-        config = self.bayesian.config
+        _require_rows(dataset, args)
+        dataset, collate = self._training_data()
         self.num_terms = count_terms(
             dataset,
-            self.data_collator,
+            collate,
             self.likelihood,
             shift=isinstance(self.bayesian, BayesianModelForCausalLM),
-            num_classes=config.get_text_config().vocab_size if self._is_causal_lm else getattr(config, "num_labels", None),
+            num_classes=self._num_classes(),
             progress=not args.disable_tqdm,
         )
         natural = len(dataset) if args.data_unit == "sequence" else self.num_terms
@@ -108,6 +116,19 @@ class BayesianTrainerMixin(EvaluationMixin):
         if self.method.full_batch:
             args.gradient_accumulation_steps = -(-len(dataset) // args.per_device_train_batch_size)
         logger.info("N = %g likelihood terms (%s; %d counted in %d rows)", self.num_data, args.data_unit, self.num_terms, len(dataset))
+
+    def _num_classes(self) -> int | None:
+        """What labels must be below; None where they are no classes."""
+        if not isinstance(self.likelihood, Categorical):
+            return None
+        config = self.bayesian.config
+        return config.get_text_config().vocab_size if self._is_causal_lm else getattr(config, "num_labels", None)
+
+    def _training_data(self) -> tuple[Any, Callable]:
+        """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
+        if isinstance(self.train_dataset, datasets.Dataset):
+            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     @property
     def _is_causal_lm(self) -> bool:
@@ -122,7 +143,7 @@ class BayesianTrainerMixin(EvaluationMixin):
         """Rows by chain: no sampler of Trainer's, and not sharded by accelerate."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        dataset, args = self._remove_unused_columns(self.train_dataset, description="training"), self.args
+        (dataset, collate), args = self._training_data(), self.args
         size = args.per_device_train_batch_size
         batches: ChainBatches | FullPasses
         if self.method.full_batch:
@@ -138,7 +159,7 @@ class BayesianTrainerMixin(EvaluationMixin):
         return DataLoader(
             dataset,
             batch_sampler=batches,
-            collate_fn=self.data_collator,
+            collate_fn=collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -188,6 +209,24 @@ class BayesianTrainerMixin(EvaluationMixin):
             self.optimizer_of_chains.scale = rows / self.get_total_train_batch_size(args) * per_term
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Trainer's schedule, looked through to its end.
+
+        Raises:
+            ValueError: naming the step at which it leaves [0, learning_rate].
+        """
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        for factor in getattr(scheduler, "lr_lambdas", ())[:1]:
+            for step in range(num_training_steps):
+                if not 0 <= factor(step) <= 1 + 1e-9:
+                    raise ValueError(
+                        f"lr_scheduler_type={SchedulerType(self.args.lr_scheduler_type).value!r} gives a learning "
+                        f"rate of {factor(step) * self.args.learning_rate:g} at step {step + 1}: it must stay within 0 and "
+                        f"learning_rate={self.args.learning_rate:g}, the peak that frictions are fixed for. Change "
+                        "lr_scheduler_kwargs"
+                    )
+        return scheduler
+
     def _num_steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
@@ -226,7 +265,7 @@ class BayesianTrainerMixin(EvaluationMixin):
             chains.accumulate(members, self._loss, self._leaf.grad)
             self._leaf = None
         if self.accelerator.sync_gradients:
-            self._losses = chains.loss / self._terms
+            self._losses = chains.loss / self._terms.clamp_min(1)
         return total
 
     def compute_loss(
@@ -265,9 +304,10 @@ class BayesianTrainerMixin(EvaluationMixin):
         # exact kernels have no use for dropout: the target would change from one evaluation to the next
         model.eval()
         batches, self._kernel_batches = self._kernel_batches, []
-        terms = self._terms.double()
+        terms, proposed = self._terms.double().clamp_min(1), torch.empty(0)
 
         def evaluate(theta: Tensor, *, gradient: bool = True) -> Evaluation:
+            nonlocal proposed
             log_lik = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
             for batch in batches:
@@ -279,10 +319,12 @@ class BayesianTrainerMixin(EvaluationMixin):
                             grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
                     log_lik[members] -= loss.detach()
             scale = chains.scale
-            self._losses = -log_lik / terms
+            proposed = -log_lik / terms
             return Evaluation((scale * log_lik).to(theta.dtype), None if grad is None else grad.mul_(scale))
 
-        chains.move(evaluate)
+        stays = chains.move(evaluate)
+        # the loss of a chain that refused its proposal is not the proposal's
+        self._losses = proposed if self._losses is None else torch.where(stays, self._losses, proposed)
         return self._losses.mean().float()
 
     _kernel_batches: list[dict[str, Any]]
@@ -301,12 +343,14 @@ class BayesianTrainerMixin(EvaluationMixin):
             ValueError: if the output directory cannot hold a posterior, or the run is too short for its draws.
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset, got None")
         check_writable(self.args.output_dir, overwrite=True)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.newest_complete(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
-        self._kernel_batches, self._posterior = [], None
+        self._kernel_batches, self._posterior, self._losses = [], None, None
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
@@ -335,8 +379,12 @@ class BayesianTrainerMixin(EvaluationMixin):
                 logger.warning(
                     "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this rank and "
                     "alpha; below %.2g the ratio is under 1",
-                    ratio, config.prior_std, (1.0 if not isinstance(config.prior_std, float) else config.prior_std) / ratio**0.5,
+                    ratio, config.prior_std,
+                    (config.prior_std if isinstance(config.prior_std, (int, float)) else 1.0) / ratio**0.5,
                 )  # fmt: skip
+        unmatched = _unmatched_targets(self.bayesian.model)
+        if unmatched:
+            logger.warning("LoRA target_modules %s match no module of the model: nothing is sampled there", unmatched)
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             logger.info("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
@@ -364,12 +412,25 @@ class BayesianTrainerMixin(EvaluationMixin):
         draws = torch.stack(chains.draws, 1)
         approximation = chains.method.finish(chains.state_of_chains, draws)
         self._posterior = self._to_posterior(approximation, self._diagnostics(draws))
+        if approximation.num_stored == 1:
+            logger.warning(
+                "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
+                "num_chains or draws_per_chain"
+            )
         chains.finished = self._posterior.sample(None, generator(self.args.seed, "members")).to(self.args.device)
         chains.eval()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
         chains = self.optimizer_of_chains
+        if chains is not None and chains.unmoved is not None:
+            lost, chains.unmoved = float(chains.unmoved.max()), None
+            if self.method.temperature > 0 and lost > MAX_UNMOVED:
+                logger.warning(
+                    "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
+                    "rounding. Raise learning_rate (%g)",
+                    100 * lost, self.args.learning_rate,
+                )  # fmt: skip
         if chains is not None and "loss" in logs and self._losses is not None:
             info = {"loss": self._losses, **chains.info, **self._distances()}
             for name, values in info.items():
@@ -389,6 +450,7 @@ class BayesianTrainerMixin(EvaluationMixin):
         """
         means = {name: value.tolist() for name, value in self._chains_optimizer.mean_info().items()}
         laws = means.get("kinetic_temperature_law")
+        moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)
         values = self._probe(draws)
         enough = draws.shape[1] >= 4 and draws.shape[0] >= 2
         diagnostics = Diagnostics(
@@ -397,6 +459,8 @@ class BayesianTrainerMixin(EvaluationMixin):
             kinetic_temperature=means.get("kinetic_temperature"),
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
             acceptance=means.get("acceptance"),
+            divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
+            num_moves=moves if "acceptance" in means else None,
             rhat=float(rhat(values).max()) if enough else None,
             ess=float(ess(values).min()) if enough else None,
         )
@@ -408,9 +472,9 @@ class BayesianTrainerMixin(EvaluationMixin):
     @torch.no_grad()
     def _probe(self, draws: Tensor) -> Tensor:
         """[M, S, 1]: log-likelihood of some rows under every draw, a function of theta that no symmetry of LoRA blurs."""
-        dataset = self._remove_unused_columns(self.train_dataset, description="training")
+        dataset, collate = self._training_data()
         count = min(len(dataset), self.args.per_device_train_batch_size)
-        batch = self._prepare_inputs(self.data_collator([dataset[row] for row in range(count)]))
+        batch = self._prepare_inputs(collate([dataset[row] for row in range(count)]))
         self.bayesian.eval()
         values = []
         for theta in draws.flatten(0, 1):
@@ -448,16 +512,19 @@ class BayesianTrainerMixin(EvaluationMixin):
     def _with_metrics(self, posterior: Posterior) -> Posterior:
         """Held-out metrics of the posterior, beside those of the point estimate that a warm start left."""
         metrics = self.evaluate(metric_key_prefix="eval")
-        found = {k.removeprefix("eval_"): v for k, v in metrics.items() if k.startswith("eval_") and k.removeprefix("eval_") in _KEPT_METRICS}
+        sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        names = [name + metric for name in sets for metric in _KEPT_METRICS]
+        found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
         reference = self._chains_optimizer.reference
         if reference is not None:
             chains = self._chains_optimizer
             finished, chains.finished = chains.finished, reference[:1].to(self.args.device)
             try:
-                found["map_nll"] = self.evaluate(metric_key_prefix="map")["map_nll"]
+                point = self.evaluate(metric_key_prefix="map")
             finally:
                 chains.finished = finished
                 chains.eval()
+            found |= {f"{name}map_nll": point[f"map_{name}nll"] for name in sets}
         return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, metrics=found))
 
     def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> str:
@@ -474,7 +541,6 @@ class BayesianTrainerMixin(EvaluationMixin):
             approximation=approximation,
             adapter_config=base_model.adapter_config(bayesian.model),
             config=PosteriorConfig(
-                format_version=FORMAT_VERSION,
                 task="causal_lm" if self._is_causal_lm else "sequence_classification",
                 method=config.to_dict(),
                 approximation=approximation.kind,
@@ -486,10 +552,8 @@ class BayesianTrainerMixin(EvaluationMixin):
                 data_unit=args.data_unit,
                 base_model=base_model.describe(bayesian.model, bayesian.core, bayesian.layout, self.processing_class),
                 head=base_model.describe_head(bayesian.core, args.noise_std),
-                versions=library_versions(),
                 seed=args.seed,
                 diagnostics=diagnostics,
-                metrics={},
             ),
         )
 
@@ -506,9 +570,13 @@ class BayesianTrainerMixin(EvaluationMixin):
             "rows_per_update": self.get_total_train_batch_size(args),
             "minibatch": args.minibatch,
             "learning_rate": args.learning_rate,
-            "lr_scheduler_type": str(args.lr_scheduler_type),
+            "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
+            "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
+            "warmup_steps": args.warmup_steps,
+            "noise_std": args.noise_std,
             "num_steps": self._num_steps(),
             "seed": args.seed,
+            "data_seed": args.data_seed,
             "parameters": [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
         }
 
@@ -580,9 +648,49 @@ def _refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]
         raise ValueError(f"hub_strategy={args.hub_strategy!r} would push unfinished posteriors: use hub_strategy='end'")
     if args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor must be 0: a smoothed loss is no log-likelihood")
+    if args.neftune_noise_alpha:
+        raise ValueError("neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled")
+    if kwargs.get("train_dataset") is not None:
+        _require_rows(kwargs["train_dataset"], args)
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
+
+
+def _require_rows(dataset: Any, args: BayesianTrainingArguments) -> None:
+    """Chains draw permutations of rows that can be counted and asked for by number."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"train_dataset ({type(dataset).__name__}) has no length: "
+            + ("cannot infer N without num_data=, and " if args.num_data is None else "")
+            + "chains draw their own permutations of a sized data set. Materialise it (e.g. datasets.Dataset.from_list)"
+        )
+    if len(dataset) == 0:
+        raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+
+
+def _refuse_frozen_adapter(model: BayesianModel) -> None:
+    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
+    if not isinstance(model.model, PeftModel):
+        return
+    name = model.model.active_adapter
+    own = [n for n, _ in model.model.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    frozen = [n for n in own if f".{name}." in f"{n}." and n not in model.layout.names]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
+            "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
+        )
+
+
+def _unmatched_targets(model: nn.Module) -> list[str]:
+    """LoRA targets that name no module of the model: peft says nothing as long as another one does."""
+    config = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    targets = getattr(config, "target_modules", None)
+    if not isinstance(targets, (set, list, tuple)):
+        return []
+    names = [name for name, _ in model.named_modules()]
+    return sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
 
 
 def _duration(seconds: float) -> str:

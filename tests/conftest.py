@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+
+# Before any import of transformers: a test that reaches for the network fails at once instead of waiting.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests import models
+
+# The suite's models are too small for more; workers of pytest-xdist have a core each.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Global generators, for libraries that know no other; our own randomness has explicit generators."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Process-wide settings, put back as they were."""
+    dtype, grad, directory = torch.get_default_dtype(), torch.is_grad_enabled(), Path.cwd()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    os.chdir(directory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return models.tiny_tokenizer()
+
+
+@pytest.fixture(params=sorted(models.CAUSAL_LMS), ids=str)
+def causal_lm(request: pytest.FixtureRequest) -> Callable[..., PreTrainedModel]:
+    """The builder of a tiny causal language model, one architecture after the other."""
+    return models.CAUSAL_LMS[request.param]

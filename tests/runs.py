@@ -1,0 +1,94 @@
+"""Tiny runs of BayesianTrainer, quiet and without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import DataCollatorForSeq2Seq, default_data_collator
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.training_arguments import BayesianTrainingArguments
+from tests.models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
+
+
+def arguments(output_dir: Path | str, **changes: Any) -> BayesianTrainingArguments:
+    """A short run that saves and logs nothing unless asked to."""
+    fields: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
+    return BayesianTrainingArguments(str(output_dir), **(fields | changes))
+
+
+def token_rows(lengths: int | Sequence[int] = 10, *, length: int = 8, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Rows of random tokens, each its own label: a number of rows of one length, or their lengths."""
+    lengths = [length] * lengths if isinstance(lengths, int) else lengths
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in rows]
+
+
+def label_rows(count: int = 10, *, num_labels: int = 3, length: int = 6, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of random tokens with a class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(num_labels, (count,), generator=generator).tolist()
+    return [
+        {"input_ids": row["input_ids"], "attention_mask": row["attention_mask"], "label": label}
+        for row, label in zip(token_rows(count, length=length, seed=seed), labels, strict=True)
+    ]
+
+
+def padding_collator() -> DataCollatorForSeq2Seq:
+    """Pads inputs, and labels with -100, to the longest row of a batch."""
+    return DataCollatorForSeq2Seq(tiny_tokenizer())
+
+
+def trainer(
+    output_dir: Path | str,
+    method: MethodConfig,
+    *,
+    model: Any = None,
+    train: Any = None,
+    collator: Any = None,
+    subspace: str = "trainable",
+    kind: type[BayesianTrainer] = BayesianTrainer,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    compute_metrics: Any = None,
+    callbacks: Any = None,
+    **changes: Any,
+) -> BayesianTrainer:
+    """LoRA on a tiny Llama and ten rows of eight tokens, unless told otherwise."""
+    rows = token_rows() if train is None else train
+    return kind(
+        with_lora(tiny_llama()) if model is None else model,
+        method,
+        arguments(output_dir, **changes),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) and rows else rows,
+        eval_dataset=Dataset.from_list(eval_dataset) if isinstance(eval_dataset, list) else eval_dataset,
+        data_collator=collator or default_data_collator,
+        subspace=subspace,
+        processing_class=processing_class,
+        compute_metrics=compute_metrics,
+        callbacks=callbacks,
+    )
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two approximations hold the same bits."""
+    tensors = [{k: v for k, v in vars(x).items() if isinstance(v, Tensor)} for x in (a, b)]
+    return tensors[0].keys() == tensors[1].keys() and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())

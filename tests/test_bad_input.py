@@ -1,0 +1,617 @@
+"""What people get wrong, row by row: refused before the first step, in words, with nothing half-written left.
+
+``REFUSED`` walks the rows that must raise, ``ACCEPTED`` the rows that must work (some with a notice).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.methods import METHODS
+from hf_bayes.model import BayesianModelForCausalLM, BayesianModelForSequenceClassification
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.variational.mean_field import MeanFieldConfig
+from tests import runs
+from tests.models import PAD, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+
+NAN = float("nan")
+
+
+class Refused(NamedTuple):
+    """One mistake: what is done, what it raises, and words that say what, got, expected or what to do."""
+
+    row: str
+    what: str
+    act: Callable[[Path], Any]
+    words: tuple[str, ...]
+    error: type[Exception] = ValueError
+
+
+def run(out: Path, method: Any = None, **changes: Any) -> BayesianTrainer:
+    """Train; a mistake may be noticed anywhere before the first step."""
+    trainer = runs.trainer(out, method or SGHMCConfig(num_chains=2), **changes)
+    trainer.train()
+    return trainer
+
+
+def config(name: str = "sghmc", **fields: Any) -> Callable[[Path], Any]:
+    return lambda out: METHODS[name](**fields)
+
+
+def training(method: Any = None, **changes: Any) -> Callable[[Path], Any]:
+    return lambda out: run(out, method, **{k: v() if k == "model" else v for k, v in changes.items()})
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[dict]:
+        yield from runs.token_rows(4)
+
+
+def labelled(label: Any, row: int = 1) -> list[dict]:
+    rows = runs.label_rows(4)
+    return [{**r, "label": label if i == row else r["label"]} for i, r in enumerate(rows)]
+
+
+def no_pad_collator() -> DataCollatorForSeq2Seq:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    return DataCollatorForSeq2Seq(tokenizer)
+
+
+def frozen_model() -> Any:
+    model = tiny_llama()
+    model.requires_grad_(False)
+    return model
+
+
+def quantised_model() -> Any:
+    model = frozen_model()
+    weight = model.model.layers[0].mlp.up_proj
+    weight.weight = torch.nn.Parameter(weight.weight.to(torch.int8), requires_grad=False)
+    return model
+
+
+def custom_trainer(out: Path, **keywords: Any) -> None:
+    BayesianTrainer(
+        with_lora(tiny_llama()),
+        keywords.pop("method", SGHMCConfig()),
+        keywords.pop("args", runs.arguments(out)),
+        train_dataset=Dataset.from_list(runs.token_rows()),
+        **keywords,
+    )
+
+
+def in_a_file(out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("a file of the user")
+    try:
+        run(out)
+    finally:
+        assert out.read_text() == "a file of the user"
+        out.unlink()
+
+
+def read_only(out: Path) -> None:
+    def denied(*args: Any, **kwargs: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    make = tempfile.mkdtemp
+    tempfile.mkdtemp = denied  # root, who may run the suite, is denied nothing
+    try:
+        run(out)
+    finally:
+        tempfile.mkdtemp = make
+
+
+def among_foreign_files(out: Path) -> None:
+    out.mkdir(parents=True)
+    (out / "adapter_model.safetensors").write_bytes(b"a model of the user")
+    try:
+        run(out)
+    finally:
+        assert (out / "adapter_model.safetensors").read_bytes() == b"a model of the user"
+        shutil.rmtree(out)
+
+
+REFUSED = [
+    # B1 in the data: the step is named; test_optimizer.py has ten more
+    Refused(
+        "B1",
+        "a label that is NaN",
+        lambda out: run(
+            out,
+            model=tiny_bert(num_labels=1),
+            subspace="last_layer",
+            train=labelled(NAN),
+            noise_std=1.0,
+            per_device_train_batch_size=4,
+        ),
+        ("non-finite", "at step 1 (chain 0", "check the data"),
+        FloatingPointError,
+    ),
+    # B2, B3: the data set
+    Refused("B2", "empty data", training(train=Dataset.from_list([])), ("train_dataset has 0 rows", "N is needed")),
+    Refused("B2", "no data", lambda out: custom_none(out), ("training needs a train_dataset", "got None")),
+    Refused("B3", "a stream", training(train=Stream(), max_steps=-1), ("no length", "cannot infer N", "num_data=")),
+    Refused("B3", "a stream with num_data", training(train=Stream(), num_data=70.0), ("no length", "Materialise it")),
+    Refused("B2", "no labels", training(train=[{"input_ids": [5, 6, 7]}] * 4), ("no labels", "input_ids")),
+    # B4: counts
+    *[
+        Refused(
+            "B4",
+            f"num_chains={value}",
+            config(num_chains=value),
+            ("num_chains must be an integer >= 1", f"got {value!r}"),
+        )
+        for value in (0, -1, 1.5, True, "4")
+    ],
+    Refused("B4", "draws_per_chain=0", config(draws_per_chain=0), ("draws_per_chain must be an integer >= 1, got 0",)),
+    Refused("B4", "thin=0", config(thin=0), ("thin must be an integer >= 1, got 0",)),
+    Refused("B4", "members_per_pass=0", training(members_per_pass=0), ("members_per_pass must be >= 1, got 0",)),
+    # B5: temperature
+    *[
+        Refused("B5", f"temperature={value}", config(temperature=value), ("temperature must be", f"got {value!r}"))
+        for value in (-1.0, NAN, math.inf, "1")
+    ],
+    Refused("B5", "map at T = 1", config("map", temperature=1.0), ("map: temperature must be 0, got 1.0",)),
+    Refused("B5", "hmc at T = 0", config("hmc", temperature=0.0), ("hmc: temperature must be > 0", 'method="map"')),
+    Refused(
+        "B5", "unknown tempering", config(temper="both"), ("temper must be one of posterior, likelihood", "'both'")
+    ),
+    # B6: step sizes and schedules
+    *[
+        Refused(
+            "B6",
+            f"learning_rate={value}",
+            training(learning_rate=value),
+            ("learning_rate must be", "> 0", f"{value!r}"),
+        )
+        for value in (0.0, -0.1, NAN)
+    ],
+    Refused(
+        "B6",
+        "a schedule below 0",
+        training(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": -0.01}, max_steps=20),
+        ("learning rate of -", "at step", "within 0 and learning_rate=0.01", "lr_scheduler_kwargs"),
+    ),
+    Refused(
+        "B6",
+        "a schedule above its peak",
+        training(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.02}, max_steps=20),
+        ("at step 2", "within 0 and learning_rate=0.01", "frictions"),
+    ),
+    # B7: friction
+    Refused("B7", "momentum=1", config(momentum=1.0), ("momentum must be", "< 1, got 1.0")),
+    Refused("B7", "momentum=-0.1", config(momentum=-0.1), ("momentum must be", ">= 0", "got -0.1")),
+    # B8: draws
+    Refused(
+        "B8",
+        "more draws than updates",
+        training(SGHMCConfig(draws_per_chain=9)),
+        ("cannot give 9 draws", "train longer"),
+    ),
+    Refused(
+        "B8",
+        "burn-in of the whole run",
+        training(SGHMCConfig(burn_in=6)),
+        ("6 updates with burn_in=6", "would collect 0"),
+    ),
+    Refused(
+        "B8", "thinning past the run", training(SGHMCConfig(draws_per_chain=2, thin=50)), ("thin=50", "cannot give 2")
+    ),
+    Refused(
+        "B8",
+        "a warm start as long as the run",
+        training(SGHMCConfig(warm_start_steps=6)),
+        ("would collect 0", "6 updates"),
+    ),
+    # B9: what would change the law
+    Refused(
+        "B9", "weight decay", training(weight_decay=0.01), ("weight_decay=0 (got 0.01)", "counted twice", "prior_std")
+    ),
+    Refused("B9", "clipping", training(max_grad_norm=1.0), ("max_grad_norm=0 (got 1.0)", "stationary")),
+    Refused("B9", "label smoothing", training(label_smoothing_factor=0.1), ("label_smoothing_factor must be 0",)),
+    Refused("B9", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
+    Refused("B9", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
+    # B10: the prior
+    *[
+        Refused("B10", f"prior_std={value}", config(prior_std=value), ("prior_std must be", "> 0", f"got {value!r}"))
+        for value in (0.0, -1.0, NAN)
+    ],
+    Refused("B10", "one std of several", config(prior_std={"a": 1.0, "b": 0.0}), ("prior_std must be", "got 0.0")),
+    Refused(
+        "B10",
+        "a parameter without a prior",
+        training(SGHMCConfig(prior_std={"q_proj": 1.0})),
+        ("no expression that matches", "v_proj.lora_A", "['q_proj']"),
+    ),
+    Refused(
+        "B10", "unknown prior mean", config(prior_mean="map"), ("prior_mean must be one of zero, initial", "'map'")
+    ),
+    # B11, B13, B15: the subspace
+    Refused(
+        "B11",
+        "LoRA on nothing",
+        lambda out: get_peft_model(tiny_llama(), LoraConfig(target_modules=["nowhere"])),
+        ("nowhere", "not found"),
+    ),
+    Refused("B13", "all frozen", training(model=frozen_model), ("0 parameters to sample", "Unfreeze")),
+    Refused("B13", "no such parameter", training(subspace="nowhere"), ("subspace='nowhere' selects 0 parameters",)),
+    Refused("B13", "no expression", training(subspace="("), ("subspace='('", "regular expression")),
+    Refused("B15", "int8", training(model=quantised_model, subspace="up_proj"), ("quantised", "int8", "LoRA")),
+    Refused(
+        "B15",
+        "what cannot be stacked",
+        training(model=lambda: with_lora(tiny_llama(), use_dora=True)),
+        ("DoRA", "Supported"),
+    ),
+    Refused(
+        "B13",
+        "half an adapter",
+        training(subspace="lora_B"),
+        ("tensors of the adapter are not random", "lora_A", "trainable"),
+    ),
+    Refused(
+        "B13",
+        "beside an adapter",
+        training(subspace="last_layer"),
+        ("of the adapter are not random", "merge_and_unload"),
+    ),
+    # B22, B23: labels and padding
+    Refused(
+        "B22", "no pad token", training(train=runs.token_rows([3, 5]), collator=no_pad_collator()), ("padding token",)
+    ),
+    Refused(
+        "B23",
+        "no label at all",
+        training(train=[{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4),
+        ("no row of train_dataset has a likelihood term", "-100"),
+    ),
+    Refused(
+        "B23",
+        "only the first token is a label",
+        training(train=[{"input_ids": [5, 6], "labels": [5, -100]}] * 4),
+        ("no row", "after the causal shift"),
+    ),
+    *[
+        Refused(
+            "B23",
+            f"class {label} of 3",
+            training(model=tiny_bert, subspace="last_layer", train=labelled(label, row=2)),
+            ("row 2 of train_dataset", "outside 0..2", str(label)),
+        )
+        for label in (3, -1)
+    ],
+    Refused(
+        "B23",
+        "a token outside the vocabulary",
+        training(
+            train=[*runs.token_rows(2), {"input_ids": [5] * 8, "attention_mask": [1] * 8, "labels": [5] * 7 + [320]}]
+        ),
+        ("row 2 of train_dataset", "outside 0..319", "tokenizer"),
+    ),
+    # B27: regression
+    Refused(
+        "B27",
+        "regression without noise_std",
+        training(model=lambda: tiny_bert(num_labels=1), subspace="last_layer"),
+        ("noise_std > 0", "got None", "BayesianTrainingArguments(noise_std=...)"),
+    ),
+    Refused("B27", "noise_std=0", training(noise_std=0.0), ("noise_std must be", "> 0, got 0.0")),
+    # B29: the output directory
+    Refused("B29", "a file", in_a_file, ("is a file, expected a directory",), OSError),
+    Refused("B29", "read-only", read_only, ("cannot write to", "choose another directory"), OSError),
+    Refused("B29", "somebody's model", among_foreign_files, ("adapter_model.safetensors", "not ours to overwrite")),
+    # what this trainer cannot honour
+    Refused(
+        "-",
+        "plain TrainingArguments",
+        lambda out: custom_trainer(out, args=TrainingArguments(str(out))),
+        ("BayesianTrainingArguments, got TrainingArguments",),
+    ),
+    Refused("-", "a method's name", lambda out: custom_trainer(out, method="sghmc"), ("SGHMCConfig(...), got str",)),
+    Refused(
+        "-",
+        "no transformers model",
+        training(model=lambda: torch.nn.Linear(2, 2)),
+        ("transformers or peft model", "Linear"),
+    ),
+    Refused(
+        "-", "own optimizer", lambda out: custom_trainer(out, optimizers=(object(), None)), ("optimizers is refused",)
+    ),
+    Refused("-", "own loss", lambda out: custom_trainer(out, compute_loss_func=len), ("compute_loss_func is refused",)),
+    Refused(
+        "-",
+        "best model",
+        training(
+            load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", eval_dataset=runs.token_rows(2)
+        ),
+        ("load_best_model_at_end is refused", "all of its draws"),
+    ),
+    Refused("-", "batch size by trial", training(auto_find_batch_size=True), ("auto_find_batch_size is refused",)),
+    Refused("-", "pushing every save", training(push_to_hub=True, hub_strategy="every_save"), ("every_save", "'end'")),
+    Refused(
+        "-", "unknown minibatch", training(minibatch="both"), ("minibatch must be one of independent, shared", "'both'")
+    ),
+    Refused("-", "unknown data unit", training(data_unit="row"), ("data_unit must be one of token, sequence", "'row'")),
+    Refused("-", "num_data=0", training(num_data=0.0), ("num_data must be", "> 0, got 0.0")),
+    Refused(
+        "-",
+        "reentrant checkpointing",
+        training(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}),
+        ("use_reentrant=False",),
+    ),
+    Refused("-", "a misspelt field", config(nun_chains=3), ("nun_chains",), TypeError),
+]
+
+
+def custom_none(out: Path) -> None:
+    BayesianTrainer(with_lora(tiny_llama()), SGHMCConfig(), runs.arguments(out)).train()
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case.row}-{case.what}")
+def test_a_mistake_is_refused_before_the_first_step(tmp_path, monkeypatch, case):
+    stepped = []
+    step = BayesianTrainer.training_step
+    monkeypatch.setattr(BayesianTrainer, "training_step", lambda *a, **k: stepped.append(1) or step(*a, **k))
+    out = tmp_path / "out"
+    with pytest.raises(case.error) as caught:
+        case.act(out)
+    message = str(caught.value)
+    assert [word for word in case.words if word not in message] == [], message
+    assert "\n" not in message.strip() or case.row in ("B11", "B22")  # peft's and transformers' own words
+    if case.row != "B1":
+        assert not stepped
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_model_whose_trainer_was_refused_is_as_it_was(tmp_path):
+    model = with_lora(tiny_llama())
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    x = torch.arange(4, 12)[None]
+    before = model(input_ids=x).logits
+    for mistake in (
+        {"train": Dataset.from_list([])},
+        {"subspace": "lora_B"},
+        {"train": [{"input_ids": [5, 6, 7]}] * 4},
+    ):
+        with pytest.raises(ValueError):
+            runs.trainer(tmp_path, SGHMCConfig(), model=model, **mistake)
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trainable
+        assert torch.equal(model(input_ids=x).logits, before)
+    runs.trainer(tmp_path, SGHMCConfig(num_chains=2), model=model).train()
+
+
+# -- what must work ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    caplog.set_level(logging.INFO, "hf_bayes")
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_b5_temperature_zero_optimises_and_says_so(tmp_path, warnings_of):
+    with pytest.warns(UserWarning, match="temperature 0 maximises the posterior"):
+        run(tmp_path, SGHMCConfig(num_chains=2, temperature=0.0))
+    assert "draws no posterior samples" in warnings_of()
+
+
+def test_b12_a_lora_target_that_matches_nothing_is_named(tmp_path, warnings_of):
+    run(tmp_path, model=with_lora(tiny_llama(), target_modules=["q_proj", "gate"]))
+    assert "target_modules ['gate'] match no module" in warnings_of()
+
+
+def test_b12_targets_that_match_are_not(tmp_path, warnings_of):
+    run(tmp_path, model=with_lora(tiny_llama(), layers_to_transform=[1]))
+    run(tmp_path, model=with_lora(tiny_llama(), target_modules="all-linear"))
+    assert "match no module" not in warnings_of()
+
+
+def test_b14_tied_weights_are_sampled_once(tmp_path):
+    model = tiny_llama(tie_word_embeddings=True)
+    trainer = run(tmp_path, model=model, subspace="last_layer")
+    assert trainer.bayesian.layout.names == ("model.embed_tokens.weight",)
+    assert trainer.bayesian.layout.dim == model.lm_head.weight.numel()
+    trainer.save_model()
+    x = torch.arange(4, 12)[None]
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama(tie_word_embeddings=True))
+    assert torch.equal(loaded(input_ids=x).logits, trainer.bayesian(input_ids=x).logits)
+
+
+@pytest.mark.parametrize(("learning_rate", "warned"), [(1e-20, True), (1e-2, False)])
+def test_b16_updates_lost_in_rounding_are_noticed(tmp_path, warnings_of, learning_rate, warned):
+    run(tmp_path, learning_rate=learning_rate, max_steps=2)
+    assert ("lost in their rounding" in warnings_of()) == warned
+
+
+def test_b16_a_bf16_base_keeps_its_chains_in_float32(tmp_path):
+    trainer = run(tmp_path, model=with_lora(tiny_llama(dtype=torch.bfloat16)), learning_rate=1e-5, max_steps=2)
+    assert trainer.bayesian.theta.dtype == torch.float32
+    assert all(draw.dtype == torch.float32 for draw in trainer.optimizer_of_chains.draws)
+    assert float((trainer.optimizer_of_chains.draws[-1] == trainer._origin).double().mean()) < 1e-2
+
+
+def test_b22_padding_enters_neither_n_nor_the_loss(tmp_path):
+    rows = runs.token_rows([3, 9, 5, 7])
+    found = {}
+    for name, train in {"collator": rows, "by hand": [padded(row) for row in rows]}.items():
+        trainer = run(
+            tmp_path, train=train, collator=runs.padding_collator(), max_steps=2, per_device_train_batch_size=4
+        )
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[name] = trainer.num_data, losses
+    assert found["collator"][0] == found["by hand"][0] == 2 + 8 + 4 + 6
+    assert found["collator"][1] == pytest.approx(found["by hand"][1], rel=1e-5)
+
+
+def padded(row: dict) -> dict:
+    missing = 12 - len(row["input_ids"])
+    return {key: value + [fill] * missing for (key, value), fill in zip(row.items(), (PAD, 0, -100), strict=True)}
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+def test_b23_a_batch_without_a_label_is_no_loss_and_no_nan(tmp_path, minibatch):
+    silent = [{**row, "labels": [-100] * 8} for row in runs.token_rows(9)]
+    trainer = run(tmp_path, train=[*silent, *runs.token_rows(1)], per_device_train_batch_size=1, minibatch=minibatch)
+    losses = [entry[f"loss/chain_{k}"] for entry in trainer.state.log_history if "loss" in entry for k in range(2)]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert 0.0 in losses
+    assert trainer.num_data == 7
+
+
+def test_b23_a_classifier_may_ignore_rows(tmp_path):
+    trainer = run(
+        tmp_path, model=tiny_bert(), subspace="last_layer", train=labelled(-100), per_device_train_batch_size=1
+    )
+    assert trainer.num_data == 3
+
+
+@pytest.mark.parametrize("bias", [-math.inf, 1e4])
+def test_b24_extreme_logits_keep_uncertainties_finite(tmp_path, bias):
+    model = tiny_bert()
+    model.classifier.bias.data[2] = bias
+    rows = [{**row, "label": row["label"] % 2} for row in runs.label_rows(8)]
+    trainer = run(tmp_path, model=model, subspace="classifier.weight", train=rows, eval_dataset=rows)
+    metrics = trainer.evaluate()
+    values = {name: metrics[f"eval_{name}"] for name in ("total", "aleatoric", "epistemic", "nll")}
+    assert all(math.isfinite(value) for value in values.values())
+    assert values["total"] == pytest.approx(values["aleatoric"] + values["epistemic"], abs=1e-6)
+    assert values["epistemic"] >= -1e-6
+
+
+def test_b25_one_member_is_warned_of(tmp_path, warnings_of):
+    trainer = run(tmp_path, SGHMCConfig(num_chains=1), eval_dataset=runs.token_rows(3))
+    assert "1 member: its epistemic uncertainty is 0" in warnings_of()
+    assert trainer.evaluate()["eval_epistemic"] == 0.0
+
+
+def test_b25_a_gaussian_and_several_members_are_not(tmp_path, warnings_of):
+    run(tmp_path, MeanFieldConfig(num_chains=1))
+    run(tmp_path, SGHMCConfig(num_chains=1, draws_per_chain=2))
+    assert "1 member" not in warnings_of()
+
+
+def test_b29_a_posterior_of_ours_and_checkpoints_may_be_overwritten(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "notes.txt").write_text("of the user")
+    for _ in range(2):
+        trainer = run(tmp_path, save_strategy="steps", save_steps=3)
+        trainer.save_model()
+    assert (tmp_path / "notes.txt").read_text() == "of the user"
+    assert Posterior.from_pretrained(tmp_path).config.num_members == 2
+
+
+# -- posteriors that must not be read ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("posterior")
+    run(out, SGHMCConfig(num_chains=2, draws_per_chain=2), processing_class=tiny_tokenizer()).save_model()
+    return out
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite_config(directory: Path, **changes: Any) -> None:
+    path = directory / "posterior_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def load(directory: Path, **changes: Any) -> Any:
+    return BayesianModelForCausalLM.from_pretrained(directory, **{"base_model": tiny_llama(), **changes})
+
+
+MEMBER = "members/member_001/adapter_model.safetensors"
+UNREADABLE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "B17-truncated": (lambda d: (d / MEMBER).write_bytes((d / MEMBER).read_bytes()[:-9]), (MEMBER,)),
+    "B17-bit flip": (lambda d: flip(d / MEMBER), (MEMBER, "sha256")),
+    "B18-missing member": (lambda d: shutil.rmtree(d / "members/member_002"), ("member_002",)),
+    "B18-edited config": (lambda d: rewrite_config(d, num_members=3), ("posterior_config.json",)),
+    "B17-no manifest": (lambda d: (d / "manifest.json").unlink(), ("manifest.json",)),
+}
+
+
+@pytest.mark.parametrize("fault", UNREADABLE, ids=str)
+def test_a_damaged_posterior_is_refused_by_name(saved, tmp_path, fault):
+    directory = Path(shutil.copytree(saved, tmp_path / "copy"))
+    spoil, words = UNREADABLE[fault]
+    spoil(directory)
+    with pytest.raises((ValueError, OSError)) as caught:
+        load(directory)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+OTHER_BASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "other seed": (lambda: tiny_llama(seed=1), ("another base model", "weights")),
+    "other depth": (lambda: tiny_llama(num_hidden_layers=3), ("another base model", "configuration")),
+    "fewer layers": (lambda: tiny_llama(num_hidden_layers=1), ("layers.1",)),
+    "other vocabulary": (lambda: tiny_llama(vocab_size=400), ("another base model",)),
+    "other dtype": (lambda: tiny_llama(dtype=torch.bfloat16), ("dtype bfloat16", "float32")),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_BASES, ids=str)
+def test_b21_another_base_model_is_refused_before_any_forward(saved, other):
+    build, words = OTHER_BASES[other]
+    with pytest.raises(ValueError) as caught:
+        load(saved, base_model=build())
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_b21_resized_embeddings_are_refused(saved):
+    model = tiny_llama()
+    model.resize_token_embeddings(336, mean_resizing=False)
+    with pytest.raises(ValueError, match="another base model"):
+        load(saved, base_model=model)
+
+
+def test_b20_more_members_than_stored_are_refused(saved):
+    with pytest.raises(ValueError, match="asked for 50 members, 4 are stored"):
+        load(saved, members=50)
+    with pytest.raises(ValueError, match="asked for 0 members"):
+        load(saved, members=0)
+
+
+def test_the_class_of_another_task_is_refused(saved):
+    with pytest.raises(ValueError, match="is a posterior for causal_lm"):
+        BayesianModelForSequenceClassification.from_pretrained(saved, base_model=tiny_bert())
+
+
+def test_what_was_saved_is_what_is_loaded(saved):
+    """The same directory, untouched, is none of the above."""
+    assert load(saved).num_members == 4
+    assert load(saved, members=2).num_members == 2
+
+
+def test_collators_of_transformers_are_understood(tmp_path):
+    rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in runs.label_rows(4)]
+    trainer = run(
+        tmp_path,
+        model=tiny_bert(),
+        subspace="last_layer",
+        train=rows,
+        collator=DataCollatorWithPadding(tiny_tokenizer()),
+    )
+    assert trainer.num_data == 4

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import default_data_collator
+
+from hf_bayes.batches import ChainBatches, FullPasses, count_terms
+from hf_bayes.likelihood import Bernoulli, Categorical, Normal
+from tests import runs
+
+
+def batches(num_rows=10, *, batch_size=2, accumulation=3, chains: range | None = range(3), seed=0):
+    return ChainBatches(num_rows, batch_size=batch_size, accumulation=accumulation, chains=chains, seed=seed)
+
+
+def read(sampler, epochs=1):
+    """The micro-batches of some epochs."""
+    found = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        found += list(sampler)
+    return found
+
+
+def stream(micro_batches, chain, *, num_chains, batch_size):
+    """The rows of one chain, in order."""
+    assert all(len(micro) == num_chains * batch_size for micro in micro_batches)
+    return [row for micro in micro_batches for row in micro[chain * batch_size : (chain + 1) * batch_size]]
+
+
+def test_stream_of_a_chain_is_a_function_of_seed_and_chain_alone():
+    of_three = read(batches(), epochs=4)
+    for chain in range(3):
+        alone = read(batches(chains=range(chain, chain + 1)), epochs=4)
+        expected = stream(of_three, chain, num_chains=3, batch_size=2)
+        assert stream(alone, 0, num_chains=1, batch_size=2) == expected
+    assert read(batches(), epochs=4) == of_three
+    assert read(batches(seed=1), epochs=4) != of_three
+
+
+def test_stream_does_not_depend_on_how_an_update_is_cut_into_micro_batches():
+    rows = {
+        (size, accumulation): stream(
+            read(batches(batch_size=size, accumulation=accumulation, chains=range(1)), epochs=3),
+            0,
+            num_chains=1,
+            batch_size=size,
+        )
+        for size, accumulation in ((6, 1), (3, 2), (2, 3), (1, 6))
+    }
+    assert len({tuple(value) for value in rows.values()}) == 1
+
+
+def test_chains_read_different_orders():
+    found = read(batches())
+    assert len({tuple(stream(found, chain, num_chains=3, batch_size=2)) for chain in range(3)}) == 3
+
+
+@pytest.mark.parametrize(("num_rows", "accumulation"), [(10, 3), (7, 3), (3, 4), (12, 2), (1, 1)])
+def test_every_permutation_holds_every_row_once(num_rows, accumulation):
+    rows = stream(read(batches(num_rows, accumulation=accumulation), epochs=20), 1, num_chains=3, batch_size=2)
+    permutations = [rows[start : start + num_rows] for start in range(0, len(rows) - num_rows + 1, num_rows)]
+    assert all(sorted(order) == list(range(num_rows)) for order in permutations)
+    if num_rows > 5:
+        assert all(a != b for a, b in pairwise(permutations))
+
+
+def test_update_s_takes_rows_s_r_to_s_plus_one_r_of_the_stream():
+    sampler = batches()  # 6 rows an update, 2 updates an epoch of 10 rows
+    assert sampler.updates_per_epoch == 2
+    assert len(sampler) == 6
+    whole = stream(read(sampler, epochs=5), 2, num_chains=3, batch_size=2)
+    sampler.set_epoch(3)
+    assert stream(list(sampler), 2, num_chains=3, batch_size=2) == whole[3 * 12 : 4 * 12]
+
+
+def test_epochs_can_be_read_again_and_out_of_order():
+    expected = read(batches(), epochs=6)
+    sampler = batches()
+    for epoch in (5, 0, 3, 3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == expected[epoch * 6 : epoch * 6 + 6]
+
+
+def test_shared_minibatches_hold_each_row_once():
+    shared = read(batches(chains=None), epochs=2)
+    assert all(len(micro) == 2 for micro in shared)
+    rows = [row for micro in shared for row in micro]
+    assert sorted(rows[:10]) == list(range(10))
+
+
+def test_full_passes_hold_all_rows_in_order_every_time():
+    sampler = FullPasses(7, batch_size=3)
+    assert len(sampler) == 3
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_two_permutations_of_ten_rows_are_uniform_in_first_place():
+    first = torch.tensor([batches(chains=range(1), seed=seed)._row(0, 0) for seed in range(2000)])
+    counts = torch.bincount(first, minlength=10).double()
+    # chi-square of 9 degrees of freedom: 33.7 is exceeded with probability 1e-4
+    assert float(((counts - 200) ** 2 / 200).sum()) < 33.7
+
+
+def test_terms_of_a_language_model_are_the_loss_tokens_after_the_shift():
+    rows = runs.token_rows([3, 8, 5])
+    rows[1]["labels"] = [-100, -100, -100, *rows[1]["labels"][3:]]
+    # 2 + 5 + 4: the first token of a row is predicted by none, nor is a masked one
+    assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == 11
+
+
+def test_terms_of_a_classifier_are_its_examples():
+    rows = runs.label_rows(130)
+    assert count_terms(rows, default_data_collator, Categorical(), shift=False, num_classes=3, progress=False) == 130
+    rows = [{"x": [0.0], "labels": [0.0, 1.0]}] * 5
+    for likelihood in (Bernoulli(), Normal(1.0)):
+        assert count_terms(rows, default_data_collator, likelihood, shift=False, progress=False) == 5

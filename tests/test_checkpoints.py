@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_bayes import checkpoints
+from hf_bayes.methods import METHODS
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.samplers.sgld import SGLDConfig
+from tests import runs
+from tests.models import tiny_gpt2, tiny_llama, with_lora
+
+STEPS, CUTS = 12, 10
+CYCLES = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+
+
+def dropout_model() -> Any:
+    return with_lora(tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1))
+
+
+def trainer(output_dir: Any, method: Any, **changes: Any) -> Any:
+    """12 updates of 4 rows out of 10: 3 an epoch, the last of them reaching into the next permutation."""
+    settings = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "logging_steps": 1000, **changes}
+    return runs.trainer(output_dir, method, **{"model": dropout_model(), **settings})
+
+
+def everything(trainer: Any) -> dict[str, torch.Tensor]:
+    """All that a run has to show: state, generators, draws, diagnostics, posterior."""
+    optimizer = trainer.optimizer_of_chains
+    return {
+        **{f"state.{name}": value for name, value in optimizer.state_of_chains._asdict().items()},
+        **{f"generator.{chain}": rng.get_state() for chain, rng in enumerate(optimizer.rngs)},
+        **{f"draw.{index}": draw for index, draw in enumerate(optimizer.draws)},
+        **{f"mean.{name}": value for name, value in optimizer.mean_info().items()},
+        "members": trainer.bayesian.current,
+        "lr": torch.tensor(trainer.lr_scheduler.get_last_lr()),
+    }
+
+
+def assert_same_run(a: Any, b: Any) -> None:
+    ours, theirs = everything(a), everything(b)
+    assert ours.keys() == theirs.keys()
+    different = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    assert not different
+
+
+RUNS = {
+    "sghmc": (SGHMCConfig(num_chains=2, draws_per_chain=3), CYCLES),
+    "mean_field": (METHODS["mean_field"](num_chains=2), CYCLES),
+    "hmc": (METHODS["hmc"](num_chains=2, draws_per_chain=2, num_leapfrog=2), {}),
+    "warm-started sghmc": (SGHMCConfig(num_chains=2, draws_per_chain=3, warm_start_steps=5), {"minibatch": "shared"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS, ids=str)
+def test_resume_is_bitwise_from_any_update(tmp_path, name):
+    """With dropout, accumulation, in mid-epoch and inside a cosine cycle, at ten random updates."""
+    method, changes = RUNS[name]
+    whole = trainer(tmp_path, method, save_strategy="steps", save_steps=1, **changes)
+    whole.train()
+    for cut in sorted(random.Random(name).sample(range(1, STEPS), CUTS)):
+        resumed = trainer(tmp_path / "resumed", method, **changes)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
+        assert_same_run(resumed, whole)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    """Ends the run after the first micro-batch of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            raise Killed
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_killed_between_micro_batches_goes_on_from_its_last_checkpoint(tmp_path, workers):
+    method, changes = RUNS["sghmc"]
+    changes = {**changes, "dataloader_num_workers": workers, "max_steps": 9}
+    whole = trainer(tmp_path / "whole", method, **changes)
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(Killed):
+        trainer(tmp_path, method, callbacks=[KillAt(6)], **saving, **changes).train()
+    resumed = trainer(tmp_path, method, **saving, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 4
+    assert_same_run(resumed, whole)
+
+
+def test_resume_may_cut_the_rows_of_an_update_into_other_micro_batches(tmp_path):
+    method = SGHMCConfig(num_chains=2)
+    saving = {"save_strategy": "steps", "save_steps": 4, "model": None}
+    whole = trainer(tmp_path, method, **saving)
+    whole.train()
+    resumed = trainer(tmp_path, method, **saving, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    # float32 sums in another order, over 11 updates
+    torch.testing.assert_close(resumed.posterior.sample(None), whole.posterior.sample(None), rtol=0, atol=1e-4)
+
+
+# -- checkpoints that cannot be resumed ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints after updates 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("saved")
+    run(directory).train()
+    return directory
+
+
+def run(directory: Path, method: Any = None, **changes: Any) -> Any:
+    fields = {"save_strategy": "steps", "save_steps": 2, **changes}
+    return runs.trainer(directory, method or SGHMCConfig(num_chains=2, draws_per_chain=2), **fields)
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+STATE_FILES = [
+    "trainer_state.json",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "chains/chain_000.safetensors",
+    "chains/chain_001.safetensors",
+    "chains/settings.json",
+    "chains/manifest.json",
+]
+
+
+def test_every_file_of_a_checkpoint_is_known_here(saved):
+    found = {
+        str(path.relative_to(saved / "checkpoint-4")) for path in (saved / "checkpoint-4").rglob("*") if path.is_file()
+    }
+    # args are not state: a resumed run has its own
+    assert found - {"training_args.bin"} == set(STATE_FILES)
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+def test_a_missing_state_file_is_named(directory, name):
+    (directory / "checkpoint-4" / name).unlink()
+    with pytest.raises((OSError, ValueError), match=Path(name).name.replace(".", r"\.")):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("name", [name for name in STATE_FILES if name.startswith("chains/")])
+@pytest.mark.parametrize("fault", ["truncated", "bit flipped"])
+def test_a_damaged_chain_file_is_named(directory, name, fault):
+    file = directory / "checkpoint-4" / name
+    data = bytearray(file.read_bytes())
+    if fault == "truncated":
+        data = data[: len(data) // 2]
+    else:
+        data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    with pytest.raises((OSError, ValueError), match=Path(name).name.replace(".", r"\.")):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+def test_an_unfinished_newest_checkpoint_is_passed_over(directory, name):
+    (directory / "checkpoint-6" / name).unlink()
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-4")
+    resumed = run(directory)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 4
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "chains/chain_001.safetensors"])
+def test_a_half_written_newest_checkpoint_is_passed_over(directory, name):
+    file = directory / "checkpoint-6" / name
+    file.write_bytes(file.read_bytes()[:100])
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-4")
+
+
+def test_newest_means_the_highest_step(directory):
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-6")
+    shutil.copytree(directory / "checkpoint-6", directory / "checkpoint-10")
+    (directory / "checkpoint-best").mkdir()
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-10")
+
+
+def test_nothing_to_resume_is_said(tmp_path):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        run(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(FileNotFoundError, match="checkpoint-77"):
+        run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-77"))
+
+
+TWO = {"num_chains": 2, "draws_per_chain": 2}
+OTHERS = {
+    "chains": ({"method": SGHMCConfig(**{**TWO, "num_chains": 3})}, ["method", "'num_chains': 2", "'num_chains': 3"]),
+    "field of the method": (
+        {"method": SGHMCConfig(**TWO, momentum=0.5)},
+        ["method", "'momentum': 0.9", "'momentum': 0.5"],
+    ),
+    "method": ({"method": SGLDConfig(**TWO)}, ["method", "'sghmc'", "'sgld'"]),
+    "learning rate": ({"learning_rate": 0.02}, ["learning_rate: saved 0.01, now 0.02"]),
+    "schedule": ({"lr_scheduler_type": "linear"}, ["lr_scheduler_type", "linear"]),
+    "warm-up": ({"warmup_steps": 3}, ["warmup_steps: saved 0, now 3"]),
+    "length of the data": (
+        {"train": runs.token_rows(9)},
+        ["num_rows: saved 10, now 9", "num_data: saved 70.0, now 63.0"],
+    ),
+    "terms of the data": ({"num_data": 99.0}, ["num_data: saved 70.0, now 99.0"]),
+    "batch": ({"per_device_train_batch_size": 3}, ["rows_per_update: saved 2, now 3"]),
+    "accumulation": ({"gradient_accumulation_steps": 2}, ["rows_per_update: saved 2, now 4"]),
+    "minibatches": ({"minibatch": "shared"}, ["minibatch: saved 'independent', now 'shared'"]),
+    "length of the run": ({"max_steps": 7}, ["num_steps: saved 6, now 7"]),
+    "seed": ({"seed": 1}, ["seed: saved 42, now 1"]),
+    "order of the rows": ({"data_seed": 1}, ["data_seed: saved None, now 1"]),
+    "subspace": ({"model": lambda: with_lora(tiny_llama(), target_modules=["q_proj"])}, ["parameters"]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize("path", ["given", "found"])
+def test_resume_of_another_run_is_refused_with_a_diff(directory, other, path):
+    changes, words = OTHERS[other]
+    before = sorted(str(file) for file in directory.rglob("*"))
+    other_run = run(directory, **{name: value() if name == "model" else value for name, value in changes.items()})
+    with pytest.raises(ValueError, match="belongs to another run") as caught:
+        other_run.train(resume_from_checkpoint=True if path == "found" else str(directory / "checkpoint-4"))
+    assert all(word in str(caught.value) for word in words)
+    assert other_run.state.global_step == 0
+    assert sorted(str(file) for file in directory.rglob("*")) == before
+
+
+def test_a_resumed_run_keeps_the_point_estimate_of_its_warm_start(tmp_path):
+    method = SGHMCConfig(num_chains=2, warm_start_steps=2)
+    whole = run(tmp_path, method)
+    whole.train()
+    resumed = run(tmp_path / "resumed", method)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert torch.equal(resumed.optimizer_of_chains.reference, whole.optimizer_of_chains.reference)
+
+
+def test_checkpoints_keep_to_their_limit(tmp_path):
+    run(tmp_path, save_total_limit=1).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]

@@ -1,0 +1,566 @@
+from __future__ import annotations
+
+import inspect
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+from hf_bayes import trainer as trainer_module
+from hf_bayes.methods import METHODS
+from hf_bayes.posterior import Draws
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
+from hf_bayes.types import Evaluation, Rule, locate_at_theta
+from tests import runs
+from tests.models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+# -- the gradient that a rule receives -------------------------------------------------------------------------------
+
+
+class Still(NamedTuple):
+    theta: Tensor
+    step: Tensor
+
+
+@pytest.fixture
+def evaluations(monkeypatch) -> list[Evaluation]:
+    """What the trainer hands to its rule, which never moves."""
+    seen: list[Evaluation] = []
+
+    def update(state: Still, evaluation: Evaluation, lr: float, rngs: Any) -> tuple[Still, dict]:
+        seen.append(Evaluation(*(value.clone() for value in evaluation)))
+        return state, {}
+
+    rule = Rule(
+        init=lambda theta, rngs: Still(theta, torch.zeros(len(theta), dtype=torch.int64)),
+        locate=locate_at_theta,
+        update=update,
+        finish=lambda state, draws: Draws.from_chains(draws),
+    )
+    monkeypatch.setattr(trainer_module, "build", lambda config, problem: rule)
+    return seen
+
+
+def full_data(build: Any, trainer: BayesianTrainer, rows: list[dict]) -> Evaluation:
+    """Log-likelihood of all rows and its gradient for every chain, by a plain model for each."""
+    layout, values, grads = trainer.bayesian.layout, [], []
+    for theta in trainer._origin:
+        model = build()
+        parameters = dict(model.named_parameters())
+        for name, value in layout.unflatten(theta).items():
+            parameters[name].data.copy_(value)
+        total = torch.zeros((), dtype=theta.dtype)
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            logits = model(input_ids=ids).logits[0, :-1]
+            total = total + logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).sum()
+        found = torch.autograd.grad(total, [parameters[name] for name in layout.names])
+        values.append(total.detach())
+        grads.append(layout.flatten(dict(zip(layout.names, found, strict=True))))
+    return Evaluation(torch.stack(values), torch.stack(grads))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def mean_of(evaluations: list[Evaluation]) -> Evaluation:
+    return Evaluation(*(torch.stack(values).mean(0) for values in zip(*evaluations, strict=True)))
+
+
+UNEQUAL = [8, 128, 8, 128, 8, 8, 128, 128]
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 1), (4, 1), (1, 4), (4, 2)])
+def test_mean_gradient_over_all_batches_is_the_full_gradient(tmp_path, evaluations, batch, accumulation):
+    def build() -> Any:
+        return with_lora(tiny_llama(dtype=torch.float64))
+
+    rows = runs.token_rows(UNEQUAL)
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        model=build(),
+        train=rows,
+        collator=runs.padding_collator(),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=len(rows) // (batch * accumulation),
+    )
+    trainer.train()
+    found, expected = mean_of(evaluations), full_data(build, trainer, rows)
+    # transformers' RMSNorm and rotary embedding compute in float32
+    assert relative(found.log_lik, expected.log_lik) < 1e-6
+    assert relative(found.grad_log_lik, expected.grad_log_lik) < 1e-6
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_normalising_by_the_terms_of_the_update_is_caught(tmp_path, evaluations, batch):
+    """The twin: transformers' sum of losses over sum of tokens, times N."""
+
+    class Ratio(BayesianTrainer):
+        def get_batch_samples(self, *args: Any) -> Any:
+            batches, terms = super().get_batch_samples(*args)
+            self.optimizer_of_chains.scale = self.num_data / float(terms[0])
+            return batches, terms
+
+    def build() -> Any:
+        return with_lora(tiny_llama())
+
+    rows = runs.token_rows([8, 128, 8, 128, 8, 8, 8, 128])  # 3 long ones: no two batches of 4 are alike
+    settings = {"per_device_train_batch_size": batch, "max_steps": len(rows) // batch, "kind": Ratio}
+    trainer = runs.trainer(
+        tmp_path, SGHMCConfig(num_chains=1), train=rows, collator=runs.padding_collator(), model=build(), **settings
+    )
+    trainer.train()
+    assert relative(mean_of(evaluations).grad_log_lik, full_data(build, trainer, rows).grad_log_lik) > 0.02
+
+
+def test_num_data_and_data_unit_scale_the_likelihood(tmp_path, evaluations):
+    rows, found = runs.token_rows(8, length=5), {}
+    for name, changes in {"token": {}, "sequence": {"data_unit": "sequence"}, "given": {"num_data": 64.0}}.items():
+        evaluations.clear()
+        trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=1), train=rows, max_steps=1, **changes)
+        trainer.train()
+        found[name] = trainer.num_data, float(evaluations[0].log_lik)
+    assert [value[0] for value in found.values()] == [32.0, 8.0, 64.0]
+    assert found["sequence"][1] == pytest.approx(found["token"][1] / 4)
+    assert found["given"][1] == pytest.approx(found["token"][1] * 2)
+
+
+VARIANTS = {
+    "one member at a time": {"members_per_pass": 1},
+    "two members at a time": {"members_per_pass": 2},
+    "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "activation checkpointing": {"activation_checkpointing": True},
+    "bf16": {"bf16": True},
+}
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+@pytest.mark.parametrize("subspace", ["all layers", "trunk"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_gradient_of_a_chain_does_not_depend_on_how_it_is_computed(tmp_path, evaluations, minibatch, subspace, variant):
+    adapter = {"layers_to_transform": [1]} if subspace == "trunk" else {}
+
+    def gradient(**changes: Any) -> Tensor:
+        evaluations.clear()
+        fields = {"per_device_train_batch_size": 4, "members_per_pass": 3, **changes}
+        trainer = runs.trainer(
+            tmp_path,
+            SGHMCConfig(num_chains=3),
+            model=with_lora(tiny_llama(), **adapter),
+            max_steps=1,
+            minibatch=minibatch,
+            **fields,
+        )
+        assert (trainer.bayesian.members.num_trunk_blocks > 0) == (subspace == "trunk")
+        trainer.train()
+        return evaluations[0].grad_log_lik
+
+    # bf16 has 8 bits; else rounding of float32 sums in another order
+    tolerance = 0.05 if variant == "bf16" else 2e-6
+    assert relative(gradient(**VARIANTS[variant]), gradient()) < tolerance
+
+
+def test_gradient_is_what_a_plain_model_gives_for_every_chain(tmp_path, evaluations):
+    for build in (lambda: with_lora(tiny_llama()), lambda: with_lora(tiny_gpt2())):
+        evaluations.clear()
+        rows = runs.token_rows(4, length=6)
+        trainer = runs.trainer(
+            tmp_path, SGHMCConfig(num_chains=3), model=build(), train=rows, max_steps=1, per_device_train_batch_size=4
+        )
+        trainer.train()
+        assert relative(evaluations[0].grad_log_lik, full_data(build, trainer, rows).grad_log_lik) < 2e-6
+
+
+# -- chains ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_draws_of_a_chain_do_not_depend_on_how_many_chains_there_are(tmp_path, dropout):
+    def draws(num_chains: int, **changes: Any) -> Tensor:
+        model = tiny_gpt2(**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1 * dropout))
+        trainer = runs.trainer(
+            tmp_path,
+            SGHMCConfig(num_chains=num_chains, draws_per_chain=2),
+            model=with_lora(model, lora_dropout=0.1 * dropout),
+            gradient_accumulation_steps=2,
+            **changes,
+        )
+        trainer.train()
+        return trainer.posterior.approximation.theta.view(num_chains, 2, -1)
+
+    four = draws(4, members_per_pass=1)
+    assert torch.equal(draws(2, members_per_pass=1), four[:2])
+    assert torch.equal(draws(1), four[:1])
+    if not dropout:  # folded members share one stream of dropout masks, and round in another order
+        assert relative(draws(4), four) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{"num_chains": 3}, {"num_chains": 3, "prior_mean": "initial"}])
+def test_chains_start_in_different_places_around_the_model(tmp_path, changes):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(init_jitter=0.1, **changes))
+    distance = (trainer._origin - trainer._start).norm(dim=1) / trainer._start.norm()
+    assert ((distance > 0.05) & (distance < 0.2)).all()
+    assert all(not torch.equal(a, b) for a, b in pairwise(trainer._origin))
+
+
+def test_workers_of_the_data_loader_change_nothing(tmp_path):
+    def posterior(workers: int) -> Any:
+        trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=3, dataloader_num_workers=workers)
+        trainer.train()
+        return trainer.posterior.approximation
+
+    assert runs.equal(posterior(0), posterior(1))
+
+
+@pytest.mark.parametrize("data", ["list", "torch", "datasets"])
+def test_any_sized_data_set_can_be_trained_on(tmp_path, data):
+    rows = [{**row, "comment": "not for the model"} for row in runs.token_rows(6)]
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> dict:
+            return rows[index]
+
+    train = {"list": tuple(rows), "torch": Rows(), "datasets": Dataset.from_list(rows)}[data]
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), train=train, max_steps=2)
+    trainer.train()
+    assert trainer.num_data == 6 * 7
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sghmc": {"num_chains": 2, "draws_per_chain": 2},
+    "sgld": {"num_chains": 2, "draws_per_chain": 2},
+    "map": {"num_chains": 1},
+    "ensemble": {"num_chains": 3},
+    "mean_field": {"num_chains": 2},
+    "metropolis": {"num_chains": 2, "draws_per_chain": 2},
+    "hmc": {"num_chains": 2, "draws_per_chain": 2, "num_leapfrog": 2},
+}
+
+
+@pytest.mark.parametrize("name", METHODS, ids=str)
+@pytest.mark.parametrize("warm_start_steps", [0, 2])
+def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_start_steps):
+    config = METHODS[name](**SETTINGS[name], warm_start_steps=warm_start_steps)
+    trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1))
+    output = trainer.train()
+    posterior = trainer.posterior
+    members = posterior.sample(None)
+    assert output.global_step == 6
+    assert members.isfinite().all()
+    if name not in ("metropolis", "hmc"):  # these may have refused all six moves
+        assert (members - trainer._start).abs().max() > 0
+    expected = config.num_chains * config.draws_per_chain
+    assert posterior.config.num_members == (0 if name == "mean_field" else expected)
+    metrics = trainer.evaluate()
+    assert 0 < metrics["eval_nll"] < 20
+    trainer.save_model()
+    # a warm start leaves a point estimate to compare with
+    assert ("map_nll" in trainer.posterior.config.metrics) == (warm_start_steps > 0)
+
+
+@pytest.mark.parametrize("head", ["classification", "multi_label", "regression"])
+def test_classifiers_and_regressors_train(tmp_path, head):
+    rows, changes = runs.label_rows(8), {}
+    model = tiny_bert()
+    if head == "regression":
+        model, changes = tiny_bert(num_labels=1), {"noise_std": 0.5}
+        rows = [{**row, "label": float(row["label"])} for row in rows]
+    if head == "multi_label":
+        model.config.problem_type = "multi_label_classification"
+        rows = [
+            {**{k: v for k, v in row.items() if k != "label"}, "labels": [1.0, 0.0, float(row["label"])]}
+            for row in rows
+        ]
+        rows = [{**row, "labels": [min(1.0, x) for x in row["labels"]]} for row in rows]
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        model=model,
+        subspace="last_layer",
+        train=rows,
+        eval_dataset=rows,
+        **changes,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert trainer.num_data == 8
+    assert math.isfinite(metrics["eval_nll"])
+    assert metrics["eval_member_nll"] >= metrics["eval_nll"]  # Jensen
+    assert metrics["eval_loss"] == metrics["eval_nll"]
+
+
+def test_integer_labels_of_a_regressor_are_no_classes(tmp_path):
+    rows = runs.label_rows(8)  # 0, 1 and 2 where num_labels is 1
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=1),
+        model=tiny_bert(num_labels=1),
+        subspace="last_layer",
+        train=rows,
+        noise_std=1.0,
+    )
+    trainer.train()
+
+
+def test_logs_tell_of_every_chain(tmp_path):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=3), max_steps=3)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 3
+    for entry in entries:
+        of_chains = {
+            name: [entry[f"{name}/chain_{chain}"] for chain in range(3)]
+            for name in ("loss", "kinetic_temperature", "kinetic_temperature_law", "distance_moved")
+        }
+        assert entry["loss"] == pytest.approx(sum(of_chains["loss"]) / 3, rel=1e-5)
+        # at step size constant, 2 / (1 + beta)
+        assert of_chains["kinetic_temperature_law"] == pytest.approx([2 / 1.9] * 3)
+        assert all(0.5 < value < 2 for value in of_chains["kinetic_temperature"])
+        assert min(of_chains["distance_moved"]) > 0
+    moved = [entry["distance_moved/chain_0"] for entry in entries]
+    assert moved == sorted(moved)
+
+
+@pytest.mark.parametrize("lengths", [[8, 3, 12, 5], [6, 6, 6, 6]])
+def test_logged_loss_is_transformers_mean_per_token(tmp_path, lengths):
+    rows = runs.token_rows(lengths)
+    common = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "logging_steps": 1}
+    plain = TrainingArguments(
+        str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", **common
+    )
+    stock = Trainer(
+        with_lora(tiny_llama()), plain, train_dataset=Dataset.from_list(rows), data_collator=runs.padding_collator()
+    )
+    stock.train()
+    ours = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=1, init_jitter=0.0),
+        train=rows,
+        collator=runs.padding_collator(),
+        **common,
+    )
+    ours.train()
+    assert ours.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
+    assert ours.state.log_history[0]["loss/chain_0"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "updates"),
+    [(1, 3), (0.5, 2), (1.5, 5), (3, 9)],  # 10 rows, 4 an update: 3 updates an epoch, none of them short
+)
+def test_epochs_may_be_fractions(tmp_path, epochs, updates):
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        max_steps=-1,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
+    assert trainer.train().global_step == updates
+    assert trainer.optimizer_of_chains.num_updates == updates
+    assert len(trainer.optimizer_of_chains.draws) == 1
+
+
+def test_exact_kernels_see_all_data_in_every_move(tmp_path):
+    trainer = runs.trainer(
+        tmp_path,
+        METHODS["hmc"](num_chains=2, num_leapfrog=2),
+        max_steps=-1,
+        num_train_epochs=4,
+        gradient_accumulation_steps=3,
+    )
+    assert trainer.train().global_step == 4
+    assert trainer.args.gradient_accumulation_steps == 5  # 10 rows, 2 at a time
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(kwargs["optimizer"].param_groups[0]["lr"])
+        control.should_training_stop |= state.global_step >= self.step
+
+
+@pytest.mark.parametrize(("step", "draws"), [(1, 1), (4, 1), (5, 2)])
+def test_a_callback_may_stop_the_run(tmp_path, step, draws):
+    """Draws are due after updates 4, 5 and 6; what was not reached is not made up."""
+    callback = StopAfter(step)
+    config = SGHMCConfig(num_chains=2, draws_per_chain=3)
+    trainer = runs.trainer(tmp_path, config, callbacks=[callback])
+    assert trainer.train().global_step == step
+    assert callback.seen == [1e-2] * step
+    assert trainer.posterior.config.num_members == 2 * draws
+
+
+@pytest.mark.parametrize("name", ["sghmc", "mean_field", "hmc"])
+def test_a_run_stopped_in_its_warm_start_has_members(tmp_path, name):
+    config = METHODS[name](num_chains=2, warm_start_steps=3)
+    trainer = runs.trainer(tmp_path, config, callbacks=[StopAfter(2)])
+    trainer.train()
+    assert trainer.posterior.sample(2).isfinite().all()
+
+
+def test_early_stopping_reads_the_mixture(tmp_path):
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        eval_dataset=runs.token_rows(3, seed=1),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=100.0)],
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="eval_nll",
+        greater_is_better=False,
+    )
+    assert trainer.train().global_step == 3  # the first evaluation is the best; two more are not 100 nats better
+
+
+def test_schedules_of_transformers_drive_the_step_size(tmp_path):
+    callback = StopAfter(99)
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=1),
+        callbacks=[callback],
+        max_steps=8,
+        lr_scheduler_type="cosine_with_restarts",
+        lr_scheduler_kwargs={"num_cycles": 2},
+    )
+    trainer.train()
+    # on_step_end sees the step size of the next update
+    expected = [1e-2 * 0.5 * (1 + math.cos(math.pi * (2 * s / 8 % 1))) for s in range(1, 8)] + [0.0]
+    assert callback.seen == pytest.approx(expected, abs=1e-9)
+    laws = [entry["kinetic_temperature_law/chain_0"] for entry in trainer.state.log_history if "loss" in entry]
+    # beta_t = 1 - (1 - beta) sqrt(l_t / l_0): friction is fixed
+    assert laws[2] == pytest.approx(2 / (2 - 0.1 * math.sqrt(0.5)), rel=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_twice_starts_a_new_run_where_the_first_ended(tmp_path, bf16):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2, draws_per_chain=2), bf16=bf16)
+    trainer.train()
+    first = trainer.posterior.approximation.theta.clone()
+    trainer.train()
+    second = trainer.posterior.approximation.theta
+    assert trainer.optimizer_of_chains.num_updates == 6
+    assert second.shape == first.shape
+    assert not torch.equal(first, second)
+    assert trainer.bayesian.num_members == 4
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path):
+    def theta(**changes: Any) -> Tensor:
+        trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=3, **changes)
+        trainer.train()
+        return trainer.posterior.approximation.theta
+
+    assert torch.equal(theta(), theta())
+    assert not torch.equal(theta(), theta(seed=1))
+    assert not torch.equal(theta(), theta(data_seed=1))
+
+
+def test_a_random_collator_keeps_its_randomness_with_dropout(tmp_path):
+    """Seeding dropout must not freeze what else draws from the global generator."""
+    seen = []
+
+    def collate(rows: list[dict]) -> dict[str, Tensor]:
+        seen.append(torch.rand(()).item())
+        return default_data_collator(rows)
+
+    runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        model=with_lora(tiny_llama(), lora_dropout=0.1),
+        collator=collate,
+        max_steps=4,
+    ).train()
+    assert len(set(seen[-6:])) == 6
+
+
+def test_the_model_comes_back_as_it_was(tmp_path):
+    model = with_lora(tiny_llama())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), model=model)
+    trainer.train()
+    assert trainer.bayesian.detach() is model
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_posterior_before_training_is_refused(tmp_path):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    with pytest.raises(ValueError, match=r"call train\(\) first"):
+        trainer.save_model()
+
+
+def test_metrics_of_several_eval_sets_are_kept_by_name(tmp_path):
+    sets = {name: Dataset.from_list(runs.token_rows(3, seed=seed)) for seed, name in enumerate(("near", "far"))}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=2), eval_dataset=sets)
+    trainer.train()
+    trainer.save_model()
+    kept = trainer.posterior.config.metrics
+    assert {"near_nll", "far_nll", "near_map_nll", "far_map_nll", "far_epistemic"} <= kept.keys()
+
+
+def test_metrics_at_save_set_the_posterior_beside_the_point_estimate(tmp_path):
+    rows = runs.token_rows(4, seed=1)
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=2), eval_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    kept = trainer.posterior.config.metrics
+    assert kept["nll"] == trainer.evaluate()["eval_nll"]  # and the posterior is what is shown afterwards
+    with torch.no_grad():
+        trainer.bayesian.show(trainer.optimizer_of_chains.reference[:1])
+        batch = default_data_collator(rows)
+        assert kept["map_nll"] == pytest.approx(float(trainer.bayesian(**batch).loss), rel=1e-5)
+
+
+# -- private hooks of Trainer ----------------------------------------------------------------------------------------
+
+PRIVATE_HOOKS = {
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    # called
+    "_remove_unused_columns": ["self", "dataset", "description"],
+    "_get_collator_with_removed_columns": ["self", "data_collator", "description"],
+    "_prepare_inputs": ["self", "inputs"],
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE_HOOKS, ids=str)
+def test_private_hooks_have_the_signature_we_were_written_for(name):
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE_HOOKS[name]
+
+
+def test_every_override_takes_what_trainer_passes():
+    for base in (BayesianTrainerMixin, *BayesianTrainerMixin.__bases__):
+        for name, ours in vars(base).items():
+            stock = getattr(Trainer, name, None)
+            if name.startswith("__") or not callable(stock) or not inspect.isfunction(ours):
+                continue
+            own = inspect.signature(ours).parameters
+            kinds = {parameter.kind for parameter in own.values()}
+            for parameter in inspect.signature(stock).parameters:
+                taken = (
+                    parameter in own
+                    or inspect.Parameter.VAR_KEYWORD in kinds
+                    or inspect.Parameter.VAR_POSITIONAL in kinds
+                )
+                assert taken, f"{name} lacks {parameter}"
+            private = name.startswith("_")
+            assert not private or name in PRIVATE_HOOKS, f"{name} overrides a private hook that no test pins"
