@@ -34,10 +34,12 @@ class EvaluationMixin(_Trainer):
         self._statistics = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._statistics:
-            metrics = summarise({
-                name: np.concatenate([batch[name].float().cpu().numpy() for batch in self._statistics])
-                for name in self._statistics[0]
-            })
+            metrics = summarise(
+                {
+                    name: np.concatenate([batch[name].float().cpu().numpy() for batch in self._statistics])
+                    for name in self._statistics[0]
+                }
+            )
             metrics["loss"] = metrics["nll"]
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
         self._statistics = []

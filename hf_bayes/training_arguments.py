@@ -18,7 +18,9 @@ class BayesianTrainingArguments(TrainingArguments):
 
     max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})
     lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the step size."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN from the logged loss; we never do."})
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN from the logged loss; we never do."}
+    )
     num_data: float | None = field(
         default=None,
         metadata={"help": "N, the number of likelihood terms; None counts them in the data set."},

@@ -1,0 +1,101 @@
+"""What a trainer refuses before it touches anything: settings that would quietly change the law being sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.model import BayesianModel
+from hf_bayes.training_arguments import BayesianTrainingArguments
+
+
+def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> None:
+    """Everything that would quietly change the law being sampled, or that this trainer cannot honour."""
+    if not isinstance(args, BayesianTrainingArguments):
+        raise ValueError(
+            f"args must be BayesianTrainingArguments, got {type(args).__name__}: its defaults suit samplers"
+        )
+    if not isinstance(method, MethodConfig):
+        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
+    if not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
+        raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
+    if args.max_grad_norm:
+        raise ValueError(
+            f"{method.name} needs max_grad_norm=0 (got {args.max_grad_norm}): clipped gradients change the stationary "
+            "distribution. Set max_grad_norm=0"
+        )
+    if args.weight_decay:
+        raise ValueError(
+            f"{method.name} needs weight_decay=0 (got {args.weight_decay}): the prior is part of the method and would be "
+            "counted twice. Set prior_std in the method's config (weight decay w on the mean loss is prior_std = 1/sqrt(N w))"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            "nn.DataParallel is refused: it would average chains. Use accelerate launch, or CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.deepspeed or args.fsdp:
+        raise ValueError(
+            "DeepSpeed and FSDP shard the parameters that are sampled and are not supported: leave them off"
+        )
+    if args.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run"
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size is refused: rows per update are part of the chain. Set per_device_train_batch_size"
+        )
+    if args.push_to_hub and args.hub_strategy != "end":
+        raise ValueError(f"hub_strategy={args.hub_strategy!r} would push unfinished posteriors: use hub_strategy='end'")
+    if args.label_smoothing_factor:
+        raise ValueError("label_smoothing_factor must be 0: a smoothed loss is no log-likelihood")
+    if args.neftune_noise_alpha:
+        raise ValueError(
+            "neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled"
+        )
+    if kwargs.get("train_dataset") is not None:
+        require_rows(kwargs["train_dataset"], args)
+    for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
+        if kwargs.get(name) not in (None, (None, None)):
+            raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
+
+
+def require_rows(dataset: Any, args: BayesianTrainingArguments) -> None:
+    """Chains draw permutations of rows that can be counted and asked for by number."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"train_dataset ({type(dataset).__name__}) has no length: "
+            + ("cannot infer N without num_data=, and " if args.num_data is None else "")
+            + "chains draw their own permutations of a sized data set. Materialise it (e.g. datasets.Dataset.from_list)"
+        )
+    if len(dataset) == 0:
+        raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+
+
+def refuse_frozen_adapter(model: BayesianModel) -> None:
+    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
+    if not isinstance(model.model, PeftModel):
+        return
+    name = model.model.active_adapter
+    own = [n for n, _ in model.model.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    frozen = [n for n in own if f".{name}." in f"{n}." and n not in model.layout.names]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
+            "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
+        )
+
+
+def unmatched_targets(model: nn.Module) -> list[str]:
+    """LoRA targets that name no module of the model: peft says nothing as long as another one does."""
+    config = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+    targets = getattr(config, "target_modules", None)
+    if not isinstance(targets, (set, list, tuple)):
+        return []
+    names = [name for name, _ in model.named_modules()]
+    return sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))

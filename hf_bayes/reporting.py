@@ -1,0 +1,156 @@
+"""What a run says of itself: before it, while it runs, and at its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.config import MethodConfig
+from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat
+from hf_bayes.energy import GaussianPrior
+from hf_bayes.model import BayesianModel
+from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.priors import lora_prior_ratio
+from hf_bayes.refusals import unmatched_targets
+
+if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+logger = logging.getLogger("hf_bayes.trainer")
+
+MAX_UNMOVED = 0.01
+"""Share of a chain's numbers that an update with noise may leave as they are; by chance it is a few in a million."""
+
+
+class ReportingMixin(_Trainer):
+    """The trainer's announcement, logs and diagnostics."""
+
+    bayesian: BayesianModel
+    method: MethodConfig
+    chains: range
+    prior: GaussianPrior
+    optimizer_of_chains: ChainOptimizer | None
+    _origin: Tensor
+    _losses: Tensor | None
+
+    def _announce(self) -> None:
+        """What is about to run: sizes, scale, prior, memory and time."""
+        layout, chains, config = self.bayesian.layout, len(self.chains), self.method
+        steps, accumulation = self._num_steps(), self.args.gradient_accumulation_steps
+        state = self._chains_optimizer.template_fields()
+        matrices = 2 + sum(1 for value in state.values() if value.ndim == 2)  # theta and its gradient beside the state
+        size = layout.dim * chains * self.bayesian.theta.element_size()
+        logger.info(
+            "%s: %d chains x %s random parameters in %d tensors; %.1f MB of chain state, draws %.1f MB",
+            config.name, chains, f"{layout.dim:,}", len(layout.names), matrices * size / 2**20,
+            config.draws_per_chain * size / 2**20,
+        )  # fmt: skip
+        seconds = self._time_one_micro_batch()
+        duration = _duration(seconds * steps * accumulation)
+        logger.info("about %s for %d updates of %d micro-batches", duration, steps, accumulation)
+        ratio = lora_prior_ratio(self.bayesian.model, layout, self.prior)
+        if ratio is not None:
+            logger.info("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
+            if ratio > 1:
+                logger.warning(
+                    "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
+                    "rank and alpha; below %.2g the ratio is under 1",
+                    ratio, config.prior_std,
+                    (config.prior_std if isinstance(config.prior_std, (int, float)) else 1.0) / ratio**0.5,
+                )  # fmt: skip
+        unmatched = unmatched_targets(self.bayesian.model)
+        if unmatched:
+            logger.warning("LoRA target_modules %s match no module of the model: nothing is sampled there", unmatched)
+        if config.temperature == 0:
+            what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
+            logger.info("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
+        if self.bayesian.members.trunk.has_dropout:
+            logger.warning("the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood")
+
+    def _time_one_micro_batch(self) -> float:
+        """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
+        batch = self._prepare_inputs(next(iter(self.get_train_dataloader())))
+        chunks = self._member_chunks(batch)
+        members = chunks[0]
+        leaf = self.bayesian.theta[members].detach().requires_grad_()
+        self.bayesian.train()
+        start = time.perf_counter()
+        with self.accelerator.autocast():
+            loss = self.bayesian(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
+        loss.sum().backward()
+        return (time.perf_counter() - start) * len(chunks)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
+        chains = self.optimizer_of_chains
+        if chains is not None and chains.unmoved is not None:
+            lost, chains.unmoved = float(chains.unmoved.max()), None
+            if self.method.temperature > 0 and lost > MAX_UNMOVED:
+                logger.warning(
+                    "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
+                    "rounding. Raise learning_rate (%g)",
+                    100 * lost, self.args.learning_rate,
+                )  # fmt: skip
+        if chains is not None and "loss" in logs and self._losses is not None:
+            info = {"loss": self._losses, **chains.info, **self._distances()}
+            for name, values in info.items():
+                for chain, value in zip(self.chains, values.tolist(), strict=True):
+                    logs[f"{name}/chain_{chain}"] = value
+        super().log(logs, *args, **kwargs)
+
+    def _distances(self) -> dict[str, Tensor]:
+        theta = self.bayesian.theta.detach()
+        return {"distance_moved": distance_moved(theta, self._origin.to(theta), self.prior.std.to(theta))}
+
+    def _diagnostics(self, draws: Tensor) -> dict[str, Any]:
+        """The run's own account of itself.
+
+        Args:
+            draws: [M, S, d].
+        """
+        means = {name: value.tolist() for name, value in self._chains_optimizer.mean_info().items()}
+        laws = means.get("kinetic_temperature_law")
+        moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)
+        values = self._probe(draws)
+        enough = draws.shape[1] >= 4 and draws.shape[0] >= 2
+        diagnostics = Diagnostics(
+            dim=self.bayesian.layout.dim,
+            distance=self._distances()["distance_moved"].tolist(),
+            kinetic_temperature=means.get("kinetic_temperature"),
+            kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
+            acceptance=means.get("acceptance"),
+            divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
+            num_moves=moves if "acceptance" in means else None,
+            rhat=float(rhat(values).max()) if enough else None,
+            ess=float(ess(values).min()) if enough else None,
+        )
+        summary = diagnostics.summary()
+        verdict = summary["verdict"]
+        unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
+        return {**summary, "converged": None if unknown else verdict == "converged"}
+
+    @torch.no_grad()
+    def _probe(self, draws: Tensor) -> Tensor:
+        """[M, S, 1]: log-likelihood of some rows under every draw, which no symmetry of LoRA blurs."""
+        dataset, collate = self._training_data()
+        count = min(len(dataset), self.args.per_device_train_batch_size)
+        batch = self._prepare_inputs(collate([dataset[row] for row in range(count)]))
+        self.bayesian.eval()
+        values = []
+        for theta in draws.flatten(0, 1):
+            with self.accelerator.autocast():
+                loss = self.bayesian(**batch, theta=theta[None].to(self.args.device), folded=False).loss
+            values.append(-loss.double().cpu())
+        return torch.cat(values).view(*draws.shape[:2], 1)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
