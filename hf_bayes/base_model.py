@@ -65,9 +65,13 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """In words, what keeps a posterior from running on a model; empty if nothing does."""
-    words = {"weights": "other weights", "config": "another architecture or configuration", "tokenizer": "another tokenizer"}
+    words = {
+        "weights": "other weights",
+        "config": "another architecture or configuration",
+        "tokenizer": "another tokenizer",
+    }
     problems = []
-    if expected["dtype"] != found["dtype"]:
+    if expected["dtype"] not in (None, found["dtype"]):
         problems.append(f"dtype {found['dtype']} where the posterior was made with {expected['dtype']}")
     for part, description in words.items():
         want, got = expected["fingerprint"].get(part), found["fingerprint"].get(part)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import BaseStreamer
 
+from hf_bayes.likelihood import widened
 from hf_bayes.uncertainty import Prediction
 
 _REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate", "penalty_alpha",
-            "dola_layers", "prefill_chunk_size")  # fmt: skip
+            "dola_layers", "prefill_chunk_size", "token_healing", "guidance_scale", "negative_prompt_ids")  # fmt: skip
 
 
 class Scores(NamedTuple):
@@ -52,7 +56,7 @@ def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecor
         logits: [M, n, V] of the members.
         tokens: [n].
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(logits)
     chosen = logits.gather(-1, tokens.expand(len(logits), -1)[..., None])[..., 0]
     mixture = prediction.log_probs.gather(-1, tokens[:, None])[:, 0]
     return TokenRecord(*prediction.uncertainty, mixture, chosen - logits.logsumexp(-1))
@@ -71,18 +75,43 @@ def to_scores(tokens: TokenRecord, valid: Tensor) -> Scores:
         grid[..., valid] = values
         return grid
 
-    per_token = [lay_out(values, math.nan) for values in tokens[:4]]
+    per_token = {name: lay_out(getattr(tokens, name), math.nan) for name in Scores._fields[:4]}
     per_member = lay_out(tokens.member_logprobs, 0.0).sum(-1)
     sequence = per_member.logsumexp(0) - math.log(len(per_member))
-    return Scores(*per_token, sequence, lay_out(tokens.logprobs, 0.0).sum(-1))
+    tokenwise = lay_out(tokens.logprobs, 0.0).sum(-1)
+    return Scores(**per_token, sequence_logprob=sequence, sequence_logprob_tokenwise=tokenwise)
 
 
 class GenerationTrace:
-    """Watches the forwards of one ``generate`` call. The token of a step is known one step later."""
+    """Watches one ``generate`` call: its forwards, its stopping criteria and, through a streamer, its tokens.
+
+    The token of a step is known one step later, at the next forward; a ``TraceStreamer`` knows it at once.
+
+    Attributes:
+        steps: one record per token drawn so far.
+        lengths: [rows] how many tokens each row has until it stopped, that one included.
+        prompt_mask: the prompt's attention mask, where generate had to infer it.
+    """
 
     def __init__(self) -> None:
         self.steps: list[TokenRecord] = []
         self.pending: list[tuple[Prediction, Tensor]] = []
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        self.prompt_mask: Tensor | None = None
+        self._stopped = torch.zeros(0, dtype=torch.bool)
+
+    def step(self, index: int, tokens: Tensor) -> TokenRecord:
+        """The record of a step whose ``tokens`` [rows] are known: the step that is pending, or one before it."""
+        if index == len(self.steps):
+            self.chosen(tokens.to(self.pending[0][1].device))
+        return self.steps[index]
+
+    def judged(self, stopped: Tensor) -> None:
+        """What the stopping criteria say of each row after a token: [rows] bool."""
+        if not len(self.lengths):
+            self._stopped, self.lengths = torch.zeros_like(stopped), torch.zeros_like(stopped, dtype=torch.long)
+        self.lengths += ~self._stopped
+        self._stopped = self._stopped | stopped
 
     def chosen(self, tokens: Tensor) -> None:
         """The tokens [rows] that were drawn from the positions observed last."""
@@ -102,7 +131,8 @@ class GenerationTrace:
         """Scores of [rows, steps] new tokens of which row r has ``ends[r]``; None where rows and steps do not match."""
         if new_tokens.shape[1] == 0 or any(len(step.total) != len(new_tokens) for step in self.steps):
             return None
-        self.chosen(new_tokens[:, -1])
+        if len(self.steps) < new_tokens.shape[1]:  # on CUDA generate runs one forward too many, and forgets it
+            self.chosen(new_tokens[:, -1])
         if len(self.steps) != new_tokens.shape[1]:
             return None
         valid = torch.arange(new_tokens.shape[1], device=ends.device) < ends[:, None]
@@ -110,17 +140,71 @@ class GenerationTrace:
         return to_scores(TokenRecord(*(values[..., valid] for values in grid)), valid)
 
 
+class WatchedCriteria(StoppingCriteriaList):
+    """Stopping criteria that tell a trace when rows stop: at an end token, a stop string, whatever was given."""
+
+    def __init__(self, criteria: Iterable[Any], trace: GenerationTrace) -> None:
+        super().__init__(criteria)
+        self.trace = trace
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        stopped = super().__call__(input_ids, scores, **kwargs)
+        self.trace.judged(stopped)
+        return stopped
+
+
+class TraceStreamer(BaseStreamer):
+    """A streamer of ``generate`` that sees tokens together with their numbers, as soon as they are drawn.
+
+    Subclasses define ``on_step`` and, if they like, ``end``. One instance serves one call.
+    """
+
+    def __init__(self) -> None:
+        self._trace: GenerationTrace | None = None
+        self._num_steps = -1  # generate puts the prompt first
+
+    def watch(self, trace: GenerationTrace) -> None:
+        """Called by ``generate``."""
+        self._trace = trace
+
+    def put(self, value: Tensor) -> None:
+        if self._trace is None:
+            raise ValueError(f"{type(self).__name__} streams from a Bayesian model's generate only")
+        if self._num_steps >= 0:
+            self.on_step(value, self._trace.step(self._num_steps, value))
+        self._num_steps += 1
+
+    def on_step(self, tokens: Tensor, record: TokenRecord) -> None:
+        """Tokens [rows] that were drawn, and their record."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """There are no more tokens."""
+
+
 def join(records: list[TokenRecord]) -> TokenRecord:
     """Records of consecutive tokens as one."""
     return TokenRecord(*(torch.cat(values, -1) for values in zip(*records, strict=True)))
 
 
-def refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    """Raise for ways of generating whose caches or loops know nothing of members."""
+def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> None:
+    """Raise for ways of generating whose caches or loops know nothing of members.
+
+    Args:
+        kwargs: of generate.
+        default: the model's own configuration, which holds where the call says nothing.
+    """
     config = kwargs.get("generation_config")
-    for name in _REFUSED:
-        if kwargs.get(name) is not None or getattr(config, name, None) is not None:
-            raise ValueError(
-                f"generate({name}=...) is not supported for an ensemble: it handles the cache row by row. "
-                "Supported are greedy search, sampling and beam search"
-            )
+
+    def setting(name: str) -> Any:
+        values = (kwargs.get(name), getattr(config, name, None), getattr(default, name, None))
+        return next((value for value in values if value is not None), None)
+
+    asked = [f"{name}={setting(name)!r}" for name in _REFUSED if setting(name) not in (None, False)]
+    if setting("cache_implementation") in ("paged", "quantized"):
+        asked.append(f"cache_implementation={setting('cache_implementation')!r}")
+    if asked:
+        raise ValueError(
+            f"generate({asked[0]}) is not supported for an ensemble: it handles the model or its cache row by row. "
+            "Supported are greedy search, sampling and beam search, with dynamic or static caches"
+        )

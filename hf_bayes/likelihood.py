@@ -30,7 +30,7 @@ class Categorical:
     """Class indices; -100 is no term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = widened(logits)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1), ignore_index=IGNORE, reduction="none")
         return -nll.view(labels.shape)
 
@@ -43,6 +43,7 @@ class Bernoulli:
     """Independent binary labels [.., C] in {0, 1}; an example is one term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widened(logits)
         return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(-1)
 
     def is_term(self, labels: Tensor) -> Tensor:
@@ -60,9 +61,15 @@ class Normal:
     noise_std: float
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widened(logits)
         z = (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std
         return (-0.5 * z.square() - math.log(self.noise_std) - 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def is_term(self, labels: Tensor) -> Tensor:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
         return torch.ones(lead, dtype=torch.bool, device=labels.device)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32, or float64 where they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()

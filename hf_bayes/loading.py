@@ -72,6 +72,8 @@ def load(
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         model = model if wanted == recorded else model.to(wanted)
     model.eval()
+    if members == 1 or posterior.config.num_members == 1:
+        warnings.warn(f"{directory_or_repo}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
     theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
     return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
 
@@ -112,28 +114,37 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
 
 def _load_base(
     posterior: Posterior, given: Any, token: Any, device_map: Any, trust_remote_code: bool
-) -> tuple[PreTrainedModel, torch.dtype]:
+) -> tuple[PreTrainedModel, torch.dtype | None]:
     recorded = posterior.config.base_model
-    dtype = getattr(torch, recorded["dtype"])
+    # adapters that came without a record of their base take it as transformers finds it
+    dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
         return given, dtype
     name = str(given) if given is not None else recorded["name_or_path"]
     if not name:
-        raise ValueError("the posterior does not name its base model (it was built from a config): give it as base_model=")
+        raise ValueError(
+            "the posterior does not name its base model (it was built from a config): give it as base_model="
+        )
     hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
     if given is None:
         hub["revision"] = recorded["revision"] or "main"
     config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(posterior.config.head))
-    model = _AUTO[posterior.config.task].from_pretrained(name, config=config, dtype=dtype, device_map=device_map, **hub)
+    model = _AUTO[posterior.config.task].from_pretrained(
+        name, config=config, dtype=dtype or "auto", device_map=device_map, **hub
+    )
     devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(devices) > 1:
-        raise ValueError(f"the base model is spread over {sorted(devices)}: members need it on one, e.g. device_map='cuda:0'")
+        raise ValueError(
+            f"the base model is spread over {sorted(devices)}: members need it on one, e.g. device_map='cuda:0'"
+        )
     return model, dtype
 
 
 def _adapter_name(layout: Layout) -> str:
     """The adapter's name within the parameter names, such as "default"."""
-    names = {match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))}
+    names = {
+        match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))
+    }
     return names.pop() if len(names) == 1 else "default"
 
 

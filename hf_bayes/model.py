@@ -15,17 +15,26 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.generation import GenerationTrace, Scores, join, record, refuse_unsupported, to_scores
-from hf_bayes.likelihood import IGNORE, Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.generation import (
+    GenerationTrace,
+    Scores,
+    TraceStreamer,
+    WatchedCriteria,
+    join,
+    record,
+    refuse_unsupported,
+    to_scores,
+)
+from hf_bayes.likelihood import IGNORE, Bernoulli, Categorical, Likelihood, Normal, widened
 from hf_bayes.loading import load
 from hf_bayes.members import Members
 from hf_bayes.members.cache import merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.subspace import Layout, initial, select
 from hf_bayes.uncertainty import Prediction, Uncertainty, predict
@@ -80,6 +89,7 @@ class BayesianModel(PreTrainedModel):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
+        _refuse_foreign(core, layout, theta)
         super().__init__(core.config)
         self.model, self.layout = model, layout
         self._frozen_before = [(p, p.requires_grad) for p in model.parameters()]
@@ -92,6 +102,13 @@ class BayesianModel(PreTrainedModel):
         self.members.install()
 
     # -- being a model ------------------------------------------------------------------------------------------
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own hook: the core has settled which attention runs, and the config is the core's."""
+        return attn_implementation
+
+    def _check_and_adjust_experts_implementation(self, experts_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        return experts_implementation
 
     @property
     def core(self) -> PreTrainedModel:
@@ -140,7 +157,7 @@ class BayesianModel(PreTrainedModel):
         return self.core.get_output_embeddings()
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.core.activation_checkpointing_enable(*args, **kwargs)
+        self.members.checkpointing.enable(*args, **kwargs)
 
     def activation_checkpointing_disable(self) -> None:
         self.core.activation_checkpointing_disable()
@@ -151,7 +168,7 @@ class BayesianModel(PreTrainedModel):
         )
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         directory_or_repo: str | os.PathLike[str],
         *,
@@ -208,7 +225,8 @@ class BayesianModel(PreTrainedModel):
         """
         raise AssertionError("the task's class defines evaluate_batch")
 
-    def _passes(self, rows: int, length: int) -> list[Tensor]:
+    def _passes(self, inputs: dict[str, Any]) -> list[Tensor]:
+        rows, length = num_rows_of(inputs), num_positions_of(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
 
@@ -220,15 +238,13 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
-        if self.config.is_encoder_decoder:
+        try:
+            self.head = ChunkedHead(self.members)
+        except ValueError:
             self.detach()
-            raise ValueError(
-                f"{type(self.core).__name__} is an encoder-decoder model; supported are decoder-only causal language "
-                "models and sequence classifiers"
-            )
+            raise
         self.generation_config = self.core.generation_config
         self.likelihood = Categorical()
-        self.head = ChunkedHead(self.members)
         self._trace: GenerationTrace | None = None
 
     def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
@@ -320,8 +336,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _hidden(self, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any, Any]:
         """Hidden states of all members ([B, T, h] if alike), the backbone's last output, and the cache."""
-        main = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        passes = self._passes(*main.shape[:2])
+        passes = self._passes(inputs)
+        if len(passes) > 1 and cache is None:
+            wanted = inputs.get("use_cache")  # a cache that nobody asked for would hold all members
+            cache = DynamicCache(config=self.config.get_text_config(decoder=True)) if wanted else None
+            inputs = {**inputs, "use_cache": bool(wanted)}
         if len(passes) > 1 and cache is not None and not mergeable(cache):
             passes = [self.current]  # members of one pass share one cache; only an empty plain one can be pieced together
         pieces, outputs = [], []
@@ -370,8 +389,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         Raises:
             ValueError: for assisted decoding and continuous batching, whose caches know nothing of members.
         """
-        refuse_unsupported(kwargs)
+        refuse_unsupported(kwargs, self.generation_config)
         self._trace = trace = GenerationTrace()
+        if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
+            streamer.watch(trace)
         try:
             output = super().generate(inputs, **kwargs)
         finally:
@@ -379,12 +400,16 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         if isinstance(output, Tensor):
             return output
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        new = output.sequences if prompt is None else output.sequences[:, prompt.shape[1] :]
-        ends = self._ends(new, kwargs)
+        if prompt is None:
+            prompt = output.sequences[:, :1]  # nothing was given: generate began with the bos token
+        new = output.sequences[:, prompt.shape[1] :]
         # beams permute rows between steps: there, read the finished sequences once more
-        scores = None if "beam_indices" in output else trace.scores(new, ends)
+        beams = output.get("beam_indices")
+        ends = trace.lengths if beams is None else (beams >= 0).sum(1)
+        scores = trace.scores(new, ends) if beams is None else None
         if scores is None:
-            scores = self._score_generated(output.sequences, prompt, ends, kwargs.get("attention_mask"))
+            mask = trace.prompt_mask if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
+            scores = self._score_generated(output.sequences, prompt, ends, mask)
         for name, value in scores._asdict().items():
             output[name] = value
         return output
@@ -414,15 +439,21 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 pieces.append(record(predict(logits), logits, input_ids.flatten()[index + 1]))
         return to_scores(join(pieces), valid)
 
-    def _ends(self, new_tokens: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """[rows]: number of new tokens of each row, its first end-of-sequence token included."""
-        config = kwargs.get("generation_config") or self.generation_config
-        eos = kwargs.get("eos_token_id", config.eos_token_id)
-        length = new_tokens.shape[1]
-        if eos is None:
-            return torch.full((len(new_tokens),), length, device=new_tokens.device)
-        hit = torch.isin(new_tokens, torch.as_tensor(eos, device=new_tokens.device))
-        return torch.where(hit.any(1), hit.int().argmax(1) + 1, length)
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """generate's own hook: on GPUs it compiles the forward for static caches, which ours does not survive."""
+        return False
+
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """generate's own hook: called where no mask is given, to tell padding by its token."""
+        mask = super()._prepare_attention_mask_for_generation(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.prompt_mask = mask
+        return mask
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """generate's own hook: which row stops when is decided there and told to nobody else."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        return criteria if self._trace is None else WatchedCriteria(criteria, self._trace)
 
     def _score_generated(self, sequences: Tensor, prompt: Tensor, ends: Tensor, mask: Tensor | None) -> Scores:
         start = prompt.shape[1]
@@ -450,9 +481,8 @@ class BayesianModelForSequenceClassification(BayesianModel):
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
         with self.members.bind(theta):
-            logits = self.members.forward(inputs, folded=folded).logits
+            logits = self._logits(inputs, members, folded=folded)
             self.members.check_all_read()
-        logits = logits.unflatten(0, (members, -1))
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
         terms = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1).sum(1)
         return MemberLogLik(-self.likelihood.log_prob(logits, labels).sum(1), terms)
@@ -478,8 +508,7 @@ class BayesianModelForSequenceClassification(BayesianModel):
             terms = self.likelihood.is_term(labels)
             loss = self._mixture_nll(logits, labels)[terms].sum() / terms.sum().clamp_min(1)
         if not isinstance(self.likelihood, Categorical):
-            mean = logits.float().sigmoid().mean(0).logit() if isinstance(self.likelihood, Bernoulli) else logits.mean(0)
-            return BayesianClassifierOutput(loss=loss, logits=mean)
+            return BayesianClassifierOutput(loss=loss, logits=self._mean(logits))
         prediction = predict(logits)
         return BayesianClassifierOutput(loss=loss, logits=prediction.log_probs, **prediction.uncertainty._asdict())
 
@@ -494,7 +523,7 @@ class BayesianModelForSequenceClassification(BayesianModel):
             kept = Prediction(mixture[terms], Uncertainty(*(part[terms] for part in prediction.uncertainty)))
             statistics = _statistics(kept, logits[:, terms], labels[terms])
         else:
-            mixture = self.forward(**inputs).logits
+            mixture = self._mean(logits)
             member_nll = -self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape)).mean(0)
             statistics = {"nll": self._mixture_nll(logits, labels), "member_nll": member_nll}
         return statistics, mixture if keep_logits else None
@@ -505,12 +534,27 @@ class BayesianModelForSequenceClassification(BayesianModel):
 
     def _member_logits(self, inputs: dict[str, Any]) -> Tensor:
         """[M, B, C]"""
-        main = next(value for value in inputs.values() if isinstance(value, Tensor))
         pieces = []
-        for theta in self._passes(num_rows_of(inputs), main.shape[1] if main.ndim > 1 else 1):
+        for theta in self._passes(inputs):
             with self.members.bind(theta):
-                pieces.append(self.members.forward(inputs).logits.unflatten(0, (len(theta), -1)))
+                pieces.append(self._logits(inputs, len(theta)))
         return torch.cat(pieces)
+
+    def _logits(self, inputs: dict[str, Any], num_members: int, *, folded: bool = False) -> Tensor:
+        """[m, B, C] of the members now bound."""
+        output = self.members.forward(inputs, folded=folded)
+        if getattr(output, "logits", None) is None:
+            raise ValueError(f"{type(self.core).__name__} answers no logits: give a model with a head, such as "
+                             "AutoModelForSequenceClassification loads")  # fmt: skip
+        return output.logits.unflatten(0, (num_members, -1))
+
+    def _mean(self, logits: Tensor) -> Tensor:
+        """[M, B, C] -> [B, C]: the members' mean, and of labels of their own the logits of their mean probabilities."""
+        logits = widened(logits)
+        if not isinstance(self.likelihood, Bernoulli):
+            return logits.mean(0)
+        # as logarithms, since a probability rounds to 1
+        return nn.functional.logsigmoid(logits).logsumexp(0) - nn.functional.logsigmoid(-logits).logsumexp(0)
 
     def _mixture_nll(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[B]: -log mean_m p_m(label)."""
@@ -522,7 +566,7 @@ def _statistics(prediction: Prediction, logits: Tensor, labels: Tensor) -> dict[
     """[n] numbers of n terms (NaN-free only where ``labels`` is a term; others are dropped)."""
     terms = labels != IGNORE
     log_probs, labels = prediction.log_probs[terms], labels[terms]
-    members = logits[:, terms] if logits.dtype == torch.float64 else logits[:, terms].float()
+    members = widened(logits[:, terms])
     chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
     uncertainty = {name: value[terms] for name, value in prediction.uncertainty._asdict().items()}
     return {**per_row_statistics(log_probs, labels), **uncertainty, "member_nll": -chosen.mean(0)}
@@ -553,9 +597,25 @@ def attach(
     if theta is None:
         theta = initial(model, layout).expand(num_members, -1).clone()
     core = model.get_base_model() if isinstance(model, PeftModel) else model
-    if core.can_generate():
+    if isinstance(core, PreTrainedModel) and core.can_generate():
         return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
     return BayesianModelForSequenceClassification(model, layout, theta, trunk=trunk, noise_std=noise_std)
+
+
+def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:
+    """Raise before anything is touched."""
+    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
+        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
+        raise ValueError(
+            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and sequence "
+            "classifiers"
+        )
+    wide = theta.dtype in (torch.float32, torch.float64)
+    if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:
+        raise ValueError(
+            f"theta must be float32 or float64 [members, {layout.dim}] ({len(layout.names)} random tensors), "
+            f"got {theta.dtype} {list(theta.shape)}"
+        )
 
 
 def _classifier_likelihood(config: Any, noise_std: float | None) -> Likelihood:

@@ -20,15 +20,21 @@ def build_prior(config: MethodConfig, layout: Layout, start: Tensor) -> Gaussian
         layout: of theta.
         start: [d] the model's own values, the mean if ``prior_mean="initial"``.
     Raises:
-        ValueError: naming the tensor that no expression matches.
+        ValueError: naming the tensor that no expression matches, or an expression that matches no tensor.
     """
     if isinstance(config.prior_std, dict):
+        idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
+        if idle:
+            raise ValueError(
+                f"prior_std: {idle} match no random parameter (the first is {layout.names[0]}). Correct or remove them"
+            )
         std = torch.cat([
             torch.full((size,), _std_of(name, config.prior_std), dtype=start.dtype, device=start.device)
             for name, size in zip(layout.names, layout.sizes, strict=True)
         ])
     else:
-        std = torch.tensor(1.0 if config.prior_std is None else config.prior_std, dtype=start.dtype, device=start.device)
+        value = 1.0 if config.prior_std is None else config.prior_std
+        std = torch.tensor(value, dtype=start.dtype, device=start.device)
     mean = start.clone() if config.prior_mean == "initial" else torch.zeros((), dtype=start.dtype, device=start.device)
     return GaussianPrior(mean, std)
 

@@ -25,9 +25,8 @@ def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed
     scales, keeps = [], []
     for name in layout.names:
         rms = float(tensors[name].float().square().mean().sqrt())
-        redraw = ".lora_A." in name and not bool(tensors[name.replace(".lora_A.", ".lora_B.")].any()) if (
-            name.replace(".lora_A.", ".lora_B.") in tensors
-        ) else False
+        partner = tensors.get(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
+        redraw = partner is not None and not bool(partner.any())
         scales.append(rms if redraw else config.init_jitter * (rms or ZERO_TENSOR_RMS))
         keeps.append(0.0 if redraw else 1.0)
     spread = _by_tensor(layout, scales, start)

@@ -79,17 +79,18 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in chosen or id(parameter) in seen:
             continue
-        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
+        if not parameter.is_floating_point() or parameter.element_size() == 1 or hasattr(parameter, "quant_state"):
             raise ValueError(
-                f"{name} is quantised ({parameter.dtype}) and cannot be random: put LoRA on it, or choose another subspace"
+                f"{name} is quantised ({parameter.dtype}) and cannot be random: put LoRA on it, or choose another "
+                "subspace"
             )
         seen.add(id(parameter))
         names.append(name)
         shapes.append(tuple(parameter.shape))
     if not names:
         raise ValueError(
-            f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose one of "
-            '"trainable", "last_layer", "last_block" or a regular expression over parameter names'
+            f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose one "
+            'of "trainable", "last_layer", "last_block" or a regular expression over parameter names'
         )
     return Layout(tuple(names), tuple(shapes))
 
@@ -102,11 +103,16 @@ def initial(model: nn.Module, layout: Layout) -> Tensor:
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The longest ModuleList of blocks of one class and its name; None where a model has none."""
+    """The longest ModuleList of blocks of one class and its name; None where a model has none.
+
+    Lists inside a block (its experts, say) are none of the model's.
+    """
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        if isinstance(module, nn.ModuleList)
+        and len({type(block) for block in module}) == 1
+        and not any(part.isdigit() for part in name.split("."))
     ]
     return max(lists, key=lambda item: len(item[1]), default=None)
 
@@ -122,7 +128,7 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
     if subspace == "last_block":
         found = decoder_blocks(model)
         if found is None:
-            raise ValueError(f"{type(model).__name__} has no list of blocks: name the parameters by a regular expression")
+            raise ValueError(f"{type(model).__name__} has no list of blocks: name parameters by a regular expression")
         ids = {id(parameter) for parameter in found[1][-1].parameters()}
         return {name for name, parameter in parameters if id(parameter) in ids}
     try:
@@ -139,7 +145,8 @@ def _output_head(model: nn.Module) -> nn.Module:
         head = head if head is not None else _find(model, name)
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output head that is known: name it by a regular expression")
-    return head
+    copies = getattr(head, "modules_to_save", None)  # peft keeps the original beside the copy that is trained and used
+    return head if copies is None else copies[head.active_adapters[0]]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

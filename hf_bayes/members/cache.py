@@ -31,9 +31,16 @@ def merge_caches(target: Any, parts: list[Any], num_trunk: int) -> Any:
 
 
 def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int) -> Any:
-    """Permute sequences in place: row b of a trunk layer, rows m * B + b of all members elsewhere."""
+    """Permute sequences in place: row b of a trunk layer, rows m * B + b of all members elsewhere.
+
+    Raises:
+        ValueError: if a layer has other rows; the index would silently drop members.
+    """
     offsets = torch.arange(num_members, device=beam_idx.device)[:, None] * len(beam_idx)
     folded = (offsets + beam_idx).flatten()
     for index, layer in enumerate(cache.layers):
-        layer.reorder_cache(beam_idx if index < num_trunk else folded)
+        rows = beam_idx if index < num_trunk else folded
+        if layer.get_seq_length() > 0 and layer.keys.shape[0] != len(rows):
+            raise ValueError(f"layer {index} of the cache has {layer.keys.shape[0]} rows, expected {len(rows)}")
+        layer.reorder_cache(rows)
     return cache

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +16,7 @@ class Context:
     Attributes:
         num_members: M.
         num_rows: B, rows of the batch before folding; folded tensors have M * B rows, row ``m * B + b`` of member m.
+        num_positions: T, positions of a row.
         tensors: {parameter name: [M, *shape]}, views of theta.
         trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
         used: names of the random parameters that have been read.
@@ -20,15 +25,17 @@ class Context:
     def __init__(self) -> None:
         self.num_members = 1
         self.num_rows = 1
+        self.num_positions = 1
         self.tensors: dict[str, Tensor] = {}
         self.trunk = False
         self.used: set[str] = set()
         self._copies: Tensor | None = None
         self._fresh = False
 
-    def begin(self, num_rows: int, *, trunk: bool) -> None:
+    def begin(self, num_rows: int, num_positions: int, *, trunk: bool) -> None:
         """Start a forward of ``num_rows`` rows a member."""
-        self.num_rows, self.trunk, self._copies, self._fresh = num_rows, trunk, None, False
+        self.num_rows, self.num_positions, self.trunk = num_rows, num_positions, trunk
+        self.end()
 
     def mark_fanned_out(self, *, copies: bool) -> None:
         """The rows have just been repeated M times; ``copies``: they stay alike up to the first stacked module."""
@@ -37,6 +44,21 @@ class Context:
     def end(self) -> None:
         """Forget what must not outlive a forward."""
         self._copies, self._fresh = None, False
+
+    def replayed(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """What surrounds the first and the second run of a checkpointed block: torch's ``context_fn``."""
+        state = {name: value for name, value in vars(self).items() if name != "used"}
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = dict(vars(self))
+            vars(self).update(state)
+            try:
+                yield
+            finally:
+                vars(self).update(before)
+
+        return nullcontext(), again()
 
     def single(self, x: Tensor) -> Tensor | None:
         """[B, ...] if the M * B rows of ``x`` are M copies of these (or ``x`` still has B rows), else None.
@@ -55,6 +77,8 @@ class Context:
         """[M, *shape]: the members' values of a parameter, or the frozen one for all."""
         if name is None:
             return parameter.detach().expand(self.num_members, *parameter.shape)
+        if name not in self.tensors:
+            raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
         self.used.add(name)
         return self.tensors[name]
 
@@ -69,7 +93,7 @@ class Context:
 
 def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
     """[M, R * ..., k] -> [M * R, ..., k], where ``like`` is [R, ..., *] or [M * R, ..., *]."""
-    rows = y.shape[0] * y.shape[1] // max(1, like[0, ..., 0].numel())
+    rows = y.shape[0] * y.shape[1] // math.prod(like.shape[1:-1])
     return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
 
 

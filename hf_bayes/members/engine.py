@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
 from hf_bayes.members.stacked import stack
-from hf_bayes.members.trunk import Trunk, num_rows_of, repeat_rows
+from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
 from hf_bayes.subspace import Layout
 
 FOLDED_ROWS = 4096
@@ -39,6 +40,7 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
+        self.checkpointing = Checkpointing(core, self.context)
 
     @property
     def num_trunk_blocks(self) -> int:
@@ -46,6 +48,7 @@ class Members:
         return self.trunk.num_blocks
 
     def install(self) -> None:
+        self.checkpointing.install()
         for item in self.stacked:
             item.install()
         self.trunk.install()
@@ -54,6 +57,7 @@ class Members:
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
+        self.checkpointing.remove()
         self.context.tensors = {}
 
     @contextmanager
@@ -82,11 +86,13 @@ class Members:
             rows //= members
         else:
             inputs = repeat_rows(inputs, rows, members)
-        return self.run(module or self.core, inputs, rows, trunk=not folded and members > 1)
+        return self.run(module or self.core, inputs, rows, num_positions_of(inputs), trunk=not folded and members > 1)
 
-    def run(self, module: nn.Module, inputs: dict[str, Any], num_rows: int, *, trunk: bool = False) -> Any:
+    def run(
+        self, module: nn.Module, inputs: dict[str, Any], num_rows: int, num_positions: int, *, trunk: bool = False
+    ) -> Any:
         """Call a module whose inputs are folded already, ``num_rows`` rows a member."""
-        self.context.begin(num_rows, trunk=trunk)
+        self.context.begin(num_rows, num_positions, trunk=trunk)
         try:
             return module(**inputs)
         finally:

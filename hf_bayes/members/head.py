@@ -27,7 +27,7 @@ class ChunkedHead:
     """
 
     def __init__(self, members: Members) -> None:
-        core = members.core
+        core: Any = members.core
         self.members, self.backbone = members, core.base_model
         if self.backbone is core or core.get_output_embeddings() is None:
             raise ValueError(f"{type(core).__name__} is not a causal language model with a head of its own")
@@ -40,7 +40,7 @@ class ChunkedHead:
         output = self.members.forward(inputs, folded=folded, module=self.backbone)
         hidden = output.last_hidden_state
         if self.alike and not folded:
-            hidden = hidden[: num_rows_of(inputs)]
+            hidden = hidden[: num_rows_of(inputs)].detach()  # nothing random precedes it, whatever requires grad
         return hidden, output
 
     def logits(self, hidden: Tensor, output: Any) -> Tensor:
@@ -48,8 +48,8 @@ class ChunkedHead:
         members = self.members.context.num_members
         answer = type(output)(last_hidden_state=hidden.reshape(-1, 1, hidden.shape[-1]))
         with _answering(self.backbone, answer):
-            rows = self.members.run(self.members.core, {"input_ids": None, "use_cache": False}, hidden.shape[1])
-        return rows.logits.view(members, hidden.shape[1], -1)
+            rows = self.members.run(self.members.core, {"input_ids": None, "use_cache": False}, hidden.shape[1], 1)
+        return rows.logits.view(members, hidden.shape[1], rows.logits.shape[-1])
 
     def stream(self, hidden: Tensor, output: Any, num_rows: int, positions: Tensor | None = None) -> Iterator[tuple]:
         """Logits of all members, chunk by chunk.
@@ -72,11 +72,12 @@ class ChunkedHead:
         return hidden.reshape(hidden.shape[0] // num_rows, -1, hidden.shape[-1])
 
     def chunk_size(self, hidden: Tensor) -> int:
-        vocabulary = self.members.core.get_output_embeddings().weight.shape[0]
+        core: Any = self.members.core
+        vocabulary = core.get_output_embeddings().weight.shape[0]
         budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
         return max(1, budget // (4 * vocabulary * self.members.context.num_members))
 
-    def log_lik(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def log_lik(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable) -> Tensor:
         """[M]: sum of the log-likelihoods of all terms, differentiable in theta and in the hidden states.
 
         Args:
@@ -87,22 +88,28 @@ class ChunkedHead:
         """
         tensors = self.members.context.tensors
         if not torch.is_grad_enabled():
-            pieces = self._pieces(hidden, output, labels, log_prob)
-            return torch.stack([piece.sum(1) for *_, piece in pieces]).sum(0)
+            return torch.stack([p.sum(1) for p in self._pieces(hidden, output, labels, log_prob)]).sum(0)
         return _HeadLogLik.apply(self, output, labels, log_prob, tuple(tensors), hidden, *tensors.values())
 
-    def _pieces(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable) -> Iterator[tuple]:
+    def chunks(self, hidden: Tensor, labels: Tensor) -> Iterator[tuple[int, int]]:
+        """Where chunks of the N terms start and stop; one empty chunk if N = 0, which reads the head all the same."""
         size = self.chunk_size(hidden)
-        for start in range(0, labels.shape[1], size):
-            piece = hidden[:, start : start + size]
-            yield start, piece, log_prob(self.logits(piece, output), labels[:, start : start + size])
+        for start in range(0, max(1, labels.shape[1]), size):
+            yield start, min(start + size, labels.shape[1])
+
+    def _pieces(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable) -> Iterator[Tensor]:
+        for start, stop in self.chunks(hidden, labels):
+            yield log_prob(self.logits(hidden[:, start:stop], output), labels[:, start:stop])
 
 
 class _HeadLogLik(torch.autograd.Function):
-    """Sum of log-likelihoods whose gradient is taken chunk by chunk in the forward: nothing is kept, nothing recomputed."""
+    """Sum of log-likelihoods whose gradient is taken in the forward, chunk by chunk: none is kept, none recomputed."""
 
     @staticmethod
-    def forward(ctx, head, output, labels, log_prob, names, hidden, *tensors):
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, head: ChunkedHead, output: Any, labels: Tensor, log_prob: Callable, names: tuple[str, ...],
+        hidden: Tensor, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
         context = head.members.context
         leaves = {n: t.detach().requires_grad_() for n, t in zip(names, tensors, strict=True)}
         saved = context.tensors, context.used
@@ -110,20 +117,19 @@ class _HeadLogLik(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[5] else None
         grads: dict[str, Tensor] = {}
         total = torch.zeros(context.num_members, device=hidden.device, dtype=torch.float64)
-        size = head.chunk_size(hidden)
         try:
-            for start in range(0, labels.shape[1], size):
-                piece = hidden[:, start : start + size].detach().requires_grad_(grad_hidden is not None)
+            for start, stop in head.chunks(hidden, labels):
+                piece = hidden[:, start:stop].detach().requires_grad_(grad_hidden is not None)
                 context.used = set()
                 with torch.enable_grad():
-                    log_lik = log_prob(head.logits(piece, output), labels[:, start : start + size]).sum(1)
+                    log_lik = log_prob(head.logits(piece, output), labels[:, start:stop]).sum(1)
                     used = sorted(context.used)
                     wanted = [leaves[name] for name in used] + ([piece] if grad_hidden is not None else [])
                     found = torch.autograd.grad(log_lik.sum(), wanted) if wanted else ()
                 for name, grad in zip(used, found, strict=False):
                     grads[name] = grads[name] + grad if name in grads else grad
                 if grad_hidden is not None:
-                    grad_hidden[:, start : start + size] = found[-1]
+                    grad_hidden[:, start:stop] = found[-1]
                 total += log_lik.detach()
         finally:
             context.tensors, context.used = saved[0], saved[1] | context.used
@@ -131,7 +137,7 @@ class _HeadLogLik(torch.autograd.Function):
         return total.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream: Tensor) -> tuple:  # type: ignore[no-untyped-def]
         def scale(grad: Tensor | None) -> Tensor | None:
             # each member's gradient stands on its own row, so its factor does too
             return None if grad is None else grad * upstream.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))

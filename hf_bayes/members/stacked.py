@@ -1,4 +1,4 @@
-"""Modules whose weights carry a member axis. Each borrows a live module: only its ``forward`` is replaced, and given back.
+"""Modules whose weights carry a member axis. Each borrows a live module: its ``forward`` is replaced, and given back.
 
 Frozen weights do one GEMM for all folded rows, random ones a batched matmul over members. Where the rows of all members
 are still alike (``Context.single``) frozen work is done once for B rows.
@@ -6,10 +6,13 @@ are still alike (``Context.single``) frozen work is done once for B rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,8 +30,28 @@ SUPPORTED = (
 class Stacked:
     """A replaced forward. Subclasses define ``forward`` over the members' tensors."""
 
-    def __init__(self, module: nn.Module, names: Mapping[str, str], context: Context) -> None:
+    def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         self.module, self.names, self.context = module, dict(names), context
+        self.before = vars(module).get("forward")  # accelerate puts one there, too
+
+    def single(self, x: Tensor) -> Tensor | None:
+        """[B, ...] if that is all there is in ``x`` (see ``Context.single``), else None."""
+        context = self.context
+        tokens = context.num_members * context.num_rows * context.num_positions
+        if x.ndim != 2 or x.shape[0] != tokens:  # heads that score tokens flatten them into rows
+            self.require_rows(x, also=context.num_rows)
+        return context.single(x)
+
+    def require_rows(self, x: Tensor, *, also: int) -> None:
+        """Raise if ``x`` has other than M * B, or ``also``, rows, so that nobody knows whose they are."""
+        context = self.context
+        expected = context.num_members * context.num_rows
+        if context.num_members > 1 and x.shape[0] not in (expected, also):
+            raise ValueError(
+                f"{next(iter(self.names.values()))}: its module was called with {x.shape[0]} rows, expected {expected} "
+                f"({context.num_members} members x {context.num_rows}): the model shuffles rows (experts), or calls it "
+                "on a table. Leave it out of the subspace"
+            )
 
     def tensor(self, attribute: str) -> Tensor:
         """[M, *shape] of one of the module's own parameters."""
@@ -38,9 +61,11 @@ class Stacked:
         self.module.forward = self.forward  # an instance attribute shadows the class's forward; deepcopy rebinds it
 
     def remove(self) -> None:
-        self.module.__dict__.pop("forward", None)
+        vars(self.module).pop("forward", None)
+        if self.before is not None:
+            self.module.forward = self.before
 
-    def forward(self, *args, **kwargs) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("a Stacked module defines forward")
 
 
@@ -48,7 +73,7 @@ class StackedLinear(Stacked):
     """nn.Linear and GPT-2's Conv1D (whose weight is [in, out]) with weight and bias of their own for each member."""
 
     def forward(self, x: Tensor) -> Tensor:
-        context, single = self.context, self.context.single(x)
+        context, single = self.context, self.single(x)
         weight = self.tensor("weight")
         weight = weight.mT if isinstance(self.module, Conv1D) else weight  # [M, out, in]
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
@@ -64,18 +89,23 @@ class StackedLinear(Stacked):
 
 
 class StackedLora(Stacked):
-    """peft's LoRA on a linear layer: base(x) + (alpha / r) B_m A_m x, with peft's own scaling, dropout and base layer."""
+    """peft's LoRA on a linear layer: base(x) + (alpha / r) B_m A_m x; scaling, dropout and base are peft's own."""
 
-    def __init__(self, module: nn.Module, names: Mapping[str, str], context: Context) -> None:
+    def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         super().__init__(module, names, context)
         self.adapter = module.active_adapters[0]
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, context, adapter = self.module, self.context, self.adapter
         a = context.members_of(layer.lora_A[adapter].weight, self.names.get("lora_A"))  # [M, r, in]
         b = context.members_of(layer.lora_B[adapter].weight, self.names.get("lora_B"))  # [M, out, r]
         scaling, dropout = layer.scaling[adapter], layer.lora_dropout[adapter]
-        single = context.single(x)
+        if layer.training and getattr(dropout, "p", 0) > 0:
+            warnings.warn(
+                f"lora_dropout={dropout.p} in training: members sample another posterior, that of the dropout-averaged "
+                "log-likelihood. Set lora_dropout=0"
+            )
+        single = self.single(x)
         source = x if single is None else single
         base = layer.base_layer(source, *args, **kwargs)
         low = cast(dropout(source), a.dtype)
@@ -98,19 +128,23 @@ class StackedNorm(Stacked):
 
     def forward(self, x: Tensor) -> Tensor:
         context, module = self.context, self.module
-        single = context.single(x)
+        single = self.single(x)
         x = x if single is None else context.repeat(single)
         lead = x.unflatten(0, (context.num_members, -1))
-        shape = (context.num_members, *[1] * (lead.ndim - 2), x.shape[-1])
-        values = {name: self.tensor(name).reshape(shape) for name, p in module.named_parameters() if p is not None}
+        values = {
+            name: self.tensor(name).view(context.num_members, *[1] * (x.ndim - p.ndim), *p.shape).to(p.dtype)
+            for name, p in module.named_parameters()
+        }
+        wide = lead if lead.dtype == torch.float64 else lead.float()  # torch, too, rounds once, after weight and bias
         if isinstance(module, nn.LayerNorm):
-            y = F.layer_norm(lead, module.normalized_shape, None, None, module.eps)
+            y = F.layer_norm(wide, module.normalized_shape, None, None, module.eps)
         elif isinstance(module, nn.RMSNorm):
-            y = F.rms_norm(lead, module.normalized_shape, None, module.eps)
+            y = F.rms_norm(wide, module.normalized_shape, None, module.eps or torch.finfo(lead.dtype).eps)
         else:
             return self._own_forward(lead, values).flatten(0, 1)
-        y = y if "weight" not in values else y * values["weight"].to(y.dtype)
-        return (y if "bias" not in values else y + values["bias"].to(y.dtype)).flatten(0, 1)
+        y = y if "weight" not in values else y * values["weight"]
+        y = y if "bias" not in values else y + values["bias"]
+        return cast(y, lead.dtype).flatten(0, 1)
 
     def _own_forward(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
         """The family's own code (Gemma multiplies by 1 + weight), reading weights that broadcast over members."""
@@ -123,14 +157,20 @@ class StackedNorm(Stacked):
 
 
 class StackedEmbedding(Stacked):
-    """nn.Embedding with a table for each member; ids arrive folded."""
+    """nn.Embedding (also scaled, as Gemma's) with a table for each member; ids arrive folded.
+
+    Its gradient is that of the likelihood; nn.Embedding's own leaves out the row of ``padding_idx``.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
-        context, table = self.context, self.tensor("weight")  # [M, V, h]
+        context, module, table = self.context, self.module, self.tensor("weight")  # [M, V, h]
+        self.require_rows(ids, also=1)
         alike = ids.shape[0] != context.num_members * context.num_rows  # position ids come as [1, T], for all rows
         lead = ids.expand(context.num_rows, *ids.shape[1:]) if alike else ids.unflatten(0, (context.num_members, -1))
         member = torch.arange(context.num_members, device=ids.device).view(-1, *[1] * ids.ndim)
-        return F.embedding(lead + member * table.shape[1], table.flatten(0, 1)).flatten(0, 1)
+        y = F.embedding(lead + member * table.shape[1], table.flatten(0, 1)).flatten(0, 1).to(module.weight.dtype)
+        scale = getattr(module, "embed_scale", None)
+        return y if scale is None else y * (scale.to(y.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[Stacked]:
@@ -146,8 +186,8 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
     found: list[Stacked] = []
     claimed: set[int] = set()
     for path, module in root.named_modules():
-        if isinstance(module, LoraLayer) and any(id(p) in names for p in _adapter_parameters(module)):
-            _refuse_lora(path, module)
+        if isinstance(module, BaseTunerLayer) and any(id(p) in names for p in _adapter_parameters(module)):
+            _refuse_adapter(path, module, names)
             adapter = module.active_adapters[0]
             factors = {"lora_A": module.lora_A[adapter].weight, "lora_B": module.lora_B[adapter].weight}
             claimed |= {id(child) for child in (module.lora_A[adapter], module.lora_B[adapter])}
@@ -158,6 +198,9 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
         own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
         if own and id(module) not in claimed:
             found.append(_stacked_class(path, module, own)(module, own, context))
+    if any(isinstance(getattr(item.before, "__self__", None), Stacked) for item in found):
+        raise ValueError("this model is attached already: detach() the BayesianModel that holds it first")
+    _warn_of_unmatched_targets(root)
     return found
 
 
@@ -166,16 +209,15 @@ def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Call
         return StackedNorm
     if type(module) is nn.Linear or isinstance(module, Conv1D):
         return StackedLinear
-    if type(module) is nn.Embedding:
+    if type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding"):
         return StackedEmbedding
-    kind = "a peft layer that is" if isinstance(module, BaseTunerLayer) else "a module that is"
     raise ValueError(
-        f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}, parameters {sorted(own)}) is {kind} "
-        f"not supported as random. Supported: {SUPPORTED}. Freeze it, or choose another subspace"
+        f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}, parameters {sorted(own)}) is not "
+        f"supported as random. Supported: {SUPPORTED}. Freeze it, or choose another subspace"
     )
 
 
-def _adapter_parameters(layer: LoraLayer) -> list[nn.Parameter]:
+def _adapter_parameters(layer: BaseTunerLayer) -> list[nn.Parameter]:
     return [
         parameter
         for name in layer.adapter_layer_names
@@ -184,8 +226,31 @@ def _adapter_parameters(layer: LoraLayer) -> list[nn.Parameter]:
     ]
 
 
-def _refuse_lora(path: str, layer: LoraLayer) -> None:
-    """Raise for everything on a LoRA layer that stacking would silently leave out."""
+def _warn_of_unmatched_targets(root: nn.Module) -> None:
+    """peft is silent where some of its ``target_modules`` match: a misspelt one leaves its layers without members."""
+    if not isinstance(root, PeftModel):
+        return
+    targets = getattr(root.peft_config[root.active_adapter], "target_modules", None)
+    adapted = ["." + path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    unmatched = [
+        target
+        for target in (sorted(targets) if isinstance(targets, (set, list, tuple)) else ())
+        if not any(path.endswith("." + target) for path in adapted)
+    ]
+    if unmatched:
+        warnings.warn(
+            f"target_modules {unmatched} of the adapter match no module of "
+            f"{type(root.get_base_model()).__name__}: nothing is random there. Correct the names, or leave them out"
+        )
+
+
+def _refuse_adapter(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) -> None:
+    """Raise for everything on a peft layer that stacking would silently leave out."""
+    if not isinstance(layer, LoraLayer):
+        raise ValueError(
+            f"{path} ({type(layer).__module__}.{type(layer).__name__}) is an adapter not supported as random. "
+            f"Supported: {SUPPORTED}"
+        )
     adapters = layer.active_adapters
     reasons = []
     if not isinstance(layer, LoraLinear) and "Linear" not in type(layer).__name__:
@@ -194,10 +259,16 @@ def _refuse_lora(path: str, layer: LoraLayer) -> None:
         reasons.append(f"{len(adapters)} active adapters {adapters}")
     if layer.merged:
         reasons.append("a merged adapter (call unmerge_adapter first)")
+    if layer.disable_adapters:
+        reasons.append("a disabled adapter (call enable_adapter_layers first)")
     variant = next((layer.lora_variant[a] for a in adapters if a in getattr(layer, "lora_variant", {})), None)
     if variant is not None:
         reasons.append(f"the LoRA variant {type(variant).__name__} (DoRA and its like)")
     if any(getattr(layer.lora_B[a], "bias", None) is not None for a in adapters if a in layer.lora_B):
         reasons.append("lora_bias=True")
+    read = {id(factors[a].weight) for factors in (layer.lora_A, layer.lora_B) for a in adapters if a in factors}
+    unread = [names[id(p)] for p in _adapter_parameters(layer) if id(p) in names and id(p) not in read]
+    if unread and not reasons:
+        reasons.append(f"{unread[0]}, no factor A or B of the active adapter {adapters[0]},")
     if reasons:
         raise ValueError(f"{path}: {', '.join(reasons)} is not supported as random. Supported: {SUPPORTED}")

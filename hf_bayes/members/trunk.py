@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_bayes.members.context import Context
 from hf_bayes.subspace import decoder_blocks
+
+_ROWS_TIMES_HEADS = ("bloom", "mpt")
+"""Model types whose blocks are given biases [rows * heads, ...] or [heads, ...]: the trunk could not cut these."""
 
 
 class Trunk:
@@ -28,7 +30,7 @@ class Trunk:
         self.context = context
         self.handles: list[Any] = []
         self.blocks, self.num_blocks = _find_trunk(model, random_modules)
-        self.has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        self.has_dropout = _has_dropout(model)
 
     def install(self) -> None:
         if self.num_blocks == 0:
@@ -52,9 +54,10 @@ class Trunk:
         def cut(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(cut(item) for item in value)
-            if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == folded_rows:
-                return value[: context.num_rows]
-            return value
+            if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != folded_rows:
+                return value
+            # DeBERTa's table of 512 relative distances may meet 512 folded rows; ids and positions are no floats
+            return value if value.ndim == 2 and value.is_floating_point() else value[: context.num_rows]
 
         return cut(args), {key: cut(value) for key, value in kwargs.items()}
 
@@ -65,7 +68,7 @@ class Trunk:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] == context.num_rows:
-            hidden = context.repeat(hidden)
+            hidden = context.repeat(hidden.detach())  # nothing random precedes it, whatever requires grad
             # dropout between here and the first stacked module would tell the copies apart
             context.mark_fanned_out(copies=not (block.training and self.has_dropout))
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
@@ -75,7 +78,7 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     """The blocks in order, and how many of them lie before the first random module."""
     found = decoder_blocks(model)
     config = getattr(model, "config", None)
-    if found is None or getattr(config, "is_encoder_decoder", False):
+    if found is None or getattr(config, "alibi", False) or getattr(config, "model_type", None) in _ROWS_TIMES_HEADS:
         return [], 0
     list_name, blocks = found
     random_ids = {id(module) for module in random_modules}
@@ -88,6 +91,17 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
         if all_names.index(name) < list_position:
             return list(blocks), 0
     return list(blocks), len(blocks)
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether rows that are alike may differ in training: by a module, or by a function (Llama's attention_dropout)."""
+    config = getattr(model, "config", None)
+    fields = {} if config is None else config.to_dict()
+    functional = any(
+        "drop" in name and not name.startswith(("summary", "classifier")) and isinstance(value, float) and value > 0
+        for name, value in fields.items()
+    )
+    return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
@@ -105,11 +119,19 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
 
 def num_rows_of(inputs: dict[str, Any]) -> int:
     """B: the first dimension of the model's main input."""
+    return _main_input(inputs).shape[0]
+
+
+def num_positions_of(inputs: dict[str, Any]) -> int:
+    """T: the second dimension of the model's main input, 1 if it has none."""
+    return (*_main_input(inputs).shape, 1)[1]
+
+
+def _main_input(inputs: dict[str, Any]) -> Tensor:
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        value = inputs.get(key)
-        if isinstance(value, torch.Tensor):
-            return value.shape[0]
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim >= 1]
+        if isinstance(value := inputs.get(key), Tensor):
+            return value
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
     if not tensors:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: cannot tell the number of rows")
-    return tensors[0].shape[0]
+    return tensors[0]

@@ -1,0 +1,117 @@
+"""Brute force: M ordinary models, one after the other, in place of a member axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import Tensor, nn
+
+from hf_bayes.subspace import Layout, initial
+
+
+def core_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def scattered(model: nn.Module, layout: Layout, num_members: int = 3, std: float = 0.2, seed: int = 0) -> Tensor:
+    """[M, d]: members that differ enough for their mixture not to look like the mixture of their logits."""
+    start = initial(model, layout)
+    noise = torch.randn((num_members, layout.dim), generator=torch.Generator().manual_seed(seed), dtype=start.dtype)
+    return start + std * noise
+
+
+@contextmanager
+def showing(model: nn.Module, layout: Layout, row: Tensor) -> Iterator[None]:
+    """One member's weights, copied into the live model, in its dtype."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: parameters[name].detach().clone() for name in layout.names}
+    with torch.no_grad():
+        for name, value in layout.unflatten(row).items():
+            parameters[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                parameters[name].copy_(value)
+
+
+@torch.no_grad()
+def separate_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """[M, B, ...]"""
+    logits = []
+    for row in theta:
+        with showing(model, layout, row):
+            logits.append(core_of(model)(**inputs, use_cache=False).logits)
+    return torch.stack(logits)
+
+
+def separate_gradients(
+    model: nn.Module, layout: Layout, theta: Tensor, batches: list[dict[str, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Minus the summed log-likelihood [M] of each member on its own batch, and its gradient [M, d]."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    losses, gradients = [], []
+    for row, batch in zip(theta, batches, strict=True):
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        with showing(model, layout, row), requiring_grad(model, layout), without_padding_index(model):
+            logits = core_of(model)(**inputs).logits
+            if logits.ndim == 3:
+                logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            found = torch.autograd.grad(loss, [parameters[name] for name in layout.names])
+        losses.append(loss.detach())
+        gradients.append(layout.flatten(dict(zip(layout.names, found, strict=True))))
+    return torch.stack(losses), torch.stack(gradients)
+
+
+@contextmanager
+def requiring_grad(model: nn.Module, layout: Layout) -> Iterator[None]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: parameters[name].requires_grad for name in layout.names}
+    for name in layout.names:
+        parameters[name].requires_grad_(True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            parameters[name].requires_grad_(value)
+
+
+@contextmanager
+def without_padding_index(model: nn.Module) -> Iterator[None]:
+    """nn.Embedding drops the gradient of its padding row, which is not the gradient of the likelihood."""
+    before = {module: module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in before:
+        module.padding_idx = None
+    try:
+        yield
+    finally:
+        for module, value in before.items():
+            module.padding_idx = value
+
+
+def mixture(logits: Tensor) -> Tensor:
+    """[M, ..., V] -> [..., V] log-probabilities, in float64."""
+    return logits.double().log_softmax(-1).logsumexp(0) - math.log(len(logits))
+
+
+def entropies(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Total, aleatoric, epistemic from [M, ..., V], in float64."""
+    log_probs = logits.double().log_softmax(-1)
+    total = torch.special.entr(mixture(logits).exp()).sum(-1)
+    aleatoric = torch.special.entr(log_probs.exp()).sum(-1).mean(0)
+    return total, aleatoric, total - aleatoric
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of a tensor as a whole: the largest difference over the largest value."""
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

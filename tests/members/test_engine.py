@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.members import Members
+from hf_bayes.members import engine as engine_module
+from hf_bayes.members.context import Context
+from hf_bayes.model import BayesianModel, attach
+from hf_bayes.subspace import Layout, select
+from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
+from tests.members.subjects import CAUSAL, SUBJECTS, labelled
+from tests.models import PAD, batch, tiny_llama, with_lora
+
+# A tiny model adds up a few hundred products per number: rounding of float32 (6e-8) and float64 (1e-16), times 100.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float32, num_members: int = 3) -> tuple[nn.Module, Layout, Tensor]:
+    model = SUBJECTS[name].make(dtype)
+    layout = select(model, SUBJECTS[name].subspace)
+    return model, layout, scattered(model, layout, num_members)
+
+
+def folded_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Any], **options: Any) -> Tensor:
+    """[M, B, ...] through the engine alone; ``folded`` inputs are [M * B, ...]."""
+    folded = options.pop("folded", False)
+    engine = Members(model, core_of(model), layout, **options)
+    engine.install()
+    try:
+        with torch.no_grad(), engine.bind(theta):
+            return engine.forward(dict(inputs), folded=folded).logits.unflatten(0, (len(theta), -1))
+    finally:
+        engine.remove()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> None:
+    model, layout, theta = prepared(name, dtype)
+    for padding in ("left", "right", None):
+        inputs = batch(padding=padding)
+        expected = separate_logits(model, layout, theta, inputs)
+        found = folded_logits(model, layout, theta, inputs)
+        kept = inputs["attention_mask"].bool() if found.ndim == 4 else slice(None)  # what padding answers is nobody's
+        assert relative_error(found[:, kept], expected[:, kept]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("trunk", [True, False], ids=["trunk", "no trunk"])
+def test_gradients_of_folded_members_equal_those_of_separate_models(name: str, trunk: bool) -> None:
+    model, layout, theta = prepared(name, torch.float64)
+    inputs = labelled(name, padding="left")
+    losses, expected = separate_gradients(model, layout, theta, [inputs] * 3)
+    with attach(model, theta, subspace=SUBJECTS[name].subspace, trunk=trunk) as bayesian:
+        leaf = theta.clone().requires_grad_()
+        loss = bayesian(**inputs, theta=leaf).loss
+        loss.sum().backward()
+    assert relative_error(loss.detach(), losses) < 1e-12
+    assert relative_error(leaf.grad, expected) < 1e-12  # see TOLERANCE; gradients pass through twice as many sums
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-everything", "bert-lora-and-saved-head"])
+def test_gradients_in_float32_equal_those_of_separate_models(name: str) -> None:
+    model, layout, theta = prepared(name)
+    inputs = labelled(name)
+    _, expected = separate_gradients(model, layout, theta, [inputs] * 3)
+    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
+        leaf = theta.clone().requires_grad_()
+        bayesian(**inputs, theta=leaf).loss.sum().backward()
+    assert relative_error(leaf.grad, expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "llama-head", "gpt2-last-block", "bert-head"])
+def test_members_with_rows_of_their_own_equal_separate_models(name: str) -> None:
+    model, layout, theta = prepared(name, torch.float64)
+    batches = [labelled(name, seed=seed, padding=padding) for seed, padding in enumerate(("left", "right", None))]
+    losses, expected = separate_gradients(model, layout, theta, batches)
+    rows = {key: torch.cat([item[key] for item in batches]) for key in batches[0]}
+    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
+        leaf = theta.clone().requires_grad_()
+        result = bayesian(**rows, theta=leaf, folded=True)
+        result.loss.sum().backward()
+    assert relative_error(result.loss.detach(), losses) < 1e-12
+    assert relative_error(leaf.grad, expected) < 1e-12
+    assert result.num_terms.tolist() == [_num_terms(item["labels"]) for item in batches]
+
+
+def _num_terms(labels: Tensor) -> int:
+    return int((labels[:, 1:] if labels.ndim == 2 else labels).ne(-100).sum())
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("members_per_pass", [1, 3])
+def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> None:
+    model, _, theta = prepared(name, torch.float64, num_members=4)
+    inputs = batch(padding="left")
+    with torch.no_grad(), attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
+        expected = bayesian(**inputs)
+        bayesian.members_per_pass = members_per_pass
+        found = bayesian(**inputs)
+    assert relative_error(found.logits, expected.logits) < TOLERANCE[torch.float64]
+    assert relative_error(found.epistemic, expected.epistemic) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-lora-last-block", "gpt2-last-block", "bert-last-block"])
+@pytest.mark.parametrize("enabled", ["before attach", "after attach"])
+def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -> None:
+    model, _, theta = prepared(name, torch.float64)
+    inputs = labelled(name)
+    core = core_of(model)
+
+    def gradients(bayesian: BayesianModel) -> Tensor:
+        leaves = [theta.clone().requires_grad_() for _ in range(2)]
+        # two forwards, then two backwards: each block must find again the members of its own first run
+        losses = [bayesian.train()(**inputs, theta=leaf * (1 + i)).loss.sum() for i, leaf in enumerate(leaves)]
+        (losses[0] + losses[1]).backward()
+        return torch.stack([leaf.grad for leaf in leaves])
+
+    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
+        expected = gradients(bayesian)
+    if enabled == "before attach":
+        core.activation_checkpointing_enable()
+    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
+        if enabled == "after attach":
+            bayesian.activation_checkpointing_enable()
+        runs = count_norms(core)
+        found = gradients(bayesian)
+    assert max(runs.values()) == 4  # two forwards, and two more runs in the backward
+    assert torch.equal(found, expected)
+
+
+def count_norms(core: nn.Module) -> dict[str, int]:
+    """Calls of each norm from now on: every block has some."""
+    counts: dict[str, int] = {}
+    for path, module in core.named_modules():
+        if type(module).__name__.endswith("Norm"):
+            module.register_forward_hook(lambda *_, path=path: counts.__setitem__(path, counts.get(path, 0) + 1))
+    return counts
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with attach(with_lora(tiny_llama())) as bayesian, pytest.raises(ValueError, match="use_reentrant=False"):
+        bayesian.activation_checkpointing_enable({"use_reentrant": True})
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-everything", "gpt2-everything", "gemma-everything"])
+def test_low_precision_loses_no_more_by_folding(name: str) -> None:
+    model, layout, theta = prepared(name, torch.bfloat16)
+    for path, parameter in model.named_parameters():
+        if "lora_" in path:  # peft keeps adapters in float32
+            parameter.data = parameter.data.float()
+    inputs = batch(padding="left")
+    kept = inputs["attention_mask"].bool()
+    found = folded_logits(model, layout, theta, inputs)[:, kept]
+    separate = separate_logits(model, layout, theta, inputs)[:, kept]
+    exact = separate_logits(model.double(), layout, theta.double(), inputs)[:, kept]
+
+    def error(logits: Tensor) -> float:
+        return float((logits.double() - exact).square().mean().sqrt())
+
+    assert error(separate) > 0.01  # bfloat16 does round here
+    # the two round in other places, as often: their errors are two draws of one law, and 18,000 logits pin its scale
+    assert error(found) < 1.25 * error(separate)
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-last-block", "gpt2-everything", "bert-everything"])
+def test_autocast_loses_no_more_by_folding(name: str) -> None:
+    model, layout, theta = prepared(name)
+    inputs = batch()
+    exact = separate_logits(model, layout, theta, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, separate = folded_logits(model, layout, theta, inputs), separate_logits(model, layout, theta, inputs)
+    errors = [(logits.float() - exact).square().mean().sqrt() for logits in (found, separate)]
+    assert errors[1] > 0.001 * exact.abs().max()
+    assert errors[0] < (1.25 if found.ndim == 4 else 3) * errors[1]  # 27 logits of a classifier pin little
+
+
+def test_embedding_of_padding_keeps_its_gradient() -> None:
+    model, layout, theta = prepared("bert-everything", torch.float64)
+    inputs = labelled("bert-everything", padding="left")  # BERT reads its answer at the first token: padding, here
+    with attach(model, theta, subspace=".") as bayesian:
+        leaf = theta.clone().requires_grad_()
+        bayesian(**inputs, theta=leaf).loss.sum().backward()
+    table = layout.unflatten(leaf.grad)["bert.embeddings.word_embeddings.weight"]
+    assert (table[:, PAD].abs().amax(-1) > 0).all()
+
+
+# -- broken twins: what the tests above must not let pass ------------------------------------------------------------
+
+
+def test_row_major_fold_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row_major(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
+        return {key: value.repeat_interleave(num_members, 0) for key, value in inputs.items()}
+
+    model, layout, theta = prepared("llama-lora")
+    expected = separate_logits(model, layout, theta, batch())
+    monkeypatch.setattr(engine_module, "repeat_rows", row_major)
+    assert relative_error(folded_logits(model, layout, theta, batch()), expected) > 0.1
+
+
+def test_trunk_for_rows_that_differ_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Members.run
+
+    def always_cut(self: Members, module: nn.Module, *args: Any, trunk: bool = False) -> Any:
+        return run(self, module, *args, trunk=True)
+
+    model, layout, theta = prepared("llama-lora-last-block")
+    batches = [batch(seed=seed) for seed in range(3)]
+    expected = torch.cat([separate_logits(model, layout, theta[m : m + 1], batches[m]) for m in range(3)])
+    rows = {key: torch.cat([item[key] for item in batches]) for key in batches[0]}
+    assert relative_error(folded_logits(model, layout, theta, rows, folded=True), expected) < 1e-5
+    monkeypatch.setattr(Members, "run", always_cut)
+    assert relative_error(folded_logits(model, layout, theta, rows, folded=True), expected) > 0.1
+
+
+def test_rows_wrongly_taken_for_copies_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout, theta = prepared("llama-lora")
+    expected = separate_logits(model, layout, theta, batch())
+    monkeypatch.setattr(Context, "single", lambda self, x: x[: self.num_rows])
+    assert relative_error(folded_logits(model, layout, theta, batch()), expected) > 0.1

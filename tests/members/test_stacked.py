@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from torch import nn
+
+from hf_bayes.members import Members
+from hf_bayes.members.stacked import Stacked
+from hf_bayes.model import attach
+from hf_bayes.subspace import select
+from tests.members.reference import core_of, relative_error, scattered
+from tests.models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+
+class Small(nn.Module):
+    """One module under test, called on [B, ...]."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "x"),
+    [
+        (nn.Linear(4, 3), torch.randn(2, 5, 4)),
+        (nn.Linear(4, 3, bias=False), torch.randn(2, 4)),
+        (nn.LayerNorm(4), torch.randn(2, 5, 4)),
+        (nn.LayerNorm((3, 4)), torch.randn(2, 5, 3, 4)),
+        (nn.LayerNorm(4, bias=False), torch.randn(2, 4)),
+        (nn.RMSNorm(4), torch.randn(2, 5, 4)),
+        (nn.RMSNorm(4, eps=0.1), torch.randn(2, 5, 4)),
+        (nn.Embedding(6, 4), torch.arange(6).view(2, 3)),
+        (nn.Embedding(6, 4), torch.arange(3)[None]),
+    ],
+    ids=str,
+)
+def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Module, x: torch.Tensor) -> None:
+    model = Small(inner).double()
+    layout = select(model)
+    theta = scattered(model, layout)
+    expected = []
+    for row in theta:
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(layout.unflatten(row))
+        expected.append(twin(x.double() if x.is_floating_point() else x))
+    engine = Members(model, model, layout)
+    engine.install()
+    x = x.double() if x.is_floating_point() else x
+    with engine.bind(theta):
+        found = engine.forward({"x": x}).unflatten(0, (3, -1))
+    assert relative_error(found.detach(), torch.stack(expected).detach()) < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: with_lora(tiny_llama(), use_dora=True), r"q_proj: the LoRA variant DoraLinearVariant"),
+        (lambda: with_lora(tiny_llama(), lora_bias=True), r"q_proj: .*lora_bias=True"),
+        (lambda: with_lora(tiny_llama(), target_modules=["embed_tokens"]), r"embed_tokens: LoRA on Embedding"),
+        (lambda: get_peft_model(tiny_llama(), IA3Config(task_type="CAUSAL_LM")), r"k_proj .*ia3.*Linear\) is an"),
+        (
+            lambda: get_peft_model(tiny_llama(), VeraConfig(target_modules=["o_proj"], r=2)),
+            r"o_proj .*vera.*Linear\) is an adapter not",
+        ),
+        (lambda: merged(with_lora(tiny_llama())), r"q_proj: a merged adapter"),
+        (lambda: disabled(with_lora(tiny_llama())), r"q_proj: a disabled adapter"),
+        (lambda: two_active(with_lora(tiny_llama())), r"q_proj: 2 active adapters \['default', 'second'\]"),
+        (lambda: other_active(with_lora(tiny_llama())), r"q_proj: \S+lora_A.second.weight, no factor "),
+        (lambda: with_lora(tiny_llama(), target_parameters=["gate_proj.weight"]), r"LoRA on Linear|not supported"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv2d, .*not supported as random"),
+        (lambda: nn.MultiheadAttention(4, 2), r"the model \(.*MultiheadAttention, .*in_proj_weight.*not supported"),
+    ],
+    ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "merged", "disabled", "two adapters", "inactive",
+         "target parameters", "convolution", "fused attention"],
+)  # fmt: skip
+def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=named) as refused:
+        Members(model, core_of(model), select(model))
+    assert "Supported: torch.nn.Linear" in str(refused.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def merged(model: nn.Module) -> nn.Module:
+    model.merge_adapter()
+    return model
+
+
+def disabled(model: nn.Module) -> nn.Module:
+    model.base_model.disable_adapter_layers()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def two_active(model: nn.Module) -> nn.Module:
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def other_active(model: nn.Module) -> nn.Module:
+    model.add_adapter("second", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".second." in name)
+    return model
+
+
+def test_a_frozen_second_adapter_is_left_alone() -> None:
+    model = with_lora(tiny_llama())
+    model.add_adapter("second", model.peft_config["default"])
+    assert all(".default." in name for name in select(model).names)
+    with attach(model) as bayesian:
+        bayesian(**batch())
+
+
+def test_attaching_twice_is_refused() -> None:
+    model = tiny_llama()
+    with attach(model, subspace="last_block"), pytest.raises(ValueError, match="attached already: detach"):
+        attach(model, subspace="last_block")
+    attach(model, subspace="last_block").detach()
+
+
+def test_lora_dropout_warns_in_training_alone() -> None:
+    model = with_lora(tiny_bert(), lora_dropout=0.1)
+    with attach(model) as bayesian:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bayesian.eval()(**batch())
+        with pytest.warns(UserWarning, match="lora_dropout=0.1 in training: members sample another posterior"):
+            bayesian.train()(**batch())
+
+
+def test_target_modules_that_match_nothing_are_named() -> None:
+    model = with_lora(tiny_llama(), target_modules=["q_proj", "v_porj"])
+    with pytest.warns(UserWarning, match=r"target_modules \['v_porj'\] .* match no module of LlamaForCausalLM"):
+        attach(model).detach()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r".*\.layers\.1\.self_attn\.(q|v)_proj"},
+        {"target_modules": "all-linear"},
+        {"layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+def test_target_modules_that_all_match_are_no_matter(config: dict[str, object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        attach(with_lora(tiny_llama(), **config)).detach()
+
+
+def test_peft_itself_refuses_targets_of_which_none_match() -> None:
+    with pytest.raises(ValueError, match="Target modules"):
+        get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def test_a_forward_that_was_an_attribute_already_is_given_back() -> None:
+    model = tiny_llama()
+    head, calls = model.lm_head, []
+    own = head.forward
+    head.forward = lambda x: calls.append(1) or own(x)  # accelerate's hooks do this
+    before = head.forward
+    with attach(model, subspace="last_layer") as bayesian:
+        bayesian(**batch())
+        assert isinstance(head.forward.__self__, Stacked)
+    assert head.forward is before
+    assert not calls

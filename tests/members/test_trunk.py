@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from hf_bayes.members import Members
+from hf_bayes.members.trunk import num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.model import attach
+from hf_bayes.subspace import Layout, select
+from tests import models
+from tests.members.reference import core_of, mixture, relative_error, scattered, separate_logits
+from tests.members.subjects import SUBJECTS, labelled
+from tests.models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+
+def engine_of(model: nn.Module, subspace: str = "trainable", num_members: int = 4) -> tuple[Members, Layout, Tensor]:
+    layout = select(model, subspace)
+    return Members(model, core_of(model), layout), layout, scattered(model, layout, num_members)
+
+
+def rows_seen(engine: Members, theta: Tensor, inputs: dict[str, Tensor], suffix: str) -> dict[str, int]:
+    """Rows that reach each module whose path ends in ``suffix``, in one forward of all members."""
+    seen: dict[str, int] = {}
+    for path, module in engine.core.named_modules():
+        if path.endswith(suffix):
+            module.register_forward_hook(lambda _, args, __, path=path: seen.__setitem__(path, args[0].shape[0]))
+    engine.install()
+    with torch.no_grad(), engine.bind(theta):
+        engine.forward(inputs)
+    engine.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "subspace", "norm", "trunk"),
+    [
+        (
+            lambda: with_lora(tiny_llama(num_hidden_layers=4), layers_to_transform=[2, 3]),
+            "trainable",
+            "input_layernorm",
+            2,
+        ),
+        (lambda: tiny_llama(num_hidden_layers=4), "last_block", "input_layernorm", 3),
+        (lambda: tiny_llama(num_hidden_layers=4), "last_layer", "input_layernorm", 4),
+        (lambda: tiny_llama(num_hidden_layers=4), r"layers\.0\.", "input_layernorm", 0),
+        (lambda: tiny_llama(num_hidden_layers=4), r"embed|layers\.3", "input_layernorm", 0),
+        (lambda: tiny_gpt2(n_layer=3), "last_block", "ln_1", 2),
+        (lambda: tiny_gpt2(n_layer=3), "last_layer", "ln_1", 0),  # tied to the embedding, which comes first
+        (lambda: tiny_bert(num_hidden_layers=3), "last_block", "attention.self.query", 2),
+        (lambda: tiny_bert(num_hidden_layers=3), "classifier", "attention.self.query", 3),
+    ],
+    ids=str,
+)
+def test_trunk_runs_once_for_all_members(make: Callable[[], nn.Module], subspace: str, norm: str, trunk: int) -> None:
+    engine, _, theta = engine_of(make(), subspace)
+    seen = rows_seen(engine, theta, batch(3), norm)
+    assert engine.num_trunk_blocks == trunk
+    assert list(seen.values()) == [3] * trunk + [12] * (len(seen) - trunk)
+
+
+def test_frozen_projections_of_the_first_random_block_run_once() -> None:
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    model = with_lora(tiny_llama(num_hidden_layers=3), target_modules=targets, layers_to_transform=[1, 2])
+    engine, _, theta = engine_of(model)
+    seen = {path: rows for path, rows in rows_seen(engine, theta, batch(3), "base_layer").items()}
+    first = {path.split(".")[-2] for path, rows in seen.items() if ".layers.1." in path and rows == 3}
+    assert first == {"q_proj", "k_proj", "v_proj"}
+    assert all(rows == 12 for path, rows in seen.items() if ".layers.2." in path)
+
+
+def test_mixture_is_the_same_without_the_trunk() -> None:
+    model = SUBJECTS["llama-last-block"].make(torch.float64)
+    theta = scattered(model, select(model, "last_block"))
+    logits = []
+    for trunk in (True, False):
+        with torch.no_grad(), attach(model, theta, subspace="last_block", trunk=trunk) as bayesian:
+            logits.append(bayesian(**batch()).logits)
+    assert relative_error(logits[0], logits[1]) < 1e-13  # rounding of float64, a hundred sums deep
+
+
+def test_backward_stops_where_the_trunk_ends() -> None:
+    model = with_lora(tiny_llama(num_hidden_layers=3), layers_to_transform=[2])
+    core_of(model).enable_input_require_grads()  # as transformers' recipe for peft with checkpointing has it
+    reached: list[int] = []
+    core_of(model).model.layers[1].register_full_backward_hook(lambda *_: reached.append(1))
+    with attach(model, num_members=2) as bayesian:
+        leaf = bayesian.theta.detach().requires_grad_()
+        bayesian(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
+    assert leaf.grad.abs().max() > 0
+    assert not reached
+
+
+@pytest.mark.parametrize("head", ["last_layer", "trainable"])
+def test_embeddings_that_require_grad_change_no_gradient(head: str) -> None:
+    model = tiny_llama() if head == "last_layer" else with_lora(tiny_llama(), layers_to_transform=[1])
+    gradients = []
+    for _ in range(2):
+        with attach(model, subspace=head, num_members=2) as bayesian:
+            leaf = bayesian.theta.detach().requires_grad_()
+            bayesian(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
+        gradients.append(leaf.grad)
+        core_of(model).enable_input_require_grads()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("config", [{"attention_dropout": 0.1}, {}], ids=str)
+def test_dropout_in_functions_counts_as_dropout(config: dict[str, float]) -> None:
+    engine, *_ = engine_of(tiny_llama(**config), "last_block")
+    assert engine.trunk.has_dropout == bool(config)
+
+
+def test_dropout_that_no_causal_model_applies_does_not_count() -> None:
+    assert tiny_gpt2().config.summary_first_dropout > 0
+    engine, *_ = engine_of(tiny_gpt2(), "last_block")
+    assert not engine.trunk.has_dropout
+
+
+# -- models whose blocks are given more than states, masks and positions ---------------------------------------------
+
+
+def bloom() -> nn.Module:
+    """Its blocks are given biases of rows x heads."""
+    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=3, n_head=2, pad_token_id=0, **fields)
+    return models._build(lambda: BloomForCausalLM(config), 0, torch.float64)
+
+
+def deberta(**fields: object) -> nn.Module:
+    """Its blocks are given a table of 2 * position_buckets relative distances: as many as 3 members have rows below."""
+    config = DebertaV2Config(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, relative_attention=True, position_buckets=3,
+        max_position_embeddings=32, pos_att_type=["p2c", "c2p"], num_labels=3, **fields,
+    )  # fmt: skip
+    return models._build(lambda: DebertaV2ForSequenceClassification(config), 0, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "subspace", "trunk"), [(bloom, "last_block", 0), (deberta, r"layer\.2\.output", 2)], ids=str
+)
+def test_other_tensors_of_as_many_rows_are_not_cut(make: Callable[[], nn.Module], subspace: str, trunk: int) -> None:
+    model = make()
+    layout = select(model, subspace)
+    theta = scattered(model, layout)
+    inputs = batch(2)
+    expected = (
+        separate_logits(model, layout, theta, inputs) if make is bloom else _without_cache(model, layout, theta, inputs)
+    )
+    engine = Members(model, model, layout)
+    engine.install()
+    with torch.no_grad(), engine.bind(theta):
+        found = engine.forward(inputs).logits.unflatten(0, (3, -1))
+    assert engine.num_trunk_blocks == trunk
+    assert relative_error(found, expected) < 1e-13
+
+
+def _without_cache(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    forward = model.forward
+    model.forward = lambda use_cache, **inputs: forward(**inputs)  # DeBERTa knows no cache
+    try:
+        return separate_logits(model, layout, theta, inputs)
+    finally:
+        del model.forward
+
+
+@pytest.mark.parametrize(
+    ("subspace", "rows"), [(r"encoder\.LayerNorm", 6), (r"layer\.2\.attention\.self\.pos_key_proj", 1)], ids=str
+)
+def test_modules_that_read_a_table_are_refused_by_name(subspace: str, rows: int) -> None:
+    engine, layout, theta = engine_of(deberta(norm_rel_ebd="layer_norm"), subspace, num_members=3)
+    engine.install()
+    with engine.bind(theta), pytest.raises(ValueError, match=f"{layout.names[0]}: .* with {rows} rows, expected 9"):
+        engine.forward(batch(3))
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
+    return models._build(lambda: MixtralForCausalLM(config), 0, torch.float32)  # its kernel knows no float64
+
+
+def test_attention_is_random_among_frozen_experts() -> None:
+    model, subspace = mixtral(), r"layers\.2\.self_attn"
+    layout = select(model, subspace)
+    theta = scattered(model, layout)
+    expected = mixture(separate_logits(model, layout, theta, batch()))
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        assert relative_error(bayesian(**batch()).logits, expected) < 1e-5  # float32, a hundred sums deep
+        assert bayesian.members.num_trunk_blocks == 2
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"layers.2.mlp.gate .*MixtralTopKRouter.* not supported as random"):
+        attach(mixtral(), subspace="last_block")
+
+
+# -- folding of inputs -----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
+    ids = torch.tensor([[1], [2]])
+    folded = repeat_rows({"input_ids": ids, "masks": {"full": ids}, "one": torch.ones(1, 3), "flag": True}, 2, 3)
+    assert folded["input_ids"].flatten().tolist() == [1, 2, 1, 2, 1, 2]
+    assert folded["masks"]["full"].shape == (6, 1)
+    assert folded["one"].shape == (1, 3)
+    assert folded["flag"] is True
+
+
+def test_rows_and_positions_are_those_of_the_main_input() -> None:
+    inputs = {"attention_mask": torch.ones(7, 9), "input_ids": torch.ones(2, 5)}
+    assert (num_rows_of(inputs), num_positions_of(inputs)) == (2, 5)
+    with pytest.raises(ValueError, match="no tensor among the model's inputs"):
+        num_rows_of({"flag": True})
+
+
+def test_rows_that_cannot_be_dealt_to_members_are_refused() -> None:
+    engine, _, theta = engine_of(tiny_llama(), "last_block")
+    with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be dealt to 4 members"):
+        engine.forward(batch(6), folded=True)

@@ -1,0 +1,509 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Model, T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
+
+from hf_bayes import model as model_module
+from hf_bayes.likelihood import Normal
+from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, attach
+from hf_bayes.subspace import initial, select
+from hf_bayes.uncertainty import Prediction, predict
+from tests.members.reference import (
+    core_of,
+    entropies,
+    mixture,
+    relative_error,
+    scattered,
+    separate_gradients,
+    separate_logits,
+)
+from tests.members.subjects import CAUSAL, CLASSIFIERS, SUBJECTS, labelled
+from tests.models import EOS, VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+# float64 but for transformers' Llama, which normalises and rotates in float32
+TOLERANCE = 2e-5
+
+
+def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Any, Tensor, str]:
+    make, subspace = SUBJECTS[name]
+    model = make(torch.float64)
+    layout = select(model, subspace)
+    return model, layout, scattered(model, layout, num_members), subspace
+
+
+# -- one ordinary model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block", "bert-lora", "roberta-head"])
+def test_logits_are_the_log_of_the_mixture_and_uncertainties_its_entropies(name: str) -> None:
+    model, layout, theta, subspace = prepared(name)
+    logits = separate_logits(model, layout, theta, batch())
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        output = bayesian(**batch())
+    assert relative_error(output.logits, mixture(logits)) < 1e-12
+    for part, expected in zip((output.total, output.aleatoric, output.epistemic), entropies(logits), strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-10)  # the issue's bound for float64
+    assert output.total.shape == output.logits.shape[:-1]
+
+
+def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed_logits(logits: Tensor) -> Prediction:
+        return Prediction(logits.mean(0).log_softmax(-1), predict(logits).uncertainty)
+
+    model, layout, theta, subspace = prepared("bert-lora")
+    expected = mixture(separate_logits(model, layout, theta, batch()))
+    monkeypatch.setattr(model_module, "predict", mixed_logits)
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        assert relative_error(bayesian(**batch()).logits, expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "bert-lora"])
+def test_loss_with_labels_is_the_mixtures_mean_nll(name: str) -> None:
+    model, layout, theta, subspace = prepared(name)
+    inputs = labelled(name)
+    log_probs = mixture(separate_logits(model, layout, theta, {k: v for k, v in inputs.items() if k != "labels"}))
+    labels = inputs["labels"]
+    if name in CAUSAL:
+        log_probs, labels = log_probs[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        loss = bayesian(**inputs).loss
+    torch.testing.assert_close(loss, F.nll_loss(log_probs, labels, ignore_index=-100), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4])], ids=str)
+def test_logits_to_keep_are_those_of_the_whole(keep: int | Tensor) -> None:
+    model, _, theta, subspace = prepared("llama-lora")
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        whole, kept = bayesian(**batch()), bayesian(**batch(), logits_to_keep=keep)
+    positions = keep if isinstance(keep, Tensor) else slice(-keep, None)
+    torch.testing.assert_close(kept.logits, whole.logits[:, positions], rtol=1e-12, atol=0)
+    torch.testing.assert_close(kept.epistemic, whole.epistemic[:, positions], rtol=1e-10, atol=0)
+
+
+def test_one_forward_of_many_passes_returns_a_cache_only_if_asked() -> None:
+    model, _, theta, subspace = prepared("llama-lora-last-block")
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        bayesian.members_per_pass = 1
+        assert bayesian(**batch()).past_key_values is None
+        cache = bayesian(**batch(), use_cache=True).past_key_values
+    assert [layer.keys.shape[0] for layer in cache.layers] == [3, 3, 9]
+
+
+def test_hidden_states_of_a_mixture_are_refused() -> None:
+    with (
+        attach(tiny_llama(), subspace="last_block") as bayesian,
+        pytest.raises(ValueError, match="from member to member"),
+    ):
+        bayesian(**batch(), output_hidden_states=True)
+
+
+def test_shown_members_answer_in_place_of_the_parameter() -> None:
+    model, layout, theta, subspace = prepared("llama-lora", num_members=4)
+    with torch.no_grad(), attach(model, theta[:2], subspace=subspace) as bayesian:
+        bayesian.show(theta[2:])
+        found = bayesian(**batch()).logits
+        assert bayesian.num_members == 2
+        bayesian.show(None)
+        other = bayesian(**batch()).logits
+    assert relative_error(found, mixture(separate_logits(model, layout, theta[2:], batch()))) < 1e-12
+    assert relative_error(other, found) > 0.01
+
+
+def test_without_theta_all_members_are_the_model_itself() -> None:
+    model = tiny_llama()
+    expected = model(**batch()).logits.log_softmax(-1)
+    with torch.no_grad(), attach(model, subspace="last_block", num_members=3) as bayesian:
+        output = bayesian(**batch())
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-5)  # float32
+    assert torch.equal(output.epistemic, torch.zeros_like(output.epistemic))
+
+
+# -- scores of given text --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_scores_of_padded_rows_equal_those_of_each_row_alone(name: str, padding: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    inputs = batch(padding=padding)
+    mask = inputs["attention_mask"].bool()
+    with attach(model, theta, subspace=subspace) as bayesian:
+        together = bayesian.score(**inputs)
+        for row in range(len(mask)):
+            alone = bayesian.score(inputs["input_ids"][row, mask[row]][None])
+            for field, values in together._asdict().items():
+                found = values[row][~values[row].isnan()] if values.ndim == 2 else values[row : row + 1]
+                expected = getattr(alone, field).flatten()
+                torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.equal(together.total.isnan(), ~(mask[:, 1:] & mask[:, :-1]))
+
+
+def test_scores_equal_brute_force_and_begin_where_asked() -> None:
+    model, layout, theta, subspace = prepared("gpt2-last-block")
+    ids = batch()["input_ids"]
+    logits = separate_logits(model, layout, theta, batch())[:, :, 3:-1]
+    per_member = logits.log_softmax(-1).gather(-1, ids[:, 4:].expand(3, -1, -1)[..., None])[..., 0]
+    with attach(model, theta, subspace=subspace) as bayesian:
+        scores = bayesian.score(**batch(), first=4)
+    assert scores.total.shape == (3, 3)
+    for found, expected in zip(scores[:3], entropies(logits), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    sequence = per_member.sum(-1).logsumexp(0) - math.log(3)
+    torch.testing.assert_close(scores.sequence_logprob, sequence, rtol=1e-10, atol=0)
+    tokenwise = (per_member.logsumexp(0) - math.log(3)).sum(-1)
+    torch.testing.assert_close(scores.sequence_logprob_tokenwise, tokenwise, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_texts_have_scores(length: int) -> None:
+    with attach(tiny_llama(), subspace="last_block", num_members=2) as bayesian:
+        scores = bayesian.score(batch(2, length)["input_ids"])
+    assert scores.total.shape == (2, length - 1)
+    assert scores.sequence_logprob.isfinite().all()
+
+
+# -- classifiers and regressors --------------------------------------------------------------------------------------
+
+
+def _classifier(problem: str, num_labels: int) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model = tiny_bert(dtype=torch.float64, num_labels=num_labels, problem_type=problem)
+    layout = select(model, "last_block")
+    theta = scattered(model, layout)
+    return model, layout, theta, separate_logits(model, layout, theta, batch())
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_regression_has_a_normal_likelihood_of_known_noise(num_labels: int) -> None:
+    model, _, theta, logits = _classifier("regression", num_labels)
+    labels = torch.randn(3) if num_labels == 1 else torch.randn(3, 2)
+    normal = torch.distributions.Normal(logits, 0.5).log_prob(labels.double().view(3, num_labels)).sum(-1)
+    with torch.no_grad(), attach(model, theta, subspace="last_block", noise_std=0.5) as bayesian:
+        result = bayesian(**batch(), labels=labels, theta=theta)
+        output = bayesian(**batch(), labels=labels)
+        statistics, kept = bayesian.evaluate_batch({**batch(), "labels": labels}, keep_logits=True)
+    torch.testing.assert_close(result.loss, -normal.sum(1), rtol=1e-10, atol=0)
+    assert result.num_terms.tolist() == [3, 3, 3]
+    mixture_nll = math.log(3) - normal.logsumexp(0)
+    torch.testing.assert_close(statistics["nll"], mixture_nll, rtol=1e-10, atol=0)
+    torch.testing.assert_close(output.loss, mixture_nll.mean(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(output.logits, logits.mean(0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(kept, output.logits)
+    assert output.total is None
+
+
+def test_several_labels_have_bernoulli_likelihoods() -> None:
+    model, _, theta, logits = _classifier("multi_label_classification", 4)
+    labels = (torch.arange(12).view(3, 4) % 3 == 0).double()
+    bernoulli = torch.distributions.Bernoulli(logits=logits).log_prob(labels).sum(-1)
+    with torch.no_grad(), attach(model, theta, subspace="last_block") as bayesian:
+        result = bayesian(**batch(), labels=labels, theta=theta)
+        output = bayesian(**batch(), labels=labels)
+    torch.testing.assert_close(result.loss, -bernoulli.sum(1), rtol=1e-10, atol=0)
+    assert result.num_terms.tolist() == [3, 3, 3]
+    torch.testing.assert_close(output.loss, (math.log(3) - bernoulli.logsumexp(0)).mean(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(output.logits, logits.sigmoid().mean(0).logit(), rtol=1e-8, atol=1e-10)
+
+
+def test_a_certain_label_keeps_a_finite_logit() -> None:
+    model = tiny_bert(problem_type="multi_label_classification")
+    with torch.no_grad():
+        model.classifier.bias.fill_(100.0)  # its probability rounds to 1
+        expected = model(**batch()).logits
+    with torch.no_grad(), attach(model, subspace="last_layer", num_members=2) as bayesian:
+        torch.testing.assert_close(bayesian(**batch()).logits, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("noise_std", [None, 0.0, -1.0])
+def test_regression_without_noise_is_refused_and_leaves_the_model_alone(noise_std: float | None) -> None:
+    model = tiny_bert(num_labels=1)
+    with unchanged(model), pytest.raises(ValueError, match=f"noise_std > 0, .* got {noise_std}"):
+        attach(model, subspace="last_block", noise_std=noise_std)
+
+
+def test_examples_without_a_label_are_no_terms() -> None:
+    model, layout, theta, subspace = prepared("bert-lora")
+    inputs = labelled("bert-lora")
+    inputs["labels"][1] = -100
+    losses, _ = separate_gradients(model, layout, theta, [inputs] * 3)
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        result = bayesian(**inputs, theta=theta)
+        statistics, _ = bayesian.evaluate_batch(inputs)
+    torch.testing.assert_close(result.loss, losses, rtol=1e-12, atol=0)
+    assert result.num_terms.tolist() == [2, 2, 2]
+    assert {len(values) for values in statistics.values()} == {2}
+
+
+def test_low_precision_logits_are_widened_before_their_likelihood() -> None:
+    logits, labels = torch.full((1, 1, 1), 1000.0, dtype=torch.bfloat16), torch.full((1, 1), 1001.0)
+    assert Normal(1.0).log_prob(logits, labels).dtype == torch.float32
+    expected = -0.5 - 0.5 * math.log(2 * math.pi)  # bfloat16 has no 1001
+    assert math.isclose(float(Normal(1.0).log_prob(logits, labels)), expected, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "gpt2-last-block", "bert-lora"])
+def test_statistics_of_evaluation_are_those_of_the_mixture(name: str) -> None:
+    model, layout, theta, subspace = prepared(name)
+    inputs = labelled(name)
+    logits = separate_logits(model, layout, theta, {k: v for k, v in inputs.items() if k != "labels"})
+    labels = inputs["labels"]
+    if name in CAUSAL:
+        logits, labels = logits[:, :, :-1].flatten(1, 2), labels[:, 1:].flatten()
+    terms = labels != -100
+    logits, labels = logits[:, terms], labels[terms]
+    chosen = logits.log_softmax(-1).gather(-1, labels.expand(3, -1)[..., None])[..., 0]
+    total, aleatoric, epistemic = entropies(logits)
+    confidence, best = mixture(logits).exp().max(-1)
+    with attach(model, theta, subspace=subspace) as bayesian:
+        statistics, none = bayesian.evaluate_batch(inputs)
+        with_logits, kept = bayesian.evaluate_batch(inputs, keep_logits=True)
+        expected_logits = bayesian(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+    expected = {"nll": math.log(3) - chosen.logsumexp(0), "member_nll": -chosen.mean(0), "total": total,
+                "aleatoric": aleatoric, "epistemic": epistemic, "confidence": confidence,
+                "correct": (best == labels).double()}  # fmt: skip
+    for key, value in expected.items():
+        torch.testing.assert_close(statistics[key].double(), value, rtol=1e-6, atol=1e-10)
+        torch.testing.assert_close(with_logits[key], statistics[key])
+    assert none is None
+    torch.testing.assert_close(kept, expected_logits)
+
+
+# -- attach and detach -----------------------------------------------------------------------------------------------
+
+
+class unchanged:
+    """Asserts that a model is, in the end, what it was: values, flags, hooks, attributes, config and answers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.before = model, self.state(model)
+
+    @staticmethod
+    def state(model: nn.Module) -> dict[str, Any]:
+        core = core_of(model)
+        with torch.no_grad():
+            answer = core(**batch()).logits
+        return {
+            "values": {name: value.clone() for name, value in model.state_dict().items()},
+            "answer": {"logits": answer},
+            "flags": {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)},
+            "identities": {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)},
+            "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+            "hooks": {
+                name: [dict(v) for k, v in sorted(vars(module).items()) if k.endswith("_hooks") and isinstance(v, dict)]
+                for name, module in model.named_modules()
+            },
+            "config": (core.config.to_dict(), core.config._attn_implementation),
+        }
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        after = self.state(self.model)
+        for part, before in self.before.items():
+            if part in ("values", "answer"):
+                assert before.keys() == after[part].keys()
+                assert all(torch.equal(before[key], after[part][key]) for key in before), part
+            else:
+                assert after[part] == before, part
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_detach_gives_the_model_back_exactly(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    with unchanged(model):
+        bayesian = attach(model, theta, subspace=subspace)
+        bayesian(**labelled(name), theta=theta.clone().requires_grad_()).loss.sum().backward()
+        assert bayesian.detach() is model
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-last-block", "bert-lora"])
+def test_an_error_in_a_forward_leaves_nothing_behind(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    last = [
+        module for module in core_of(model).modules() if type(module).__name__.endswith(("Attention", "SelfOutput"))
+    ][-1]
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    with unchanged(model):
+        with attach(model, theta, subspace=subspace) as bayesian:
+            expected = bayesian(**batch()).logits
+            handle = last.register_forward_pre_hook(broken)
+            with pytest.raises(RuntimeError, match="broken"):
+                bayesian(**batch())
+            handle.remove()
+            assert torch.equal(bayesian(**batch()).logits, expected)
+        with pytest.raises(RuntimeError, match="broken"), attach(model, theta, subspace=subspace):
+            broken()
+
+
+def _unsupported_in_the_middle() -> nn.Module:
+    model = tiny_llama()
+    gate = nn.Bilinear(2, 2, 2)
+    model.model.layers[1].mlp.gate = gate
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "subspace", "reason"),
+    [
+        (_unsupported_in_the_middle, ".", r"layers\.1\.mlp\.gate .*Bilinear"),
+        (lambda: with_lora(tiny_llama(), use_dora=True), "trainable", "Dora"),
+        (lambda: tiny_llama().requires_grad_(False), "trainable", "selects 0 parameters"),
+        (tiny_gpt2, "nowhere", "subspace='nowhere' selects 0 parameters"),
+    ],
+)
+def test_a_refused_attach_leaves_the_model_alone(make: Callable[[], nn.Module], subspace: str, reason: str) -> None:
+    model = make()
+    with unchanged(model), pytest.raises(ValueError, match=reason):
+        attach(model, subspace=subspace)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (5,), (3, 2, 5), "bfloat16"], ids=str)
+def test_members_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...] | str) -> None:
+    model = tiny_llama()
+    own = initial(model, select(model, "last_block"))[None]
+    theta = own.bfloat16() if shape == "bfloat16" else torch.zeros(shape)
+    with unchanged(model), pytest.raises(ValueError, match=r"theta must be float32 or float64 \[members, \d+\]"):
+        attach(model, theta, subspace="last_block")
+
+
+def test_checkpointing_switched_on_while_attached_is_switched_off_again() -> None:
+    model = with_lora(tiny_llama())
+    with unchanged(model), attach(model) as bayesian:
+        bayesian.activation_checkpointing_enable()
+        leaf = bayesian.theta.detach().requires_grad_()
+        bayesian.train()(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
+        bayesian.eval()
+
+
+def test_checkpointing_switched_on_before_stays_on() -> None:
+    model = tiny_llama()
+    model.activation_checkpointing_enable()
+    with unchanged(model):
+        attach(model, subspace="last_block").detach()
+    assert model.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-everything", "bert-lora-and-saved-head"])
+def test_a_deep_copy_is_a_model_of_its_own(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        expected = bayesian(**batch()).logits
+        twin = copy.deepcopy(bayesian)
+        twin.theta.data.mul_(2)
+        changed = twin(**batch()).logits
+        assert torch.equal(bayesian(**batch()).logits, expected)
+        assert relative_error(changed, expected) > 0.01
+        plain = twin.detach()
+        assert torch.equal(bayesian(**batch()).logits, expected)
+    with torch.no_grad():
+        assert torch.equal(core_of(plain)(**batch()).logits, core_of(model)(**batch()).logits)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in plain.modules())
+
+
+def test_a_model_attached_again_is_as_good_as_new() -> None:
+    model, _, theta, subspace = prepared("llama-lora-last-block")
+    answers = []
+    for _ in range(2):
+        with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+            answers.append(bayesian(**batch()).logits)
+    assert torch.equal(*answers)
+
+
+def test_the_attention_of_the_wrapped_model_stays_its_own() -> None:
+    model = tiny_llama(attn_implementation="eager")
+    with unchanged(model), attach(model, subspace="last_block") as bayesian:
+        assert bayesian.config._attn_implementation == "eager"
+
+
+def test_a_bayesian_model_is_not_saved_as_a_plain_one(tmp_path: Any) -> None:
+    with (
+        attach(tiny_llama(), subspace="last_block") as bayesian,
+        pytest.raises(ValueError, match="saved as a posterior"),
+    ):
+        bayesian.save_pretrained(tmp_path)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _t5(kind: type) -> nn.Module:
+    return kind(
+        T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, eos_token_id=EOS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: _t5(T5ForConditionalGeneration), "T5ForConditionalGeneration is an encoder-decoder model"),
+        (lambda: _t5(T5ForSequenceClassification), "T5ForSequenceClassification is an encoder-decoder model"),
+        (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
+    ],
+    ids=["t5", "t5 classifier", "plain module"],
+)
+def test_models_of_another_kind_are_refused_by_name(make: Callable[[], nn.Module], reason: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=reason):
+        attach(model, subspace=".")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_backbone_that_answers_no_logits_is_refused() -> None:
+    model = attach(GPT2Model(tiny_gpt2().config), subspace="last_block")
+    with pytest.raises(ValueError, match="GPT2Model answers no logits"):
+        model(**batch())
+
+
+def test_calling_the_wrapped_model_past_its_members_is_refused() -> None:
+    model = tiny_llama()
+    with (
+        attach(model, subspace="last_layer"),
+        pytest.raises(RuntimeError, match=r"lm_head.weight is random: call the Bay"),
+    ):
+        model(**batch())
+
+
+def test_a_parameter_that_no_forward_reads_is_named() -> None:
+    model = tiny_llama()
+    model.model.layers[1].spare = nn.Linear(2, 2)
+    with attach(model, subspace=r"layers\.1\.") as bayesian, pytest.raises(ValueError, match=r"first .*spare.bias"):
+        bayesian(**labelled("llama-lora"), theta=bayesian.theta)
+
+
+def test_tied_weights_are_one_random_tensor() -> None:
+    model = tiny_gpt2()
+    with attach(model, subspace="lm_head|wte", num_members=2) as bayesian:
+        assert bayesian.layout.names == ("transformer.wte.weight",)
+        assert bayesian.theta.shape == (2, VOCABULARY * 16)
+
+
+def test_memory_of_a_forward_is_bounded_by_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_bayes.members.engine.FOLDED_ROWS", 50)  # 7 positions x 3 rows: two members a pass
+    rows: list[int] = []
+    model, _, theta, subspace = prepared("llama-lora", num_members=5)
+    handle = core_of(model).model.norm.register_forward_hook(lambda _, args, __: rows.append(args[0].shape[0]))
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        bayesian(**batch())
+    handle.remove()
+    assert rows == [6, 6, 3]
+
+
+def test_both_kinds_of_model_say_what_they_are() -> None:
+    for name in ("llama-lora", "bert-lora"):
+        model, _, theta, subspace = prepared(name)
+        with attach(model, theta, subspace=subspace) as bayesian:
+            assert isinstance(bayesian, BayesianModel)
+            assert isinstance(bayesian, BayesianModelForCausalLM) == (name not in CLASSIFIERS)
+            assert bayesian.num_members == 3
+            assert bayesian.core is core_of(model)
