@@ -9,9 +9,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hf_bayes.artifact import Posterior
+    from hf_bayes.attaching import attach
+    from hf_bayes.causal_lm import BayesianModelForCausalLM
+    from hf_bayes.classification import BayesianModelForSequenceClassification
     from hf_bayes.methods import METHODS
-    from hf_bayes.model import BayesianModelForCausalLM, BayesianModelForSequenceClassification, attach
     from hf_bayes.pipelines import pipeline
+    from hf_bayes.records import UncertaintyStreamer
     from hf_bayes.rendering import print_record, to_html, to_terminal
     from hf_bayes.sampling import sample
     from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
@@ -21,9 +24,10 @@ if TYPE_CHECKING:
 _WHERE = {
     "METHODS": "methods",
     "Posterior": "artifact",
-    "BayesianModelForCausalLM": "model",
-    "BayesianModelForSequenceClassification": "model",
-    "attach": "model",
+    "BayesianModelForCausalLM": "causal_lm",
+    "BayesianModelForSequenceClassification": "classification",
+    "UncertaintyStreamer": "records",
+    "attach": "attaching",
     "pipeline": "pipelines",
     "print_record": "rendering",
     "to_html": "rendering",
@@ -37,9 +41,24 @@ _WHERE = {
 }
 """Public name -> module. Loaded when first asked for, so that the mathematics imports without transformers."""
 
-__all__ = ["METHODS", "BayesianModelForCausalLM", "BayesianModelForSequenceClassification", "BayesianTrainer",
-           "BayesianTrainerMixin", "BayesianTrainingArguments", "Posterior", "attach", "decompose", "mixture", "pipeline",
-           "print_record", "sample", "to_html", "to_terminal"]  # fmt: skip
+__all__ = [
+    "METHODS",
+    "BayesianModelForCausalLM",
+    "BayesianModelForSequenceClassification",
+    "BayesianTrainer",
+    "BayesianTrainerMixin",
+    "BayesianTrainingArguments",
+    "Posterior",
+    "UncertaintyStreamer",
+    "attach",
+    "decompose",
+    "mixture",
+    "pipeline",
+    "print_record",
+    "sample",
+    "to_html",
+    "to_terminal",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ _HEAD = ("problem_type", "pad_token_id")
 def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
     """The ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
 
-    Random parameters are left out of the fingerprint: their values are the posterior's, and a fresh head's are nobody's.
+    Random parameters are left out of the fingerprint: their values are the posterior's (a fresh head's are nobody's).
     """
     config = core.config
     return {
@@ -55,7 +55,7 @@ def head_settings(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Over vocabulary, merges and normalisation; padding and truncation are settings of a call, not of the tokenizer."""
+    """Over vocabulary, merges and normalisation; padding and truncation are settings of a call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return fingerprint_json(tokenizer.get_vocab())

@@ -73,7 +73,7 @@ class MethodConfig:
 
     @property
     def prior_weight(self) -> float:
-        """The factor of U_prior in what samplers run on at temperature T: 1, or T when only the likelihood is tempered."""
+        """The factor of U_prior in what samplers run on at temperature T: T when only the likelihood is tempered."""
         return self.temperature if self.temper == "likelihood" else 1.0
 
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:

@@ -1,4 +1,4 @@
-"""U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set: the Gaussian prior and its tempered gradient."""
+"""U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set: the Gaussian prior, tempered gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FlatPrior:
 
 
 def energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight: float = 1.0) -> Tensor:
-    """[M]: U_lik + prior_weight * U_prior, what a method at temperature T runs on (see ``MethodConfig.prior_weight``)."""
+    """[M]: U_lik + prior_weight * U_prior, what a method at temperature T runs on (``MethodConfig.prior_weight``)."""
     return -evaluation.log_lik - prior_weight * prior.log_prob(theta)
 
 

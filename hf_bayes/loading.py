@@ -51,7 +51,7 @@ def load(
     posterior = Posterior.from_pretrained(directory_or_repo, revision=revision, subfolder=subfolder, token=token)
     if posterior.config.task != task:
         raise ValueError(
-            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with the class of that task"
+            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with that task's class"
         )
     model, recorded = _load_base(posterior, base_model, token, device_map, trust_remote_code)
     if posterior.adapter_config is not None:
@@ -65,8 +65,8 @@ def load(
         problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
         if problems:
             raise ValueError(
-                f"{directory_or_repo} belongs to another base model: it has {'; '.join(problems)}. Give the right one as "
-                "base_model=, or pass check_base=False if you know that the difference does not matter"
+                f"{directory_or_repo} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
+                "as base_model=, or pass check_base=False if you know that the difference does not matter"
             )
     if dtype is not None and dtype != "auto":
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -34,10 +34,12 @@ from transformers import (
 )
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.generation import Scores
 from hf_bayes.likelihood import Normal
 from hf_bayes.loading import check_tokenizer, load_tokenizer
-from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, BayesianModelForSequenceClassification
+from hf_bayes.model import BayesianModel
 from hf_bayes.records import PARTS, Record, UncertaintyStreamer, scored
 
 

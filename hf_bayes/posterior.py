@@ -78,7 +78,8 @@ class Gaussian:
     def __post_init__(self) -> None:
         if self.means.ndim != 2 or self.means.shape != self.stds.shape:
             raise ValueError(
-                f"Gaussian needs means and stds of one shape [K, d], got {list(self.means.shape)}, {list(self.stds.shape)}"
+                f"Gaussian needs means and stds of one shape [K, d], got {list(self.means.shape)} and "
+                f"{list(self.stds.shape)}"
             )
         if not bool((self.stds > 0).all()):
             raise ValueError("Gaussian needs positive stds")
@@ -101,7 +102,7 @@ class Gaussian:
         return self._component_log_probs(theta).logsumexp(1) - math.log(len(self.means))
 
     def grad(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M, d], the gradient of ``log_prob``: responsibilities times each component's own gradient."""
+        """[M, d] -> [M, d], the gradient of ``log_prob``."""
         responsibility = self._component_log_probs(theta).softmax(1)
         own = (self.means - theta[:, None]) / self.stds.square()
         return (responsibility[..., None] * own).sum(1)

@@ -1,4 +1,4 @@
-"""``posterior_config.json``: what a posterior says of itself. Unknown keys, missing keys and wrong values are errors."""
+"""``posterior_config.json``: what a posterior says of itself. Unknown and missing keys are errors."""
 
 from __future__ import annotations
 

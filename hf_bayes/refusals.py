@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from peft import PeftModel
-from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
@@ -31,8 +30,9 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if args.weight_decay:
         raise ValueError(
-            f"{method.name} needs weight_decay=0 (got {args.weight_decay}): the prior is part of the method and would be "
-            "counted twice. Set prior_std in the method's config (weight decay w on the mean loss is prior_std = 1/sqrt(N w))"
+            f"{method.name} needs weight_decay=0 (got {args.weight_decay}): the prior is part of the method and would "
+            "be counted twice. Set prior_std in the method's config (weight decay w on the mean loss is "
+            "prior_std = 1/sqrt(N w))"
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -89,13 +89,3 @@ def refuse_frozen_adapter(model: BayesianModel) -> None:
             f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
             "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
         )
-
-
-def unmatched_targets(model: nn.Module) -> list[str]:
-    """LoRA targets that name no module of the model: peft says nothing as long as another one does."""
-    config = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
-    targets = getattr(config, "target_modules", None)
-    if not isinstance(targets, (set, list, tuple)):
-        return []
-    names = [name for name, _ in model.named_modules()]
-    return sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))

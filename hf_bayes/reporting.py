@@ -15,7 +15,6 @@ from hf_bayes.energy import GaussianPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.priors import lora_prior_ratio
-from hf_bayes.refusals import unmatched_targets
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -64,9 +63,6 @@ class ReportingMixin(_Trainer):
                     ratio, config.prior_std,
                     (config.prior_std if isinstance(config.prior_std, (int, float)) else 1.0) / ratio**0.5,
                 )  # fmt: skip
-        unmatched = unmatched_targets(self.bayesian.model)
-        if unmatched:
-            logger.warning("LoRA target_modules %s match no module of the model: nothing is sampled there", unmatched)
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             logger.info("temperature 0: this run optimises towards %s, it draws no posterior samples", what)

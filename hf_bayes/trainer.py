@@ -17,12 +17,14 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, SchedulerType, Trainer
 
 from hf_bayes import checkpoints
+from hf_bayes.attaching import attach
 from hf_bayes.batches import ChainBatches, FullPasses, count_terms
+from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.config import MethodConfig
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.likelihood import Categorical
 from hf_bayes.methods import build
-from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, attach
+from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import refuse_arguments, refuse_frozen_adapter, require_rows
@@ -228,8 +230,8 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
                 if not 0 <= factor(step) <= 1 + 1e-9:
                     raise ValueError(
                         f"lr_scheduler_type={SchedulerType(self.args.lr_scheduler_type).value!r} gives a learning "
-                        f"rate of {factor(step) * self.args.learning_rate:g} at step {step + 1}: it must stay within 0 and "
-                        f"learning_rate={self.args.learning_rate:g}, the peak that frictions are fixed for. Change "
+                        f"rate of {factor(step) * self.args.learning_rate:g} at step {step + 1}: it must stay within "
+                        f"0 and learning_rate={self.args.learning_rate:g}, the peak that frictions are fixed for. Change "
                         "lr_scheduler_kwargs"
                     )
         return scheduler

@@ -48,3 +48,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def causal_lm(request: pytest.FixtureRequest) -> Callable[..., PreTrainedModel]:
     """The builder of a tiny causal language model, one architecture after the other."""
     return models.CAUSAL_LMS[request.param]
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Name functions among parameters: their address would differ from worker to worker."""
+    return getattr(val, "__name__", None) if callable(val) else None

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from hf_bayes import model as model_module
+from hf_bayes import causal_lm
+from hf_bayes.attaching import attach
+from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.generation import GenerationTrace, TokenRecord, record, to_scores
-from hf_bayes.model import BayesianModelForCausalLM, attach
 from hf_bayes.subspace import Layout, select
 from hf_bayes.uncertainty import Prediction, predict
 from tests.members.reference import entropies, mixture, scattered, separate_logits
@@ -425,7 +426,7 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
     model, layout, theta = prepared("gpt2-last-block")
     sequences = looped(model, layout, theta, batch(), greedy)
     expected = brute_force_scores(model, layout, theta, sequences, batch()["attention_mask"], [STEPS] * 3)
-    monkeypatch.setattr(model_module, "predict", mixed_logits)
+    monkeypatch.setattr(causal_lm, "predict", mixed_logits)
     with attached("gpt2-last-block", model, theta) as bayesian:
         output = generate(bayesian, batch())
     assert not torch.equal(output.sequences, sequences)

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Model, T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
 
-from hf_bayes import model as model_module
+from hf_bayes import classification
+from hf_bayes.attaching import attach
+from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.likelihood import Normal
-from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, attach
+from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import initial, select
 from hf_bayes.uncertainty import Prediction, predict
 from tests.members.reference import (
@@ -60,7 +62,7 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
 
     model, layout, theta, subspace = prepared("bert-lora")
     expected = mixture(separate_logits(model, layout, theta, batch()))
-    monkeypatch.setattr(model_module, "predict", mixed_logits)
+    monkeypatch.setattr(classification, "predict", mixed_logits)
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         assert relative_error(bayesian(**batch()).logits, expected) > 0.01
 

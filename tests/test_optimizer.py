@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback
 
+from hf_bayes.attaching import attach
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.methods import METHODS, build
-from hf_bayes.model import attach
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig

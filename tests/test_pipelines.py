@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, TextGenerationPipeline, TextStreamer
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.attaching import attach
 from hf_bayes.base_model import fingerprint_tokenizer
-from hf_bayes.model import BayesianModel, BayesianModelForCausalLM, attach
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.records import UncertaintyStreamer
 from tests import models

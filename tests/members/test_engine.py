@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.attaching import attach
 from hf_bayes.members import Members
 from hf_bayes.members import engine as engine_module
 from hf_bayes.members.context import Context
-from hf_bayes.model import BayesianModel, attach
+from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import Layout, select
 from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled

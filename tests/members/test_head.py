@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_bayes.attaching import attach
 from hf_bayes.members import head as head_module
-from hf_bayes.model import attach
 from hf_bayes.subspace import select
 from tests.members.reference import mixture, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import SUBJECTS, gemma2, labelled

@@ -9,9 +9,9 @@ import torch
 from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from torch import nn
 
+from hf_bayes.attaching import attach
 from hf_bayes.members import Members
 from hf_bayes.members.stacked import Stacked
-from hf_bayes.model import attach
 from hf_bayes.subspace import select
 from tests.members.reference import core_of, relative_error, scattered
 from tests.models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
@@ -41,7 +41,6 @@ class Small(nn.Module):
         (nn.Embedding(6, 4), torch.arange(6).view(2, 3)),
         (nn.Embedding(6, 4), torch.arange(3)[None]),
     ],
-    ids=str,
 )
 def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Module, x: torch.Tensor) -> None:
     model = Small(inner).double()

@@ -14,14 +14,19 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from hf_bayes.attaching import attach
 from hf_bayes.members import Members
 from hf_bayes.members.trunk import num_positions_of, num_rows_of, repeat_rows
-from hf_bayes.model import attach
 from hf_bayes.subspace import Layout, select
 from tests import models
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_logits
 from tests.members.subjects import SUBJECTS, labelled
 from tests.models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+
+def words(value: object) -> str | None:
+    """Of a parameter; functions are named by conftest."""
+    return None if callable(value) else str(value)
 
 
 def engine_of(model: nn.Module, subspace: str = "trainable", num_members: int = 4) -> tuple[Members, Layout, Tensor]:
@@ -60,7 +65,7 @@ def rows_seen(engine: Members, theta: Tensor, inputs: dict[str, Tensor], suffix:
         (lambda: tiny_bert(num_hidden_layers=3), "last_block", "attention.self.query", 2),
         (lambda: tiny_bert(num_hidden_layers=3), "classifier", "attention.self.query", 3),
     ],
-    ids=str,
+    ids=words,
 )
 def test_trunk_runs_once_for_all_members(make: Callable[[], nn.Module], subspace: str, norm: str, trunk: int) -> None:
     engine, _, theta = engine_of(make(), subspace)
@@ -147,7 +152,7 @@ def deberta(**fields: object) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "subspace", "trunk"), [(bloom, "last_block", 0), (deberta, r"layer\.2\.output", 2)], ids=str
+    ("make", "subspace", "trunk"), [(bloom, "last_block", 0), (deberta, r"layer\.2\.output", 2)], ids=words
 )
 def test_other_tensors_of_as_many_rows_are_not_cut(make: Callable[[], nn.Module], subspace: str, trunk: int) -> None:
     model = make()

@@ -1,0 +1,42 @@
+"""A member axis for a model that is already there."""
+
+from __future__ import annotations
+
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.model import BayesianModel
+from hf_bayes.subspace import initial, select
+
+
+def attach(
+    model: nn.Module,
+    theta: Tensor | None = None,
+    *,
+    subspace: str = "trainable",
+    num_members: int = 1,
+    trunk: bool = True,
+    noise_std: float | None = None,
+) -> BayesianModel:
+    """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
+
+    Args:
+        model: a causal language model or a sequence classifier; nothing in it is changed but forwards and hooks.
+        theta: [M, d] members; None means ``num_members`` copies of the model's own values.
+        subspace: which parameters are random (see ``subspace.select``).
+        num_members: M, where theta is not given.
+        trunk: run the layers before the first random one once for all members.
+        noise_std: of a regression head's Gaussian likelihood.
+    Raises:
+        ValueError: for what cannot be stacked, naming it; the model is then as it was.
+    """
+    layout = select(model, subspace)
+    if theta is None:
+        theta = initial(model, layout).expand(num_members, -1).clone()
+    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(core, PreTrainedModel) and core.can_generate():
+        return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
+    return BayesianModelForSequenceClassification(model, layout, theta, trunk=trunk, noise_std=noise_std)
