@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+
+from hf_bayes.data import Window, labelled_text, load_splits, token_windows, window_spans
+from hf_bayes.likelihood import IGNORE
+from tests.models import TEXTS
+
+LENGTHS = [(8, 0), (8, 3), (8, 7), (2, 1), (64, 16)]
+
+
+def counted(windows: list[Window]) -> Counter[int]:
+    return Counter(token for window in windows for token in range(window.loss_start, window.end))
+
+
+@pytest.mark.parametrize(("length", "overlap"), LENGTHS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 15, 16, 17, 100])
+def test_every_token_counts_once_when_the_loss_is_as_long_as_the_step(
+    num_tokens: int, length: int, overlap: int
+) -> None:
+    windows = window_spans(num_tokens, length=length, overlap=overlap)
+    assert counted(windows) == Counter(range(num_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [299, 300, 301, 500, 501, 2345])
+def test_windows_of_the_paper_give_every_counted_token_250_tokens_of_context(num_tokens: int) -> None:
+    windows = window_spans(num_tokens, length=300, overlap=100, loss_tokens=50, score_start=False)
+    whole = [window for window in windows if window.end - window.start == 300]
+    assert len(whole) == len(windows) or num_tokens < 300
+    assert all(window.end - window.loss_start <= 50 for window in windows)
+    assert all(window.loss_start - window.start >= 250 for window in whole)
+    assert max(counted(windows).values()) == 1
+    starts = [window.start for window in windows]
+    assert starts[:-1] == [200 * i for i in range(len(starts) - 1)]
+
+
+@pytest.mark.parametrize(("length", "overlap"), LENGTHS)
+def test_the_last_window_is_as_long_as_the_others(length: int, overlap: int) -> None:
+    windows = window_spans(101, length=length, overlap=overlap)
+    assert {window.end - window.start for window in windows} == {length}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"length": 1}, "length >= 2"),
+        ({"length": 8, "overlap": 8}, "overlap < length"),
+        ({"length": 8, "overlap": -1}, "0 <= overlap"),
+        ({"length": 8, "overlap": 4, "loss_tokens": 5}, "more than once"),
+        ({"length": 8, "loss_tokens": 0}, "between 1 and"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        window_spans(10, **lengths)
+
+
+def texts(*rows: str) -> Dataset:
+    return Dataset.from_dict({"text": list(rows)})
+
+
+def labelled(windows: Dataset) -> list[int]:
+    return sorted(label for row in windows["labels"] for label in row if label != IGNORE)
+
+
+def test_labels_are_the_tokens_and_the_mask_is_full(tokenizer: PreTrainedTokenizerFast) -> None:
+    for row in token_windows(texts(*TEXTS), tokenizer, length=12, overlap=5, loss_tokens=4):
+        assert row["attention_mask"] == [1] * len(row["input_ids"])
+        pairs = zip(row["input_ids"], row["labels"], strict=True)
+        assert all(label in (IGNORE, token) for token, label in pairs)
+        assert row["labels"][0] == IGNORE
+
+
+def test_every_token_of_every_text_but_its_first_is_a_label_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    windows = token_windows(texts(*TEXTS), tokenizer, length=12, overlap=5)
+    assert labelled(windows) == sorted(token for text in TEXTS for token in tokenizer(text)["input_ids"][1:])
+
+
+def test_joined_texts_are_one_text_with_separators(tokenizer: PreTrainedTokenizerFast) -> None:
+    windows = token_windows(texts(*TEXTS), tokenizer, length=12, overlap=5, join=True)
+    stream = [token for text in TEXTS for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert labelled(windows) == sorted(stream[1:])
+    assert {len(row) for row in windows["input_ids"]} == {12}
+
+
+def test_joining_without_an_end_of_sequence_token_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    class NoEnd:
+        eos_token_id = None
+
+    with pytest.raises(ValueError, match="end-of-sequence token"):
+        token_windows(texts(*TEXTS), NoEnd(), length=12, join=True)
+
+
+def test_texts_without_a_token_to_predict_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="are they empty"):
+        token_windows(texts("", "a"), tokenizer, length=12)
+
+
+def test_windows_collate_with_padding_out_of_the_loss(tokenizer: PreTrainedTokenizerFast) -> None:
+    windows = token_windows(texts("A chain.", TEXTS[0]), tokenizer, length=16)
+    batch = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORE)(list(windows))
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORE).all()
+    assert (batch["attention_mask"] == 0).any()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("\n".join(map(json.dumps, rows)))
+        case ".csv":
+            path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
+        case ".txt":
+            path.write_text("\n".join(row["text"] for row in rows))
+    return str(path)
+
+
+ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in range(20)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_missing_validation_split_is_a_fixed_share_of_the_rows(tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    splits = load_splits(file, validation_fraction=0.2)
+    assert (len(splits["train"]), len(splits["validation"])) == (16, 4)
+    assert {*splits["train"]["text"], *splits["validation"]["text"]} == {row["text"] for row in ROWS}
+    assert load_splits(file, validation_fraction=0.2)["validation"]["text"] == splits["validation"]["text"]
+    assert load_splits(file, validation_fraction=0.2, seed=1)["validation"]["text"] != splits["validation"]["text"]
+
+
+def test_one_text_is_cut_at_a_line_end_and_nothing_is_lost(tmp_path: Path) -> None:
+    content = "\n".join(f"line {i} of the book" for i in range(100))
+    (tmp_path / "book.txt").write_text(content)
+    splits = load_splits(str(tmp_path / "book.txt"), validation_fraction=0.15)
+    head, tail = splits["train"][0]["text"], splits["validation"][0]["text"]
+    assert head + tail == content
+    assert tail.startswith("line")
+    assert len(tail) / len(content) == pytest.approx(0.15, abs=0.02)
+
+
+def test_files_and_globs_are_splits_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS[:5])
+    write(tmp_path / "b.jsonl", ROWS[5:12])
+    held_out = write(tmp_path / "held-out.jsonl", ROWS[12:])
+    splits = load_splits(str(tmp_path / "?.jsonl"), validation_file=held_out)
+    assert (len(splits["train"]), len(splits["validation"])) == (12, 8)
+
+
+def test_text_files_are_one_text_each(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write(tmp_path / f"{name}.txt", ROWS)
+    splits = load_splits(str(tmp_path / "*.txt"), validation_fraction=0.3)
+    assert (len(splits["train"]), len(splits["validation"])) == (2, 1)
+
+
+def test_bad_data_is_refused(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "letter.txt").write_text("w")
+    (tmp_path / "notes.md").write_text("text")
+    with pytest.raises(FileNotFoundError, match=r"no file matches .*nowhere\.csv"):
+        load_splits(str(tmp_path / "nowhere.csv"))
+    with pytest.raises(ValueError, match=r"empty\.jsonl is empty"):
+        load_splits(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(ValueError, match="no column 'body', only text, label"):
+        load_splits(rows, text_column="body")
+    with pytest.raises(ValueError, match="between 0 and 1, got 1"):
+        load_splits(rows, validation_fraction=1.0)
+    with pytest.raises(ValueError, match="too short to hold out a part"):
+        load_splits(str(tmp_path / "letter.txt"))
+    with pytest.raises(ValueError, match="all be of one format"):
+        load_splits(rows, validation_file=str(tmp_path / "notes.md"))
+    with pytest.raises(ValueError, match="goes with a local training file"):
+        load_splits("someone/dataset", validation_file=rows)
+
+
+@pytest.fixture
+def splits() -> DatasetDict:
+    return DatasetDict(train=Dataset.from_list(ROWS[:15]), validation=Dataset.from_list(ROWS[15:]))
+
+
+def test_classes_are_the_sorted_labels_of_the_training_split(
+    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    encoded, names = labelled_text(splits, tokenizer)
+    assert names == ["even", "odd"]
+    assert encoded["validation"]["labels"] == [1, 0, 1, 0, 1]
+    assert set(encoded["train"].column_names) == {"input_ids", "attention_mask", "labels"}
+    assert encoded["train"][0]["input_ids"] == tokenizer("text 0")["input_ids"]
+
+
+def test_integer_labels_with_gaps_are_mapped_to_classes(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": "a", "label": 7}, {"text": "b", "label": -1}, {"text": "c", "label": 7}]
+    encoded, names = labelled_text(DatasetDict(train=Dataset.from_list(rows)), tokenizer)
+    assert names == ["-1", "7"]
+    assert encoded["train"]["labels"] == [1, 0, 1]
+
+
+def test_the_names_of_a_class_label_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes", "perhaps"])})
+    train = Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    encoded, names = labelled_text(DatasetDict(train=train), tokenizer)
+    assert names == ["no", "yes", "perhaps"]
+    assert encoded["train"]["labels"] == [1, 0]
+
+
+def test_texts_are_cut_at_max_length(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded, _ = labelled_text(splits, tokenizer, max_length=2)
+    assert {len(ids) for ids in encoded["train"]["input_ids"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("label", "message"), [("neither", "row 0 of the split 'validation' has the label 'neither'"), (None, "label None")]
+)
+def test_a_label_without_a_class_is_refused(
+    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast, label: str | None, message: str
+) -> None:
+    features = Features({"text": Value("string"), "label": Value("string")})
+    splits["validation"] = Dataset.from_list([{"text": "x", "label": label}], features=features)
+    with pytest.raises(ValueError, match=message):
+        labelled_text(splits, tokenizer)
+
+
+def test_one_class_or_fractions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    for labels, message in (["a", "a"], "two classes or more"), ([0.5, 1.0], "integers or strings"):
+        data = DatasetDict(train=Dataset.from_dict({"text": ["x", "y"], "label": labels}))
+        with pytest.raises(ValueError, match=message):
+            labelled_text(data, tokenizer)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that no build folder appears in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "hf_bayes", source / "hf_bayes", ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(target.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"hf_bayes", f"hf_bayes-{PYPROJECT['project']['version']}.dist-info"}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_bayes").rglob("*.py")}
+    assert files <= set(names)
+    assert "hf_bayes/py.typed" in names
+
+
+def test_installed_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    paths = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    site = Path(paths.stdout.strip())
+    zipfile.ZipFile(wheel).extractall(site)
+    # The dependencies that are already here, appended after the wheel's own folder. A .pth line inside that folder is
+    # not followed (site handles .pth of site directories only), so an editable install of the checkout stays out.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    program = """
+import hf_bayes, importlib.metadata, importlib.resources, sys
+print(hf_bayes.__file__)
+print(importlib.metadata.version("hf-bayes"))
+print(len([t for t in importlib.resources.files("hf_bayes").joinpath("templates").iterdir() if t.read_text().strip()]))
+"""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([str(python), "-c", program], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    file, version, templates = done.stdout.split()
+    assert Path(file).is_relative_to(environment)
+    assert version == PYPROJECT["project"]["version"]
+    assert int(templates) >= 1
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pinned = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    names = {name.lower().replace("_", "-") for name in pinned}
+    project = PYPROJECT["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    missing = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted} - names
+    assert not missing
+
+
+def test_importing_the_types_needs_no_transformers() -> None:
+    program = (
+        "import hf_bayes.types, hf_bayes.rng, sys; print([m for m in ('transformers', 'peft') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_script_is_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("line", ["import hf_bayes.model", "import transformers"], ids=["upwards", "outside"])
+def test_import_linter_catches_a_forbidden_import(line: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "hf_bayes", tmp_path / "hf_bayes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    program = (
+        "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(config_filename='pyproject.toml'))"
+    )
+
+    def lint() -> int:
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+        ).returncode
+
+    assert lint() == 0
+    with (tmp_path / "hf_bayes" / "rng.py").open("a") as file:
+        file.write(line + "\n")
+    assert lint() != 0
