@@ -51,7 +51,7 @@ def load(
     posterior = Posterior.from_pretrained(directory_or_repo, revision=revision, subfolder=subfolder, token=token)
     if posterior.config.task != task:
         raise ValueError(
-            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with that task's class"
+            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with that class"
         )
     model, recorded = _load_base(posterior, base_model, token, device_map, trust_remote_code)
     if posterior.adapter_config is not None:

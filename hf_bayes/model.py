@@ -121,11 +121,19 @@ class BayesianModel(PreTrainedModel):
     def get_output_embeddings(self) -> nn.Module | None:
         return self.core.get_output_embeddings()
 
+    # transformers has both names: from 5.23 on Trainer calls the first, before it the second
+
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.members.checkpointing.enable(*args, **kwargs)
+        self.members.checkpointing.enable(self.core.activation_checkpointing_enable, *args, **kwargs)
 
     def activation_checkpointing_disable(self) -> None:
         self.core.activation_checkpointing_disable()
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        self.members.checkpointing.enable(self.core.gradient_checkpointing_enable, *args, **kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.core.gradient_checkpointing_disable()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
@@ -162,9 +170,18 @@ class BayesianModel(PreTrainedModel):
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
         model, layout, theta, posterior = load(
-            directory_or_repo, cls.task, members=members, revision=revision, subfolder=subfolder, token=token,
-            dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, base_model=base_model, check_base=check_base,
-        )  # fmt: skip
+            directory_or_repo,
+            cls.task,
+            members=members,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            base_model=base_model,
+            check_base=check_base,
+        )
         bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
         bayesian.posterior = posterior
         return bayesian.eval()

@@ -230,9 +230,9 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
                 if not 0 <= factor(step) <= 1 + 1e-9:
                     raise ValueError(
                         f"lr_scheduler_type={SchedulerType(self.args.lr_scheduler_type).value!r} gives a learning "
-                        f"rate of {factor(step) * self.args.learning_rate:g} at step {step + 1}: it must stay within "
-                        f"0 and learning_rate={self.args.learning_rate:g}, the peak that frictions are fixed for. Change "
-                        "lr_scheduler_kwargs"
+                        f"rate of {factor(step) * self.args.learning_rate:g} at step {step + 1}: it must stay "
+                        f"within 0 and learning_rate={self.args.learning_rate:g}, the peak that frictions are "
+                        "fixed for. Change lr_scheduler_kwargs"
                     )
         return scheduler
 
@@ -261,7 +261,7 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Forward and backward of a micro-batch, a few members at a time. Returns its share of the mean loss per term."""
+        """Forward and backward of a micro-batch, a few members at a time: its share of the mean loss per term."""
         chains = self._chains_optimizer
         self._micro = 0 if chains.begins_update else self._micro + 1
         assert num_items_in_batch is not None

@@ -1,4 +1,4 @@
-"""The protocols every method speaks: Evaluation in, State along, draws out (DESIGN of the member axis: theta is [M, d]).
+"""The protocols every method speaks: Evaluation in, State along, draws out, theta always [M, d].
 
 A *member* is a chain of a sampler, a member of an ensemble or a Monte Carlo draw: one row of ``theta``. Energies and
 log-likelihoods are in nats on the full data set; nothing here is divided by N.

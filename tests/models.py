@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -159,3 +159,13 @@ def batch(rows: int = 3, length: int = 7, seed: int = 0, padding: str | None = N
             mask[row, padded] = 0
         ids[mask == 0] = PAD
     return {"input_ids": ids, "attention_mask": mask}
+
+
+_NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
+"""What the installed transformers calls it."""
+
+
+def switch_on_checkpointing(model: nn.Module, *args: object) -> None:
+    """``model.activation_checkpointing_enable``, by the name of the installed transformers."""
+    getattr(model, f"{CHECKPOINTING}_enable")(*args)

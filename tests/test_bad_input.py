@@ -29,7 +29,7 @@ from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
-from tests.models import PAD, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.models import CHECKPOINTING, PAD, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 NAN = float("nan")
 
@@ -355,7 +355,7 @@ REFUSED = [
     Refused(
         "-",
         "reentrant checkpointing",
-        training(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}),
+        training(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}),
         ("use_reentrant=False",),
     ),
     Refused("-", "a misspelt field", config(nun_chains=3), ("nun_chains",), TypeError),

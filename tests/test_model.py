@@ -28,7 +28,17 @@ from tests.members.reference import (
     separate_logits,
 )
 from tests.members.subjects import CAUSAL, CLASSIFIERS, SUBJECTS, labelled
-from tests.models import EOS, VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.models import (
+    CHECKPOINTING,
+    EOS,
+    VOCABULARY,
+    batch,
+    switch_on_checkpointing,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    with_lora,
+)
 
 # float64 but for transformers' Llama, which normalises and rotates in float32
 TOLERANCE = 2e-5
@@ -382,7 +392,7 @@ def test_members_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...] | 
 def test_checkpointing_switched_on_while_attached_is_switched_off_again() -> None:
     model = with_lora(tiny_llama())
     with unchanged(model), attach(model) as bayesian:
-        bayesian.activation_checkpointing_enable()
+        switch_on_checkpointing(bayesian)
         leaf = bayesian.theta.detach().requires_grad_()
         bayesian.train()(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
         bayesian.eval()
@@ -390,10 +400,10 @@ def test_checkpointing_switched_on_while_attached_is_switched_off_again() -> Non
 
 def test_checkpointing_switched_on_before_stays_on() -> None:
     model = tiny_llama()
-    model.activation_checkpointing_enable()
+    switch_on_checkpointing(model)
     with unchanged(model):
         attach(model, subspace="last_block").detach()
-    assert model.is_activation_checkpointing
+    assert getattr(model, f"is_{CHECKPOINTING}")
 
 
 @pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-everything", "bert-lora-and-saved-head"])

@@ -18,7 +18,7 @@ from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
 from hf_bayes.types import Evaluation, Rule, locate_at_theta
 from tests import runs
-from tests.models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 # -- the gradient that a rule receives -------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ VARIANTS = {
     "one member at a time": {"members_per_pass": 1},
     "two members at a time": {"members_per_pass": 2},
     "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "activation checkpointing": {"activation_checkpointing": True},
+    "activation checkpointing": {CHECKPOINTING: True},
     "bf16": {"bf16": True},
 }
 

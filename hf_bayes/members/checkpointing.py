@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,10 @@ class Checkpointing:
             vars(module).update(state)
         self.before = []
 
-    def enable(self, *args: Any, **kwargs: Any) -> None:
-        """As ``core.activation_checkpointing_enable``."""
+    def enable(self, switch_on: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call the core's own method that switches checkpointing on, then ``adopt``."""
         hooks = vars(self.core).get("_require_grads_hooks")
-        self.core.activation_checkpointing_enable(*args, **kwargs)
+        switch_on(*args, **kwargs)
         if not hooks:  # these let embeddings require grad, for reentrant checkpointing: a backward through the trunk
             self.core.disable_input_require_grads()
         if hooks is None:

@@ -14,7 +14,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import Layout, select
 from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled
-from tests.models import PAD, batch, tiny_llama, with_lora
+from tests.models import PAD, batch, switch_on_checkpointing, tiny_llama, with_lora
 
 # A tiny model adds up a few hundred products per number: rounding of float32 (6e-8) and float64 (1e-16), times 100.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -124,10 +124,10 @@ def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -
     with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         expected = gradients(bayesian)
     if enabled == "before attach":
-        core.activation_checkpointing_enable()
+        switch_on_checkpointing(core)
     with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         if enabled == "after attach":
-            bayesian.activation_checkpointing_enable()
+            switch_on_checkpointing(bayesian)
         runs = count_norms(core)
         found = gradients(bayesian)
     assert max(runs.values()) == 4  # two forwards, and two more runs in the backward
@@ -145,7 +145,7 @@ def count_norms(core: nn.Module) -> dict[str, int]:
 
 def test_reentrant_checkpointing_is_refused() -> None:
     with attach(with_lora(tiny_llama())) as bayesian, pytest.raises(ValueError, match="use_reentrant=False"):
-        bayesian.activation_checkpointing_enable({"use_reentrant": True})
+        switch_on_checkpointing(bayesian, {"use_reentrant": True})
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-everything", "gpt2-everything", "gemma-everything"])
