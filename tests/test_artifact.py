@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import warnings
 from collections.abc import Callable
@@ -397,7 +398,7 @@ def test_config_takes_the_types_that_code_holds() -> None:
     assert made.parameters == [["w", [2]]]
     assert made.metrics == {"nll": 0.5}
     assert dataclasses.replace(made, seed=None).seed is None
-    assert library_versions()["torch"] == torch.__version__
+    assert library_versions()["torch"] == importlib.metadata.version("torch")
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""English text that every CPython carries, cut into the corpora of the quickstart. No network, nothing random.
+
+pretrain    docstrings of the standard library: what the base model and the tokenizer are trained on
+finetune    most of the language reference (``pydoc_data.topics``): what the posterior is conditioned on
+validation  more of the language reference: for choosing anything
+test        the rest of the language reference: in distribution, used once
+code        standard library source without comments and docstrings: near out of distribution
+rot13       the test text with every letter moved by 13: far out of distribution
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import inspect
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+# Tests, demonstrations and tables are not prose, and site-packages is not the standard library.
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}
+_SHARES = {"finetune": 0.6, "validation": 0.15, "test": 0.25}  # of the language reference
+_PYTHON_PARAGRAPH = re.compile(r">>>|^\s*(def|class|import|from|return|@)\b", re.MULTILINE)
+
+
+def corpora() -> dict[str, list[str]]:
+    """Name of a corpus -> its texts. No paragraph stands in two texts: what is held out is new to the model."""
+    seen: set[str] = set()
+    # The reference goes first: a paragraph that a docstring repeats must not be in the pretraining corpus.
+    reference = [text for name in sorted(topics) if (text := _prose(topics[name], seen))]
+    modules = _modules()
+    docstrings = [text for tree in modules if (text := _prose("\n\n".join(_docstrings(tree)), seen))]
+    split: dict[str, list[str]] = {"pretrain": docstrings, "finetune": [], "validation": [], "test": []}
+    # Whole topics, the longest first, each to the corpus that lacks most of its share.
+    for text in sorted(reference, key=len, reverse=True):
+        split[min(_SHARES, key=lambda name: sum(map(len, split[name])) / _SHARES[name])].append(text)
+    split["code"] = [code for tree in modules[::8] if len(code := _code(tree)) > 2000]
+    split["rot13"] = [codecs.encode(text, "rot13") for text in split["test"]]
+    return split
+
+
+def _modules() -> list[ast.Module]:
+    """The parsed modules of the standard library, in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    trees = []
+    for path in sorted(root.rglob("*.py")):
+        if not _SKIPPED & set(path.relative_to(root).parts):
+            try:
+                trees.append(ast.parse(path.read_text(encoding="utf-8")))
+            except (SyntaxError, UnicodeDecodeError, ValueError):
+                continue  # templates and files in other encodings
+    return trees
+
+
+def _documented(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def _docstrings(tree: ast.Module) -> list[str]:
+    return [inspect.cleandoc(text) for node in _documented(tree) if (text := ast.get_docstring(node, clean=False))]
+
+
+def _prose(text: str, seen: set[str]) -> str:
+    """The English paragraphs of a text, one a line, that were not seen before."""
+    kept = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = " ".join(paragraph.split())
+        letters = sum(character.isalpha() or character == " " for character in line)
+        if len(line) < 40 or letters < 0.8 * len(line) or _PYTHON_PARAGRAPH.search(paragraph) or line in seen:
+            continue
+        seen.add(line)
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _code(tree: ast.Module) -> str:
+    """The module's source without docstrings; comments are gone with parsing."""
+    for node in _documented(tree):
+        if ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
