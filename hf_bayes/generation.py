@@ -176,7 +176,7 @@ class TraceStreamer(BaseStreamer):
 
     def on_step(self, tokens: Tensor, record: TokenRecord) -> None:
         """Tokens [rows] that were drawn, and their record."""
-        raise NotImplementedError
+        raise AssertionError("a TraceStreamer defines on_step")
 
     def end(self) -> None:
         """There are no more tokens."""

@@ -84,10 +84,10 @@ class _BayesianMetric(Metric):
         return self._from_statistics(classification_statistics(inputs["predictions"], inputs["references"]), **options)
 
     def _from_statistics(self, statistics: Mapping[str, Any]) -> dict[str, float]:
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} takes no {self.config_name}")
 
     def _from_scores(self, scores: Any, references: Any) -> dict[str, float]:
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} takes no scores")
 
 
 class NLL(_BayesianMetric):
