@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat
@@ -38,6 +40,12 @@ class ReportingMixin(_Trainer):
     _origin: Tensor
     _losses: Tensor | None
 
+    def _say(self, message: str, *values: object) -> None:
+        """Log; where nobody listens to the log, write it beside the progress bar, if that is shown."""
+        logger.info(message, *values)
+        if not logger.isEnabledFor(logging.INFO) and not self.args.disable_tqdm and self.is_world_process_zero():
+            tqdm.write(message % values, file=sys.stderr)
+
     def _announce(self) -> None:
         """What is about to run: sizes, scale, prior, memory and time."""
         layout, chains, config = self.bayesian.layout, len(self.chains), self.method
@@ -45,17 +53,17 @@ class ReportingMixin(_Trainer):
         state = self._chains_optimizer.template_fields()
         matrices = 2 + sum(1 for value in state.values() if value.ndim == 2)  # theta and its gradient beside the state
         size = layout.dim * chains * self.bayesian.theta.element_size()
-        logger.info(
+        self._say(
             "%s: %d chains x %s random parameters in %d tensors; %.1f MB of chain state, draws %.1f MB",
             config.name, chains, f"{layout.dim:,}", len(layout.names), matrices * size / 2**20,
             config.draws_per_chain * size / 2**20,
         )  # fmt: skip
         seconds = self._time_one_micro_batch()
         duration = _duration(seconds * steps * accumulation)
-        logger.info("about %s for %d updates of %d micro-batches", duration, steps, accumulation)
+        self._say("about %s for %d updates of %d micro-batches", duration, steps, accumulation)
         ratio = lora_prior_ratio(self.bayesian.model, layout, self.prior)
         if ratio is not None:
-            logger.info("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
+            self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
             if ratio > 1:
                 logger.warning(
                     "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
@@ -65,7 +73,7 @@ class ReportingMixin(_Trainer):
                 )  # fmt: skip
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
-            logger.info("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
+            self._say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
         if self.bayesian.members.trunk.has_dropout:
             logger.warning("the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood")
 

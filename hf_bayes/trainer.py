@@ -117,7 +117,7 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
         self.num_data = float(args.num_data or natural)
         if self.method.full_batch:
             args.gradient_accumulation_steps = -(-len(dataset) // args.per_device_train_batch_size)
-        logger.info(
+        self._say(
             "N = %g likelihood terms (%s; %d counted in %d rows)",
             self.num_data, args.data_unit, self.num_terms, len(dataset),
         )  # fmt: skip

@@ -1,0 +1,101 @@
+"""From a directory back to a model: the same numbers in another process, and no other base or tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.loading import load_tokenizer
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from tests.models import batch, tiny_llama, tiny_tokenizer, with_lora
+from tests.runs import trainer
+
+LOAD = """
+import sys, torch
+from safetensors.torch import load_file
+from hf_bayes import BayesianModelForCausalLM
+expected = load_file(sys.argv[2])
+model = BayesianModelForCausalLM.from_pretrained(sys.argv[1])
+with torch.no_grad():
+    output = model(input_ids=expected["input_ids"])
+for name in ("logits", "total", "epistemic"):
+    assert torch.equal(output[name], expected[name]), name
+print("equal", model.num_members)
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two chains of two draws on a base model that has a folder of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    tiny_llama().save_pretrained(folder / "base")
+    model = with_lora(AutoModelForCausalLM.from_pretrained(folder / "base"))
+    run = trainer(
+        folder / "posterior",
+        SGHMCConfig(num_chains=2, draws_per_chain=2),
+        model=model,
+        processing_class=tiny_tokenizer(),
+    )
+    run.train()
+    run.save_model()
+    with torch.no_grad():
+        output = run.bayesian.eval()(input_ids=batch()["input_ids"])
+    numbers = {name: output[name].contiguous() for name in ("logits", "total", "epistemic")}
+    save_file({"input_ids": batch()["input_ids"].contiguous(), **numbers}, folder / "expected.safetensors")
+    return folder
+
+
+def test_a_new_process_predicts_the_same_to_the_bit(saved: Path) -> None:
+    command = [sys.executable, "-c", LOAD, str(saved / "posterior"), str(saved / "expected.safetensors")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.stdout.strip() == "equal 4", result.stderr
+
+
+def test_another_posterior_does_not_predict_the_same(saved: Path) -> None:
+    expected = load_file(saved / "expected.safetensors")
+    model = BayesianModelForCausalLM.from_pretrained(saved / "posterior", members=2)
+    assert not torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
+
+
+def test_one_member_is_warned_about(saved: Path) -> None:
+    with pytest.warns(UserWarning, match="epistemic uncertainty is 0 by construction"):
+        BayesianModelForCausalLM.from_pretrained(saved / "posterior", members=1)
+
+
+def test_adapters_trained_elsewhere_become_an_ensemble(saved: Path, tmp_path: Path) -> None:
+    folders = []
+    for seed in range(3):
+        model = PeftModel.from_pretrained(tiny_llama(), saved / "posterior", subfolder=f"members/member_00{seed}")
+        model.save_pretrained(tmp_path / f"adapter_{seed}")
+        folders.append(tmp_path / f"adapter_{seed}")
+    Posterior.from_adapters(folders).save_pretrained(tmp_path / "ensemble")
+    ids = batch()["input_ids"]
+    ensemble = BayesianModelForCausalLM.from_pretrained(tmp_path / "ensemble", base_model=tiny_llama())
+    first_three = BayesianModelForCausalLM.from_pretrained(saved / "posterior", members=3)
+    with torch.no_grad():
+        assert torch.equal(ensemble(input_ids=ids).logits, first_three(input_ids=ids).logits)
+
+
+def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
+    assert load_tokenizer(saved / "posterior").get_vocab() == tiny_tokenizer().get_vocab()
+    file = saved / "posterior" / "tokenizer.json"
+    before = file.read_text()
+    edited = json.loads(before)
+    vocabulary = edited["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(edited))
+    try:
+        with pytest.raises(ValueError, match="not the one the posterior was made with"):
+            load_tokenizer(saved / "posterior")
+    finally:
+        file.write_text(before)
