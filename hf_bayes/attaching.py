@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import initial, select
 
@@ -33,6 +34,7 @@ def attach(
     Raises:
         ValueError: for what cannot be stacked, naming it; the model is then as it was.
     """
+    refuse_attached(model)
     layout = select(model, subspace)
     if theta is None:
         theta = initial(model, layout).expand(num_members, -1).clone()

@@ -564,3 +564,12 @@ def test_every_override_takes_what_trainer_passes():
                 assert taken, f"{name} lacks {parameter}"
             private = name.startswith("_")
             assert not private or name in PRIVATE_HOOKS, f"{name} overrides a private hook that no test pins"
+
+
+def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
+    model = with_lora(tiny_llama())
+    first = runs.trainer(tmp_path / "first", SGHMCConfig(), model=model)
+    with pytest.raises(ValueError, match="attached already: detach"):
+        runs.trainer(tmp_path / "second", SGHMCConfig(), model=model)
+    first.bayesian.detach()
+    runs.trainer(tmp_path / "second", SGHMCConfig(), model=model).bayesian.detach()

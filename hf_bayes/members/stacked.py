@@ -173,6 +173,13 @@ class StackedEmbedding(Stacked):
         return y if scale is None else y * (scale.to(y.dtype) if isinstance(scale, Tensor) else scale)
 
 
+def refuse_attached(root: nn.Module) -> None:
+    """Raise if a module of the model has lent its forward to a Stacked one: members do not nest."""
+    forwards = (vars(module).get("forward") for module in root.modules())
+    if any(isinstance(getattr(forward, "__self__", None), Stacked) for forward in forwards):
+        raise ValueError("this model is attached already: detach() the BayesianModel that holds it first")
+
+
 def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[Stacked]:
     """One Stacked for every module that owns a random parameter.
 
@@ -183,6 +190,7 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
     Raises:
         ValueError: naming the first module that cannot be stacked and what can.
     """
+    refuse_attached(root)
     found: list[Stacked] = []
     claimed: set[int] = set()
     for path, module in root.named_modules():
@@ -191,15 +199,11 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
             adapter = module.active_adapters[0]
             factors = {"lora_A": module.lora_A[adapter].weight, "lora_B": module.lora_B[adapter].weight}
             claimed |= {id(child) for child in (module.lora_A[adapter], module.lora_B[adapter])}
-            found.append(
-                StackedLora(module, {k: names[id(p)] for k, p in factors.items() if id(p) in names}, context)
-            )
+            found.append(StackedLora(module, {k: names[id(p)] for k, p in factors.items() if id(p) in names}, context))
     for path, module in root.named_modules():
         own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
         if own and id(module) not in claimed:
             found.append(_stacked_class(path, module, own)(module, own, context))
-    if any(isinstance(getattr(item.before, "__self__", None), Stacked) for item in found):
-        raise ValueError("this model is attached already: detach() the BayesianModel that holds it first")
     _warn_of_unmatched_targets(root)
     return found
 
