@@ -3,11 +3,14 @@ from __future__ import annotations
 import inspect
 import math
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi, RepoUrl
 from torch import Tensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -573,3 +576,25 @@ def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
         runs.trainer(tmp_path / "second", SGHMCConfig(), model=model)
     first.bayesian.detach()
     runs.trainer(tmp_path / "second", SGHMCConfig(), model=model).bayesian.detach()
+
+
+def test_push_uploads_the_posterior_and_neither_checkpoints_nor_pickles(tmp_path, monkeypatch):
+    sent: dict[str, Any] = {}
+
+    def upload_folder(self: HfApi, *, folder_path: str, allow_patterns: list[str], **others: Any) -> Any:
+        sent.update(others, allow_patterns=allow_patterns, files={p.name for p in Path(folder_path).rglob("*")})
+        return SimpleNamespace(oid="1", commit_url="https://huggingface.co/user/x/commit/1")
+
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, repo_id, **others: RepoUrl(f"https://huggingface.co/{repo_id}")
+    )
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    trainer = runs.trainer(tmp_path, SGHMCConfig(), hub_model_id="user/x", save_strategy="steps", save_steps=3)
+    trainer.train()
+    (tmp_path / "training_args.bin").write_bytes(b"a pickle that may hold a token")
+    trainer.push_to_hub()
+    assert sent["repo_id"] == "user/x"
+    assert not [
+        name for name in sent["allow_patterns"] if "checkpoint" in name or name.endswith((".bin", ".pt", ".pth"))
+    ]
+    assert "manifest.json" in sent["allow_patterns"]
