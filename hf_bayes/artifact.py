@@ -96,7 +96,13 @@ class Posterior:
     # -- directory -------------------------------------------------------------------------------------------------
 
     def save_pretrained(
-        self, directory: str | os.PathLike[str], *, overwrite: bool = True, repo_id: str | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        repo_id: str | None = None,
+        group: storage.Group | None = None,
+        contributes: bool = True,
     ) -> None:
         """Write the directory in one step: any reader, at any time, finds the old or the new posterior.
 
@@ -104,11 +110,25 @@ class Posterior:
             directory: made if missing; other files in it stay.
             overwrite: False refuses a directory that is not empty.
             repo_id: the id under which the model card says to load it.
+            group: processes that hold the draws of other chains; they save one posterior of all draws together.
+            contributes: False for a process whose draws another one writes.
         Raises:
             OSError, ValueError: as ``storage.write_directory``.
         """
         storage.check_writable(directory, overwrite, format=POSTERIOR)
-        storage.write_directory(directory, self._files(repo_id), format=POSTERIOR)
+        group = group or storage.Alone()
+        shares = group.share(self.config.member_chains if contributes else [])
+        chains = [chain for share in shares for chain in share]
+        files: dict[str, Content] = {}
+        if contributes:
+            first = sum(map(len, shares[: group.rank]))
+            for index in range(len(shares[group.rank])):
+                content = self._member_files(self._rows[index])
+                files |= {f"{member_folder(first + index)}/{name}": part for name, part in content.items()}
+        if group.rank == 0:
+            whole = dataclasses.replace(self.config, num_members=len(chains), member_chains=chains)
+            files |= self._common_files(whole, repo_id)
+        storage.write_directory(directory, files, format=POSTERIOR, group=group)
 
     @classmethod
     def from_pretrained(
@@ -276,8 +296,9 @@ class Posterior:
                     "both, or pass adapter_config=None to store plain tensors"
                 )
 
-    def _files(self, repo_id: str | None) -> dict[str, Content]:
-        files: dict[str, Content] = {CONFIG: self.config.to_dict()}
+    def _common_files(self, config: PosteriorConfig, repo_id: str | None) -> dict[str, Content]:
+        """All files but the members'."""
+        files: dict[str, Content] = {CONFIG: config.to_dict()}
         if self.adapter_config is not None:
             files |= self._member_files(self.representative)
         if isinstance(self.approximation, Gaussian):
@@ -287,13 +308,7 @@ class Posterior:
                 for kind, rows in pieces.items()
                 for name, tensor in self.layout.unflatten(rows).items()
             }
-        else:
-            for index, row in enumerate(self._rows):
-                folder = member_folder(index)
-                files |= {f"{folder}/{name}": content for name, content in self._member_files(row).items()}
-        files["README.md"] = hub.render_card(
-            self.config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id
-        )
+        files["README.md"] = hub.render_card(config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id)
         return files
 
     def _member_files(self, row: Tensor) -> dict[str, Content]:

@@ -14,17 +14,21 @@ What it finds must have the manifest's hash, so a reader overtaken by a save not
 manifest. A writer killed in 1 leaves a directory that no manifest names; killed in 3, one that readers still use: the
 next save drops the first and completes the second before it starts. Nothing that a user keeps there is moved or copied.
 
+Of several processes each writes its own files in 1, the first one makes manifest and commit.
+
 Writing needs POSIX (rename over an open file, flock on a directory); reading does not.
 """
 
 from hf_bayes.storage.manifest import MANIFEST, POSTERIOR, Content
 from hf_bayes.storage.read import listed_files, read_directory, read_file
-from hf_bayes.storage.write import check_writable, recover, write_directory, write_plain
+from hf_bayes.storage.write import Alone, Group, check_writable, recover, write_directory, write_plain
 
 __all__ = [
     "MANIFEST",
     "POSTERIOR",
+    "Alone",
     "Content",
+    "Group",
     "check_writable",
     "listed_files",
     "read_directory",

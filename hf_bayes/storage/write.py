@@ -11,8 +11,9 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -37,40 +38,180 @@ from hf_bayes.storage.manifest import (
 OBSOLETE = f"{PREFIX}obsolete.json"
 _LOCK_SECONDS = 60
 
+T = TypeVar("T")
 
-def write_directory(directory: str | os.PathLike[str], files: Mapping[str, Content], *, format: str) -> None:
+
+class Group(Protocol):
+    """Processes that write one directory together, on storage that they share."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_processes(self) -> int: ...
+
+    def share(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of ranks; all must call it."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank = 0
+    num_processes = 1
+
+    def share(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def write_directory(
+    directory: str | os.PathLike[str], files: Mapping[str, Content], *, format: str, group: Group | None = None
+) -> None:
     """Replace the directory's content by ``files``, in one step for every reader; other files of the user stay.
 
+    Of several processes each writes its own files; the first one commits them all, and all return after that.
     A text (``.md``) is not verified when read: a user may edit it. One that was edited since the last save is kept,
     with a warning.
 
     Args:
         directory: made if missing.
-        files: relative name -> content.
+        files: relative name -> content; texts from the first process only.
         format: what the directory is, such as "hf_bayes.posterior"; a directory of another format is not overwritten.
+        group: the processes; None means that there is one.
     Raises:
         ValueError: for a bad name or content, or files in the directory that would make it unreadable.
         OSError: if it cannot be written (disk full, read-only, ...), naming path and bytes; what was there is intact.
+            On every process, if one fails.
     """
-    root = Path(directory)
+    root, group = Path(directory), group or Alone()
     for name in files:
         check_name(name)
-    check_is_directory(root)
-    made = _make_directories(root)
+    save = _Save(root, format)
     try:
-        with _lock(root):
-            _recover(root)
-            old = _own_manifest(root, format)
-            _refuse_foreign(root, old)
-            kept = [
-                name for name, text in files.items() if isinstance(text, str) and not _is_ours(root, name, text, old)
-            ]
-            _commit(root, files, format=format, old=old, kept=kept)
+        staging = _together(group, lambda: save.begin(files) if group.rank == 0 else "")[0]
+        written = _together(group, lambda: _write_files(root, staging, files, kept=save.kept))
+        _together(group, lambda: save.commit(staging, written) if group.rank == 0 else None)
     except BaseException:
-        _remove(made)
+        save.abandon()
         raise
-    if kept:
-        warnings.warn(f"{some(kept)} in {root} was edited and is kept: delete it to have it written at the next save")
+    finally:
+        save.close()
+    if save.kept:
+        warnings.warn(
+            f"{some(save.kept)} in {root} was edited and is kept: delete it to have it written at the next save"
+        )
+
+
+class _Save:
+    """What the first process does of a save: it holds the lock from the first step to the last."""
+
+    def __init__(self, root: Path, format: str) -> None:
+        self.root, self.format = root, format
+        self.kept: list[str] = []
+        self.made: list[Path] = []
+        self.old: Manifest | None = None
+        self._resources = contextlib.ExitStack()
+        self._began = False
+
+    def begin(self, files: Mapping[str, Content]) -> str:
+        """Make a staging directory and return its name."""
+        check_is_directory(self.root)
+        self.made = _make_directories(self.root)
+        self._resources.enter_context(_lock(self.root))
+        _recover(self.root)
+        self._began = True
+        self.old = old = _own_manifest(self.root, self.format)
+        _refuse_foreign(self.root, old)
+        self.kept = [n for n, text in files.items() if isinstance(text, str) and not _is_ours(self.root, n, text, old)]
+        staging = f"{STAGING}{secrets.token_hex(8)}"
+        with _explaining(self.root, 0):
+            (self.root / staging).mkdir()
+        return staging
+
+    def commit(self, staging: str, written: list[_Written]) -> None:
+        """Steps 1 (its end), 2 and 3 of the protocol, once the files of all processes are there."""
+        committed = False
+        entries = {name: entry for part in written for name, entry in part.entries.items()}
+        texts = {name: digest for part in written for name, digest in part.texts.items()}
+        try:
+            pending = self._seal(self.root / staging, entries, texts)
+            _fsync(self.root)
+            os.replace(pending / MANIFEST, self.root / MANIFEST)
+            committed = True
+            _fsync(self.root)  # before any rename of step 3: after a power cut the manifest must not be older
+            _install(self.root, pending)
+        except OSError as error:
+            self.abandon()
+            total = sum(entry["size"] for entry in entries.values())
+            raise _explain(error, self.root, total, committed=committed) from error
+
+    def _seal(self, staging: Path, entries: dict[str, Any], texts: dict[str, str]) -> Path:
+        """The manifest and the directory's new name: returns the complete pending directory."""
+        manifest = {"format": self.format, "format_version": FORMAT_VERSION, "files": entries, "texts": texts}
+        data = encode_json(manifest, where=MANIFEST)
+        _write(staging / MANIFEST, data)
+        obsolete = sorted(set(self.old.files) - set(entries) - set(texts)) if self.old else []
+        _write(staging / OBSOLETE, encode_json({"files": obsolete}, where=OBSOLETE))
+        for parent, _, _ in os.walk(staging, topdown=False):
+            _fsync(Path(parent))
+        pending = self.root / (PENDING + hashlib.sha256(data).hexdigest())
+        os.rename(staging, pending)
+        return pending
+
+    def abandon(self) -> None:
+        """After a failure, on whichever side of the commit it came."""
+        if self._began:
+            with contextlib.suppress(OSError, ValueError):
+                _recover(self.root)
+
+    def close(self) -> None:
+        self._resources.close()
+        _remove(self.made)  # those that a failed save has left empty
+
+
+class _Written(NamedTuple):
+    """What a process has put into the staging directory."""
+
+    entries: dict[str, Any]
+    texts: dict[str, str]
+
+
+def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept: list[str]) -> _Written:
+    """Step 1: the files of this process."""
+    entries, texts = {}, {}
+    with _explaining(root, sum(_size(content) for content in files.values())):
+        for name, content in files.items():
+            _destination(root, name)
+            data = _encode(name, content)
+            if isinstance(content, str):
+                texts[name] = hashlib.sha256(data).hexdigest()
+            else:
+                entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            if name in kept:
+                continue
+            path = root / staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, data)
+    return _Written(entries, texts)
+
+
+def _together(group: Group, do: Callable[[], T]) -> list[T]:
+    """Everybody's result of a step; if it fails somewhere it fails everywhere."""
+    result, error = None, None
+    try:
+        result = do()
+    except BaseException as caught:
+        error = caught
+        if group.num_processes == 1:
+            raise
+    outcomes = group.share((result, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise OSError(f"process {rank} could not save: {failure}")
+    return [value for value, _ in outcomes]
 
 
 def write_plain(directory: str | os.PathLike[str], files: Mapping[str, Content]) -> None:
@@ -137,54 +278,6 @@ def check_writable(directory: str | os.PathLike[str], overwrite: bool = True, *,
             )
     if manifest is None or not (root / (PENDING + manifest.digest)).exists():
         _refuse_foreign(root, manifest)
-
-
-def _commit(root: Path, files: Mapping[str, Content], *, format: str, old: Manifest | None, kept: list[str]) -> None:
-    total = sum(_size(content) for content in files.values())
-    committed = False
-    try:
-        for name in files:
-            _destination(root, name)
-        pending = _stage(root, files, format=format, old=old, kept=kept)
-        _fsync(root)
-        os.replace(pending / MANIFEST, root / MANIFEST)
-        committed = True
-        _fsync(root)  # before any rename of step 3: after a power cut the manifest must not be older than the files
-        _install(root, pending)
-    except BaseException as error:
-        with contextlib.suppress(OSError, ValueError):
-            _recover(root)  # an interrupt may arrive on either side of the commit
-        if isinstance(error, OSError):
-            raise _explain(error, root, total, committed=committed) from error
-        raise
-
-
-def _stage(root: Path, files: Mapping[str, Content], *, format: str, old: Manifest | None, kept: list[str]) -> Path:
-    """Step 1. Returns the complete pending directory."""
-    staging = root / f"{STAGING}{secrets.token_hex(8)}"
-    staging.mkdir()
-    entries, texts = {}, {}
-    for name, content in files.items():
-        data = _encode(name, content)
-        path = staging / name
-        if isinstance(content, str):
-            texts[name] = hashlib.sha256(data).hexdigest()
-        else:
-            entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        if name in kept:
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, data)
-    manifest = {"format": format, "format_version": FORMAT_VERSION, "files": entries, "texts": texts}
-    data = encode_json(manifest, where=MANIFEST)
-    _write(staging / MANIFEST, data)
-    obsolete = sorted(set(old.files) - set(files)) if old else []
-    _write(staging / OBSOLETE, encode_json({"files": obsolete}, where=OBSOLETE))
-    for parent, _, _ in os.walk(staging, topdown=False):
-        _fsync(Path(parent))
-    pending = root / (PENDING + hashlib.sha256(data).hexdigest())
-    os.rename(staging, pending)
-    return pending
 
 
 def _install(root: Path, pending: Path) -> None:
@@ -306,6 +399,14 @@ def _write(path: Path, data: bytes) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+@contextlib.contextmanager
+def _explaining(root: Path, total: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _explain(error, root, total, committed=False) from error
 
 
 def _explain(error: OSError, root: Path, total: int, *, committed: bool) -> OSError:
