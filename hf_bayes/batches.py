@@ -18,18 +18,30 @@ class ChainBatches:
     """A batch sampler: update s of a chain takes rows [s * R, (s + 1) * R) of its own endless stream of permutations.
 
     The stream is a pure function of (seed, chain): it does not change with the number of chains. A micro-batch holds
-    ``batch_size`` rows of each chain, chain after chain; no batch is short.
+    ``batch_size`` rows of each chain, chain after chain; no batch is short. Processes that share chains take turns.
 
     Args:
         num_rows: n, of the data set.
         batch_size: rows of a micro-batch, per chain.
-        accumulation: micro-batches of an update; R = batch_size * accumulation.
+        accumulation: micro-batches of an update; R = batch_size * accumulation * data_size.
         chains: global indices of the chains; None means that all see the same rows.
         seed: of the permutations.
+        data_rank, data_size: which of how many processes that share these chains.
     """
 
-    def __init__(self, num_rows: int, *, batch_size: int, accumulation: int, chains: range | None, seed: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        batch_size: int,
+        accumulation: int,
+        chains: range | None,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+    ) -> None:
         self.num_rows, self.batch_size, self.accumulation, self.seed = num_rows, batch_size, accumulation, seed
+        self.data_rank, self.data_size = data_rank, data_size
         self.streams: list[object] = ["shared"] if chains is None else list(chains)
         self.epoch = 0
         self._permutations: dict[tuple[object, int], list[int]] = {}
@@ -44,14 +56,14 @@ class ChainBatches:
 
     @property
     def updates_per_epoch(self) -> int:
-        return -(-self.num_rows // (self.batch_size * self.accumulation))
+        return -(-self.num_rows // (self.batch_size * self.accumulation * self.data_size))
 
     def __len__(self) -> int:
         return self.updates_per_epoch * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         for micro in range(self.epoch * len(self), (self.epoch + 1) * len(self)):
-            start = micro * self.batch_size
+            start = (micro * self.data_size + self.data_rank) * self.batch_size
             yield [self._row(s, i) for s in self.streams for i in range(start, start + self.batch_size)]
 
     def _row(self, stream: object, position: int) -> int:
@@ -65,10 +77,24 @@ class ChainBatches:
 
 
 class FullPasses:
-    """A batch sampler for exact kernels: an update is one pass over all rows, in order; its last batch may be short."""
+    """A batch sampler for exact kernels: an update is one pass over all rows, in order, in batches of about one size.
 
-    def __init__(self, num_rows: int, *, batch_size: int) -> None:
-        self.num_rows, self.batch_size = num_rows, batch_size
+    Args:
+        num_rows: n, of the data set.
+        batch_size: rows of a micro-batch, at most.
+        data_rank, data_size: which of how many processes that share these rows; all take as many micro-batches.
+    Raises:
+        ValueError: if there are too few rows for that.
+    """
+
+    def __init__(self, num_rows: int, *, batch_size: int, data_rank: int = 0, data_size: int = 1) -> None:
+        self.num_batches = -(-num_rows // (batch_size * data_size))
+        if num_rows // data_size < self.num_batches:
+            raise ValueError(
+                f"{num_rows} rows cannot give {data_size} processes {self.num_batches} batches each of at most "
+                f"{batch_size} rows: raise per_device_train_batch_size, or launch fewer processes per chain"
+            )
+        self.rows = torch.arange(num_rows).tensor_split(data_size)[data_rank]
 
     @property
     def batch_sampler(self) -> FullPasses:
@@ -78,11 +104,11 @@ class FullPasses:
         """Every epoch is alike."""
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.batch_size)
+        return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.num_rows, self.batch_size):
-            yield list(range(start, min(start + self.batch_size, self.num_rows)))
+        for batch in self.rows.tensor_split(self.num_batches):
+            yield batch.tolist()
 
 
 def count_terms(

@@ -27,7 +27,7 @@ from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
 from hf_bayes.subspace import Layout
-from hf_bayes.uncertainty import Prediction, Uncertainty, predict
+from hf_bayes.uncertainty import Prediction, Uncertainty
 
 
 @dataclass
@@ -43,6 +43,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     """M causal language models as one: ``generate`` samples from the posterior predictive, token by token."""
 
     task = "causal_lm"
+    shifts_labels = True
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
@@ -137,10 +138,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         pieces, logits_kept = [], []
         with self.members.bind(self.current):
             for index, logits in self.head.stream(hidden, output, rows, wanted):
-                prediction = predict(logits)
+                prediction = self.spread.predict(logits)
                 if keep_logits:
                     logits_kept.append(prediction.log_probs)
-                pieces.append(term_statistics(prediction, logits, flat[index]))
+                pieces.append(term_statistics(prediction, logits, flat[index], self.spread))
         statistics = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         return statistics, torch.cat(logits_kept).view(*targets.shape, -1) if keep_logits else None
 
@@ -174,7 +175,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         pieces = []
         with self.members.bind(self.current):
             for _, logits in self.head.stream(hidden, output, rows, positions):
-                pieces.append(predict(logits))
+                pieces.append(self.spread.predict(logits))
                 if self._trace is not None:
                     self._trace.observe(pieces[-1], logits)
         log_probs = torch.cat([piece.log_probs for piece in pieces])
@@ -202,7 +203,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             ValueError: for assisted decoding and continuous batching, whose caches know nothing of members.
         """
         refuse_unsupported(kwargs, self.generation_config)
-        self._trace = trace = GenerationTrace()
+        self._trace = trace = GenerationTrace(self.spread)
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
             streamer.watch(trace)
         try:
@@ -248,8 +249,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         pieces = []
         with self.members.bind(self.current):
             for index, logits in self.head.stream(hidden, output, rows, flat):
-                pieces.append(record(predict(logits), logits, input_ids.flatten()[index + 1]))
-        return to_scores(join(pieces), valid)
+                pieces.append(record(self.spread.predict(logits), logits, input_ids.flatten()[index + 1]))
+        return to_scores(join(pieces), valid, self.spread)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """generate's own hook: on GPUs it compiles the forward for static caches, which ours does not survive."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
 from hf_bayes.subspace import Layout
-from hf_bayes.uncertainty import Prediction, Uncertainty, predict
+from hf_bayes.uncertainty import Prediction, Uncertainty
 
 
 @dataclass
@@ -73,7 +72,7 @@ class BayesianModelForSequenceClassification(BayesianModel):
             loss = self._mixture_nll(logits, labels)[terms].sum() / terms.sum().clamp_min(1)
         if not isinstance(self.likelihood, Categorical):
             return BayesianClassifierOutput(loss=loss, logits=self._mean(logits))
-        prediction = predict(logits)
+        prediction = self.spread.predict(logits)
         return BayesianClassifierOutput(loss=loss, logits=prediction.log_probs, **prediction.uncertainty._asdict())
 
     def evaluate_batch(
@@ -83,14 +82,14 @@ class BayesianModelForSequenceClassification(BayesianModel):
         labels = inputs.pop("labels")
         logits = self._member_logits(inputs)
         if isinstance(self.likelihood, Categorical):
-            prediction, terms = predict(logits), self.likelihood.is_term(labels)
+            prediction, terms = self.spread.predict(logits), self.likelihood.is_term(labels)
             mixture = prediction.log_probs
             kept = Prediction(mixture[terms], Uncertainty(*(part[terms] for part in prediction.uncertainty)))
-            statistics = term_statistics(kept, logits[:, terms], labels[terms])
+            statistics = term_statistics(kept, logits[:, terms], labels[terms], self.spread)
         else:
             mixture = self._mean(logits)
-            member_nll = -self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape)).mean(0)
-            statistics = {"nll": self._mixture_nll(logits, labels), "member_nll": member_nll}
+            per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
+            statistics = {"nll": -self.spread.log_mean_exp(per_member), "member_nll": -self.spread.mean(per_member)}
         return statistics, mixture if keep_logits else None
 
     @staticmethod
@@ -117,14 +116,15 @@ class BayesianModelForSequenceClassification(BayesianModel):
         """[M, B, C] -> [B, C]: the members' mean, and of labels of their own the logits of their mean probabilities."""
         logits = widened(logits)
         if not isinstance(self.likelihood, Bernoulli):
-            return logits.mean(0)
+            return self.spread.mean(logits)
         # as logarithms, since a probability rounds to 1
-        return nn.functional.logsigmoid(logits).logsumexp(0) - nn.functional.logsigmoid(-logits).logsumexp(0)
+        yes, no = (self.spread.log_mean_exp(nn.functional.logsigmoid(sign * logits)) for sign in (1, -1))
+        return yes - no
 
     def _mixture_nll(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[B]: -log mean_m p_m(label)."""
         per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
-        return math.log(len(logits)) - per_member.logsumexp(0)
+        return -self.spread.log_mean_exp(per_member)
 
 
 def _classifier_likelihood(config: Any, noise_std: float | None) -> Likelihood:

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.metrics import summarise
 from hf_bayes.model import BayesianModel
+from hf_bayes.spread import SpreadMembers
 from hf_bayes.uncertainty import Uncertainty
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
@@ -27,6 +29,7 @@ class EvaluationMixin(_Trainer):
     """
 
     bayesian: BayesianModel
+    mesh: ChainMesh
     accelerator: Any
     _statistics: list[dict[str, Tensor]]
 
@@ -48,12 +51,46 @@ class EvaluationMixin(_Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Processes hold other members: each batch goes to all of them, and its sums come back."""
+        results = [
+            self._predict(model, batch, prediction_loss_only, ignore_keys) for batch in self._batches_of_all(inputs)
+        ]
+        statistics, *mine = results[self.mesh.chain_rank if len(results) > 1 else 0]
+        if statistics is not None:
+            self._statistics += self._of_all_processes(statistics)
+        loss, logits, labels = mine
+        return loss, logits, labels
+
+    def _batches_of_all(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        if isinstance(self.bayesian.spread, SpreadMembers):
+            on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            return self.mesh.exchange(on_cpu)
+        return [inputs]
+
+    def _predict(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[tuple[dict[str, Tensor], Tensor] | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Statistics of the terms and how many each row has, then what ``prediction_step`` returns."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
         if labels is None:
             ignore_keys = [*(ignore_keys or []), "past_key_values", *Uncertainty._fields]
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return None, *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self.accelerator.autocast():
             statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=not prediction_loss_only)
-        self._statistics.append(statistics)
-        return statistics["nll"].float().mean(), logits, None if logits is None else labels
+        loss = statistics["nll"].float().mean()
+        return (statistics, self.bayesian.terms_per_row(labels)), loss, logits, None if logits is None else labels
+
+    def _of_all_processes(self, mine: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
+        """The statistics of every process's batch, without the rows that accelerate repeats to fill the last ones."""
+        statistics, terms = mine
+        on_cpu = {name: value.cpu() for name, value in statistics.items()}
+        parts = self.mesh.share((on_cpu, terms.cpu()))
+        state = self.accelerator.gradient_state
+        rows = state.remainder if len(parts) > 1 and state.end_of_dataloader and state.remainder > 0 else None
+        kept = []
+        for part, counts in parts:
+            wanted = int(counts[:rows].sum())
+            kept.append({name: value[:wanted] for name, value in part.items()})
+            rows = None if rows is None else max(0, rows - len(counts))
+        return kept

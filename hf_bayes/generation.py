@@ -12,6 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from hf_bayes.likelihood import widened
+from hf_bayes.spread import LocalMembers
 from hf_bayes.uncertainty import Prediction
 
 _REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate", "penalty_alpha",
@@ -62,12 +63,13 @@ def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecor
     return TokenRecord(*prediction.uncertainty, mixture, chosen - logits.logsumexp(-1))
 
 
-def to_scores(tokens: TokenRecord, valid: Tensor) -> Scores:
+def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Scores:
     """Lay tokens out in rows.
 
     Args:
         tokens: the n tokens at the True places of ``valid``, row by row.
         valid: [rows, tokens] bool.
+        spread: where the members are.
     """
 
     def lay_out(values: Tensor, fill: float) -> Tensor:
@@ -77,7 +79,7 @@ def to_scores(tokens: TokenRecord, valid: Tensor) -> Scores:
 
     per_token = {name: lay_out(getattr(tokens, name), math.nan) for name in Scores._fields[:4]}
     per_member = lay_out(tokens.member_logprobs, 0.0).sum(-1)
-    sequence = per_member.logsumexp(0) - math.log(len(per_member))
+    sequence = spread.log_mean_exp(per_member)
     tokenwise = lay_out(tokens.logprobs, 0.0).sum(-1)
     return Scores(**per_token, sequence_logprob=sequence, sequence_logprob_tokenwise=tokenwise)
 
@@ -93,7 +95,8 @@ class GenerationTrace:
         prompt_mask: the prompt's attention mask, where generate had to infer it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spread: LocalMembers) -> None:
+        self.spread = spread
         self.steps: list[TokenRecord] = []
         self.pending: list[tuple[Prediction, Tensor]] = []
         self.lengths = torch.zeros(0, dtype=torch.long)
@@ -137,7 +140,7 @@ class GenerationTrace:
             return None
         valid = torch.arange(new_tokens.shape[1], device=ends.device) < ends[:, None]
         grid = TokenRecord(*(torch.stack(values, -1) for values in zip(*self.steps, strict=True)))
-        return to_scores(TokenRecord(*(values[..., valid] for values in grid)), valid)
+        return to_scores(TokenRecord(*(values[..., valid] for values in grid)), valid, self.spread)
 
 
 class WatchedCriteria(StoppingCriteriaList):

@@ -20,6 +20,7 @@ from hf_bayes.loading import load
 from hf_bayes.members import Members
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
+from hf_bayes.spread import LocalMembers
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
@@ -49,6 +50,8 @@ class BayesianModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     likelihood: Likelihood
     task: ClassVar[str]
+    shifts_labels: ClassVar[bool] = False
+    """Whether the label of a position is that of the next token."""
     posterior: Posterior | None = None
     """What the model was loaded from."""
 
@@ -61,6 +64,7 @@ class BayesianModel(PreTrainedModel):
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
         self._shown: Tensor | None = None
+        self.spread = LocalMembers()
         self.theta = nn.Parameter(theta)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -98,9 +102,14 @@ class BayesianModel(PreTrainedModel):
     def dtype(self) -> torch.dtype:
         return self.core.dtype
 
-    def show(self, theta: Tensor | None) -> None:
-        """Let evaluation and generation see ``theta`` [M', d] in place of the parameter; None ends it."""
+    def show(self, theta: Tensor | None, spread: LocalMembers | None = None) -> None:
+        """Let evaluation and generation see ``theta`` [M', d] in place of the parameter; None ends it.
+
+        Args:
+            spread: where the other members are, if these are not all.
+        """
         self._shown = None if theta is None else theta.to(self.theta.device)
+        self.spread = spread or LocalMembers()
 
     def detach(self) -> nn.Module:
         """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad."""
@@ -209,20 +218,25 @@ class BayesianModel(PreTrainedModel):
         """
         raise AssertionError("the task's class defines evaluate_batch")
 
+    def terms_per_row(self, labels: Tensor) -> Tensor:
+        """[B]: how many likelihood terms each row of ``labels`` [B, ...] has."""
+        terms = self.likelihood.is_term(labels[:, 1:] if self.shifts_labels else labels)
+        return terms.reshape(len(labels), -1).sum(1)
+
     def _passes(self, inputs: dict[str, Any]) -> list[Tensor]:
         rows, length = num_rows_of(inputs), num_positions_of(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
 
 
-def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
     """[n] numbers of n terms (NaN-free only where ``labels`` is a term; others are dropped)."""
     terms = labels != IGNORE
     log_probs, labels = prediction.log_probs[terms], labels[terms]
     members = widened(logits[:, terms])
     chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
     uncertainty = {name: value[terms] for name, value in prediction.uncertainty._asdict().items()}
-    return {**per_row_statistics(log_probs, labels), **uncertainty, "member_nll": -chosen.mean(0)}
+    return {**per_row_statistics(log_probs, labels), **uncertainty, "member_nll": -spread.mean(chosen)}
 
 
 def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:

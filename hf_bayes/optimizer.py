@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.model import BayesianModel
+from hf_bayes.spread import SpreadMembers
 from hf_bayes.types import Evaluate, Evaluation, Info, Kernel, Rule
 
 
@@ -33,14 +34,12 @@ class ChainOptimizer(torch.optim.Optimizer):
         draw_steps: Sequence[int],
         chains: range,
         burn_in: int = 0,
-        reference_step: int = 0,
+        warm_start: int = 0,
     ) -> None:
         super().__init__([model.theta], {"lr": lr})
         self.model, self.method, self.rngs, self.chains = model, method, list(rngs), chains
         self.draw_steps = frozenset(draw_steps)
-        self.reference_step = reference_step
-        self.reference: Tensor | None = None
-        """[M, d]: where the chains were after ``reference_step`` updates, the end of a warm start: a MAP estimate."""
+        self.warm_start = warm_start
         self.state_of_chains: Any = None
         self._pending: tuple[Any, Info] | None = None
         self.located = False
@@ -54,6 +53,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         """[M]: share of the numbers of theta that the first update (after a warm start) left bitwise as they were."""
         self.finished: Tensor | None = None
         """[M', d]: the posterior's members, once training is over."""
+        self.spread: SpreadMembers | None = None
+        """Where the other chains are, if these are not all."""
         self._grad: Tensor | None = None
         self._loss: Tensor | None = None
 
@@ -83,16 +84,30 @@ class ChainOptimizer(torch.optim.Optimizer):
         """Whether nothing has been accumulated yet."""
         return self._loss is None
 
-    def take_evaluation(self, scale: float) -> Evaluation:
-        """What has been accumulated, times ``scale`` (terms of an update -> all data), and forget it."""
+    def complete(self, total: Callable[[Tensor], Tensor], scale: float | Tensor) -> None:
+        """After the last micro-batch of an update.
+
+        Args:
+            total: sums a tensor, in place, over the processes that share these chains.
+            scale: of the update's log-likelihood to that of all data; one number, or [M].
+        """
         assert self._grad is not None
         assert self._loss is not None
-        evaluation = Evaluation((-scale * self._loss).to(self._grad.dtype), self._grad.mul_(-scale))
+        total(self._grad)
+        total(self._loss)
+        self._scale = scale
+
+    def _take_evaluation(self) -> Evaluation:
+        """What has been accumulated, on the scale of all data; it is forgotten."""
+        assert self._grad is not None
+        assert self._loss is not None
+        scale = torch.as_tensor(self._scale, dtype=torch.float64, device=self._grad.device)
+        grad = self._grad.mul_(-scale.to(self._grad.dtype).view(-1, 1))
+        evaluation = Evaluation((-scale * self._loss).to(grad.dtype), grad)
         self._grad = self._loss = None
         return evaluation
 
-    scale: float = 1.0
-    """The factor of ``take_evaluation`` in ``step``; the trainer sets it."""
+    _scale: float | Tensor = 1.0
 
     # -- what Trainer calls -------------------------------------------------------------------------------------
 
@@ -119,7 +134,7 @@ class ChainOptimizer(torch.optim.Optimizer):
             assert self._pending is not None, "a kernel moves before step()"
             (state, self.info), self._pending = self._pending, None
         else:
-            evaluation = self.take_evaluation(self.scale)
+            evaluation = self._take_evaluation()
             assert evaluation.grad_log_lik is not None
             self._require_finite(
                 {"gradient of the log-likelihood": evaluation.grad_log_lik, "log-likelihood": evaluation.log_lik}
@@ -132,7 +147,7 @@ class ChainOptimizer(torch.optim.Optimizer):
                 )
             before = self.state_of_chains.theta
             state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
-            if self.num_updates == self.reference_step and lr > 0:
+            if self.num_updates == self.warm_start and lr > 0:
                 self.unmoved = (state.theta == before).double().mean(1)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
@@ -143,8 +158,6 @@ class ChainOptimizer(torch.optim.Optimizer):
                 self.sums[name] = self.sums.get(name, 0.0) + value.double()
         if self.num_updates in self.draw_steps:
             self.draws.append(state.theta.detach().cpu().clone())
-        if self.num_updates == self.reference_step:
-            self.reference = state.theta.detach().cpu().clone()
 
     @torch.no_grad()
     def move(self, evaluate: Evaluate) -> Tensor:
@@ -163,9 +176,10 @@ class ChainOptimizer(torch.optim.Optimizer):
     def eval(self) -> None:
         """Before evaluation: show where the chains are, or the finished posterior."""
         if self.finished is not None:
-            self.model.show(self.finished)
-        elif self.state_of_chains is not None:
-            self.model.show(self.state_of_chains.theta)
+            self.model.show(self.finished, self.spread)
+        else:
+            theta = self.model.theta.detach() if self.state_of_chains is None else self.state_of_chains.theta
+            self.model.show(theta, self.spread)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups only: the chains' tensors go to files of their own (``chain_tensors``)."""
@@ -186,7 +200,6 @@ class ChainOptimizer(torch.optim.Optimizer):
                 **{f"state.{name}": value[row].detach().cpu().contiguous() for name, value in fields.items()},
                 "generator": self.rngs[row].get_state(),
                 "draws": torch.stack([d[row] for d in self.draws]) if self.draws else torch.zeros(0, dim),
-                "reference": torch.zeros(0, dim) if self.reference is None else self.reference[row][None],
                 **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
             }
             for row, chain in enumerate(self.chains)
@@ -201,7 +214,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         device = self.model.theta.device
         rows = [tensors[chain] for chain in self.chains]
         template = self._template_state()
-        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "reference"}
+        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws"}
         for chain, row in zip(self.chains, rows, strict=True):
             if {name for name in row if not name.startswith("sum.")} != wanted:
                 raise ValueError(
@@ -214,8 +227,6 @@ class ChainOptimizer(torch.optim.Optimizer):
         for rng, row in zip(self.rngs, rows, strict=True):
             rng.set_state(row["generator"])
         self.draws = list(torch.stack([row["draws"] for row in rows], 1))
-        references = torch.stack([row["reference"] for row in rows], 1)
-        self.reference = references[0] if len(references) else None
         names = [name for name in rows[0] if name.startswith("sum.")]
         self.sums = {name[4:]: torch.stack([row[name] for row in rows]).to(device) for name in names}
         self.model.theta.data = self.state_of_chains.theta.clone()

@@ -59,20 +59,33 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             "neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled"
         )
     if kwargs.get("train_dataset") is not None:
-        require_rows(kwargs["train_dataset"], args)
+        require_rows(kwargs["train_dataset"], args, method)
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
 
 
-def require_rows(dataset: Any, args: BayesianTrainingArguments) -> None:
-    """Chains draw permutations of rows that can be counted and asked for by number."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"train_dataset ({type(dataset).__name__}) has no length: "
-            + ("cannot infer N without num_data=, and " if args.num_data is None else "")
-            + "chains draw their own permutations of a sized data set. Materialise it (e.g. datasets.Dataset.from_list)"
-        )
+def is_stream(dataset: Any) -> bool:
+    """Whether its rows come in an order of their own and nobody knows how many there are."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
+    """Chains draw permutations of rows that can be counted and asked for by number; a stream serves all of them."""
+    if is_stream(dataset):
+        wrong = [
+            words
+            for missing, words in (
+                (args.num_data is None, "pass num_data=: cannot infer N"),
+                (args.max_steps <= 0, "set max_steps: it has no epochs"),
+                (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
+                (method.full_batch, f"{method.name} needs all rows in every move: materialise it"),
+            )
+            if missing
+        ]
+        if wrong:
+            raise ValueError(f"train_dataset ({type(dataset).__name__}) has no length: " + "; ".join(wrong))
+        return
     if len(dataset) == 0:
         raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
 

@@ -142,9 +142,7 @@ class ReportingMixin(_Trainer):
     @torch.no_grad()
     def _probe(self, draws: Tensor) -> Tensor:
         """[M, S, 1]: log-likelihood of some rows under every draw, which no symmetry of LoRA blurs."""
-        dataset, collate = self._training_data()
-        count = min(len(dataset), self.args.per_device_train_batch_size)
-        batch = self._prepare_inputs(collate([dataset[row] for row in range(count)]))
+        batch = self._first_rows()
         self.bayesian.eval()
         values = []
         for theta in draws.flatten(0, 1):

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import SchedulerType
 
 from hf_bayes import base_model, checkpoints
 from hf_bayes.artifact import Posterior
+from hf_bayes.baselines.map import MAPConfig
+from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.config import MethodConfig
+from hf_bayes.distributed import ChainMesh
+from hf_bayes.methods import build
 from hf_bayes.model import BayesianModel
+from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
+from hf_bayes.refusals import is_stream
+from hf_bayes.types import Problem, Rule
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
+
+logger = logging.getLogger("hf_bayes.trainer")
 
 _KEPT_METRICS = ("nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity")
 
@@ -29,12 +41,19 @@ class SavingMixin(_Trainer):
     bayesian: BayesianModel
     method: MethodConfig
     subspace: str
+    chains: range
+    mesh: ChainMesh
+    _say: Callable[..., None]
+    _loader: Callable[..., Any]
     num_data: float
+    problem: Problem
     _posterior: Posterior | None
+    _evaluated: dict[str, float] | None
+    """What ``evaluate`` last said of the finished posterior, on the trainer's own eval_dataset."""
 
     @property
     def posterior(self) -> Posterior:
-        """The result of ``train``.
+        """The result of ``train``: of several processes, the draws of the chains of this one.
 
         Raises:
             ValueError: before it.
@@ -43,10 +62,17 @@ class SavingMixin(_Trainer):
             raise ValueError("there is no posterior yet: call train() first")
         return self._posterior
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        if eval_dataset is None and self._posterior is not None and not args and not kwargs:
+            self._evaluated = metrics
+        return metrics
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory, with held-out metrics if there is an eval_dataset.
 
-        Checkpoints (``_internal_call``) have files of their own.
+        Every process calls it, and writes the members of its chains. Checkpoints (``_internal_call``) have files of
+        their own.
         """
         if _internal_call:
             Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -55,33 +81,87 @@ class SavingMixin(_Trainer):
         if self.eval_dataset is not None and not posterior.config.metrics:
             posterior = self._posterior = self._with_metrics(posterior)
         directory = output_dir or self.args.output_dir
-        posterior.save_pretrained(directory)
-        if self.processing_class is not None:
+        posterior.save_pretrained(directory, group=self.mesh, contributes=self.mesh.data_rank == 0)
+        if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
     def _with_metrics(self, posterior: Posterior) -> Posterior:
-        """Held-out metrics of the posterior, beside those of the point estimate that a warm start left."""
-        metrics = self.evaluate(metric_key_prefix="eval")
+        """Held-out metrics of the posterior, beside the NLL of a MAP estimate."""
+        metrics = self.evaluate() if self._evaluated is None else self._evaluated
         sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         names = [name + metric for name in sets for metric in _KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
-        reference = self._chains_optimizer.reference
-        if reference is not None:
+        point = self._map_estimate(posterior)
+        if point is not None:
             chains = self._chains_optimizer
-            finished, chains.finished = chains.finished, reference[:1].to(self.args.device)
+            before, chains.finished, chains.spread = (chains.finished, chains.spread), point, None
             try:
-                point = self.evaluate(metric_key_prefix="map")
+                alone = super().evaluate(metric_key_prefix="map")
             finally:
-                chains.finished = finished
+                chains.finished, chains.spread = before
                 chains.eval()
-            found |= {f"{name}map_nll": point[f"map_{name}nll"] for name in sets}
+            found |= {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
+            for name in sets:
+                self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"])
         return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, metrics=found))
+
+    def _compare(self, name: str, nll: float, map_nll: float) -> None:
+        self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", f" ({name[:-1]})" if name else "", nll, map_nll)
+        if nll > map_nll:
+            logger.warning(
+                "the posterior's held-out NLL %.4f is worse than a MAP estimate's %.4f: train longer, lower "
+                "temperature or prior_std, or use the MAP estimate",
+                nll, map_nll,
+            )  # fmt: skip
+
+    def _map_estimate(self, posterior: Posterior) -> Tensor | None:
+        """[1, d]: the posterior's first member, or mean, polished by AdamW on its own energy; the same everywhere.
+
+        By default that takes a tenth of the gradients that the run took, but no more updates than it had.
+        """
+        args, config, steps = self.args, self.method, self._num_steps()
+        start = self.mesh.share(posterior.representative.cpu())[0][None].to(args.device)
+        if config.temperature == 0:
+            return start
+        count = args.map_updates if args.map_updates is not None else -(-steps * config.num_chains // 10)
+        count = min(count, steps)
+        if count == 0:
+            return None
+        rule = build(MAPConfig(temper=config.temper), self.problem)
+        assert isinstance(rule, Rule)
+        self.bayesian.eval()
+        return descend(
+            self.bayesian,
+            rule,
+            start,
+            self._updates(),
+            scale=self._likelihood_scale,
+            learning_rate=config.warm_start_learning_rate,
+            num_updates=count,
+            autocast=self.accelerator.autocast,
+            total=self.mesh.sum_over_data,
+            progress=not args.disable_tqdm and self.is_world_process_zero(),
+        )
+
+    def _updates(self) -> Iterator[list[dict[str, Any]]]:
+        """The micro-batches of one update after another, the same for every chain, without end."""
+        loader, accumulation = self._loader(None), self.args.gradient_accumulation_steps
+        for epoch in itertools.count():
+            if isinstance(loader.batch_sampler, (ChainBatches, FullPasses)):
+                loader.batch_sampler.set_epoch(epoch)
+            batches = (self._prepare_inputs(batch) for batch in loader)
+            while update := list(itertools.islice(batches, accumulation)):
+                yield update
 
     def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> str:
         """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens."""
         self.save_model()
+        if not self.is_world_process_zero():
+            return ""
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-        return self.posterior.push_to_hub(
+        whole = self.mesh.chain_size == 1
+        posterior = self.posterior if whole else Posterior.from_pretrained(self.args.output_dir)
+        return posterior.push_to_hub(
             name, token=self.args.hub_token, private=self.args.hub_private_repo, commit_message=commit_message
         )
 
@@ -115,7 +195,7 @@ class SavingMixin(_Trainer):
         return {
             "method": self.method.to_dict(),
             "num_updates": self._chains_optimizer.num_updates,
-            "num_rows": len(self.train_dataset),
+            "num_rows": None if is_stream(self.train_dataset) else len(self.train_dataset),
             "num_data": self.num_data,
             "rows_per_update": self.get_total_train_batch_size(args),
             "minibatch": args.minibatch,
@@ -132,16 +212,17 @@ class SavingMixin(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        checkpoints.save(output_dir, self._chains_optimizer.chain_tensors(), self._settings())
+        tensors = self._chains_optimizer.chain_tensors() if self.mesh.data_rank == 0 else {}
+        checkpoints.save(output_dir, tensors, self._settings(), group=self.mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Refuse what cannot go on, before anything runs; the base model is the one given, not a checkpoint's."""
-        checkpoints.load(resume_from_checkpoint, self._settings())
+        checkpoints.load(resume_from_checkpoint, self._settings(), chains=self.chains)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            tensors, saved = checkpoints.load(checkpoint, self._settings())
+            tensors, saved = checkpoints.load(checkpoint, self._settings(), chains=self.chains)
             self._chains_optimizer.load_chain_tensors(tensors, saved["num_updates"])
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:

@@ -5,36 +5,34 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import datasets
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, SchedulerType, Trainer
 
 from hf_bayes import checkpoints
 from hf_bayes.attaching import attach
-from hf_bayes.batches import ChainBatches, FullPasses, count_terms
-from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.config import MethodConfig
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
-from hf_bayes.likelihood import Categorical
 from hf_bayes.methods import build
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.posterior import Draws
 from hf_bayes.priors import build_prior
-from hf_bayes.refusals import refuse_arguments, refuse_frozen_adapter, require_rows
+from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter
 from hf_bayes.reporting import ReportingMixin
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.saving import SavingMixin
 from hf_bayes.schedules import burn_in_steps, draw_steps
+from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
 from hf_bayes.storage import check_writable
 from hf_bayes.training_arguments import BayesianTrainingArguments
+from hf_bayes.training_data import TrainingDataMixin
 from hf_bayes.types import Evaluation, Kernel, Problem
 
 logger = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training without a trunk."""
 
 
-class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
+class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, SavingMixin):
     """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -75,7 +73,8 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
         refuse_arguments(args, method, model, kwargs)
         check_writable(args.output_dir, overwrite=True)
         self.method, self.subspace = method, subspace
-        self.chains = range(method.num_chains)
+        self.mesh = ChainMesh(method.num_chains, args.device)
+        self.chains = self.mesh.chains
         with ExitStack() as on_error:  # a model that was refused is given back as it was
             if not isinstance(model, BayesianModel):
                 model = attach(model, subspace=subspace, noise_std=args.noise_std)
@@ -88,7 +87,7 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             model.theta.data = self._origin.clone()
             model.members_per_pass = args.members_per_pass
             self.optimizer_of_chains = None
-            self._posterior = None
+            self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
             super().__init__(model, args, *positional, **kwargs)
             # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
@@ -96,98 +95,9 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]
             if self.train_dataset is not None:
                 self._prepare_data()
+            if self.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
+                model.show(model.theta.detach(), SpreadMembers(self.mesh.chain_group))
             on_error.pop_all()
-
-    # -- the data ------------------------------------------------------------------------------------------------
-
-    def _prepare_data(self) -> None:
-        """Count N, and fit accumulation to kernels that see all data in every move."""
-        args, dataset = self.args, self.train_dataset
-        require_rows(dataset, args)
-        dataset, collate = self._training_data()
-        self.num_terms = count_terms(
-            dataset,
-            collate,
-            self.likelihood,
-            shift=isinstance(self.bayesian, BayesianModelForCausalLM),
-            num_classes=self._num_classes(),
-            progress=not args.disable_tqdm,
-        )
-        natural = len(dataset) if args.data_unit == "sequence" else self.num_terms
-        self.num_data = float(args.num_data or natural)
-        if self.method.full_batch:
-            args.gradient_accumulation_steps = -(-len(dataset) // args.per_device_train_batch_size)
-        self._say(
-            "N = %g likelihood terms (%s; %d counted in %d rows)",
-            self.num_data, args.data_unit, self.num_terms, len(dataset),
-        )  # fmt: skip
-
-    def _num_classes(self) -> int | None:
-        """What labels must be below; None where they are no classes."""
-        if not isinstance(self.likelihood, Categorical):
-            return None
-        config = self.bayesian.config
-        return config.get_text_config().vocab_size if self._is_causal_lm else getattr(config, "num_labels", None)
-
-    def _training_data(self) -> tuple[Any, Callable]:
-        """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
-        if isinstance(self.train_dataset, datasets.Dataset):
-            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
-        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
-
-    @property
-    def _is_causal_lm(self) -> bool:
-        return isinstance(self.bayesian, BayesianModelForCausalLM)
-
-    @property
-    def _shared(self) -> bool:
-        """Whether all chains see the same rows."""
-        return self.args.minibatch == "shared" or self.method.full_batch
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Rows by chain: no sampler of Trainer's, and not sharded by accelerate."""
-        if self.train_dataset is None:
-            raise ValueError("training needs a train_dataset")
-        (dataset, collate), args = self._training_data(), self.args
-        size = args.per_device_train_batch_size
-        batches: ChainBatches | FullPasses
-        if self.method.full_batch:
-            batches = FullPasses(len(dataset), batch_size=size)
-        else:
-            batches = ChainBatches(
-                len(dataset),
-                batch_size=size,
-                accumulation=args.gradient_accumulation_steps,
-                chains=None if self._shared else self.chains,
-                seed=args.seed if args.data_seed is None else args.data_seed,
-            )
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=collate,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-        )
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """R: rows of an update, per chain."""
-        if self.method.full_batch:
-            return len(self.train_dataset)
-        return self._train_batch_size * args.gradient_accumulation_steps
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, Tensor]:
-        """The micro-batches of an update, and the likelihood terms that each chain finds in them."""
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        groups = 1 if self._shared else len(self.chains)
-        terms = sum(self._count(batch["labels"], groups) for batch in batches)
-        return batches, torch.as_tensor(terms, device=device).expand(len(self.chains))
-
-    def _count(self, labels: Tensor, groups: int) -> Tensor:
-        terms = self.likelihood.is_term(labels[:, 1:] if self._is_causal_lm else labels)
-        return terms.reshape(groups, -1).sum(1)
 
     # -- the chains ----------------------------------------------------------------------------------------------
 
@@ -199,24 +109,33 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
             schedule = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
             prior = build_prior(config, bayesian.layout, self._start)
-            problem = Problem(
+            self.problem = Problem(
                 self.num_data, prior.to(bayesian.theta), args.learning_rate, steps, burn_in, bayesian.layout.sizes
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
                 bayesian,
-                build(config, problem),
+                build(config, self.problem),
                 [generator(args.seed, "chain", chain, device=args.device) for chain in self.chains],
                 lr=args.learning_rate,
                 draw_steps=schedule,
                 chains=self.chains,
                 burn_in=burn_in,
-                reference_step=config.warm_start_steps,
+                warm_start=config.warm_start_steps,
             )
-            rows = len(self.train_dataset)
-            per_term = self.num_data / self.num_terms
-            self.optimizer_of_chains.scale = rows / self.get_total_train_batch_size(args) * per_term
+            if self.mesh.chain_size > 1:
+                self.optimizer_of_chains.spread = SpreadMembers(self.mesh.chain_group)
         return self.optimizer
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's accelerator, which wraps no model in DistributedDataParallel: that would average chains."""
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+            return prepare(model, device_placement=device_placement, evaluation_mode=True)
+
+        self.accelerator.prepare_model = prepare_model
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Trainer's schedule, looked through to its end.
@@ -239,6 +158,8 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
     def _num_steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
+        if is_stream(self.train_dataset):
+            raise ValueError("train_dataset has no length, and max_steps is not set: an endless run. Set max_steps")
         updates = -(-len(self.train_dataset) // self.get_total_train_batch_size(self.args))
         return math.ceil(self.args.num_train_epochs * updates)
 
@@ -277,6 +198,7 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             chains.accumulate(members, self._loss, self._leaf.grad)
             del self._leaf
         if self.accelerator.sync_gradients:
+            chains.complete(self.mesh.sum_over_data, self._likelihood_scale(self._terms))
             self._losses = chains.loss / self._terms.clamp_min(1)
         return total
 
@@ -293,21 +215,15 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
         self._leaf = self._chains_optimizer.leaf(self._members)
         output = model(**inputs, theta=self._leaf, folded=not self._shared)
         self._loss = output.loss.detach()
-        return _LoggedSum.apply(output.loss, self._terms[self._members] * len(self.chains))
-
-    def _rows_of(self, inputs: dict[str, Any], members: slice) -> dict[str, Any]:
-        """The rows of a micro-batch that belong to some members; all of them if shared."""
-        if self._shared:
-            return inputs
-        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0] // len(self.chains)
-        cut = slice(members.start * rows, members.stop * rows)
-        return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
+        # Trainer logs the mean over processes; those that share chains have a part of the loss each
+        share = len(self.chains) / self.mesh.data_size
+        return _LoggedSum.apply(output.loss, self._terms[self._members] * share)
 
     def _seed_dropout(self, members: slice) -> None:
         """Dropout masks are a function of seed, chain, step and micro-batch, so that a resumed run draws the same."""
         if self.bayesian.members.trunk.has_dropout:
-            key = (self.args.seed, "dropout", self.chains[members.start], self.state.global_step, self._micro)
-            torch.manual_seed(seed_of(*key))
+            place = (self.chains[members.start], self.mesh.data_rank, self.state.global_step, self._micro)
+            torch.manual_seed(seed_of(self.args.seed, "dropout", *place))
 
     # -- kernels -------------------------------------------------------------------------------------------------
 
@@ -334,9 +250,14 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
                         if grad is not None:
                             grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
                     log_lik[members] -= loss.detach()
-            scale = chains.scale
+            self.mesh.sum_over_data(log_lik)
+            if grad is not None:
+                self.mesh.sum_over_data(grad)
+            scale = self._likelihood_scale(terms)
             proposed = -log_lik / terms
-            return Evaluation((scale * log_lik).to(theta.dtype), None if grad is None else grad.mul_(scale))
+            if grad is not None:
+                grad *= torch.as_tensor(scale, dtype=grad.dtype, device=grad.device).view(-1, 1)
+            return Evaluation((scale * log_lik).to(theta.dtype), grad)
 
         stays = chains.move(evaluate)
         # the loss of a chain that refused its proposal is not the proposal's
@@ -366,7 +287,7 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             resume_from_checkpoint = checkpoints.newest_complete(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
-        self._kernel_batches, self._posterior, self._losses = [], None, None
+        self._kernel_batches, self._posterior, self._evaluated, self._losses = [], None, None, None
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
@@ -381,8 +302,13 @@ class BayesianTrainerMixin(EvaluationMixin, ReportingMixin, SavingMixin):
             chains.draws = [chains.state_of_chains.theta.detach().cpu().clone()]
         draws = torch.stack(chains.draws, 1)
         approximation = chains.method.finish(chains.state_of_chains, draws)
+        if not isinstance(approximation, Draws):  # it stores no members to be dealt out: every process holds it all
+            everywhere = self.mesh.gather_chains
+            state = chains.state_of_chains
+            state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
+            approximation, chains.spread = chains.method.finish(state, draws), None
         self._posterior = self._to_posterior(approximation, self._diagnostics(draws))
-        if approximation.num_stored == 1:
+        if approximation.num_stored == 1 and self.mesh.chain_size == 1:
             logger.warning(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"

@@ -24,6 +24,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Traini
 from hf_bayes.artifact import Posterior
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.methods import METHODS
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer
@@ -150,7 +151,21 @@ REFUSED = [
     Refused("B2", "empty data", training(train=Dataset.from_list([])), ("train_dataset has 0 rows", "N is needed")),
     Refused("B2", "no data", lambda out: custom_none(out), ("training needs a train_dataset", "got None")),
     Refused("B3", "a stream", training(train=Stream(), max_steps=-1), ("no length", "cannot infer N", "num_data=")),
-    Refused("B3", "a stream with num_data", training(train=Stream(), num_data=70.0), ("no length", "Materialise it")),
+    Refused(
+        "B3", "a stream, chain by chain", training(train=Stream(), num_data=7.0), ("no length", "minibatch='shared'")
+    ),
+    Refused(
+        "B3",
+        "a stream without end",
+        training(train=Stream(), num_data=7.0, minibatch="shared", max_steps=-1),
+        ("no length", "set max_steps"),
+    ),
+    Refused(
+        "B3",
+        "a stream for an exact kernel",
+        training(method=HMCConfig(num_chains=1), train=Stream(), num_data=7.0, minibatch="shared"),
+        ("no length", "hmc needs all rows", "materialise it"),
+    ),
     Refused("B2", "no labels", training(train=[{"input_ids": [5, 6, 7]}] * 4), ("no labels", "input_ids")),
     # B4: counts
     *[

@@ -11,8 +11,8 @@ from hf_bayes.likelihood import Bernoulli, Categorical, Normal
 from tests import runs
 
 
-def batches(num_rows=10, *, batch_size=2, accumulation=3, chains: range | None = range(3), seed=0):
-    return ChainBatches(num_rows, batch_size=batch_size, accumulation=accumulation, chains=chains, seed=seed)
+def batches(num_rows=10, *, batch_size=2, accumulation=3, chains: range | None = range(3), seed=0, **share):
+    return ChainBatches(num_rows, batch_size=batch_size, accumulation=accumulation, chains=chains, seed=seed, **share)
 
 
 def read(sampler, epochs=1):
@@ -96,7 +96,26 @@ def test_full_passes_hold_all_rows_in_order_every_time():
     assert len(sampler) == 3
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        assert list(sampler) == [[0, 1, 2], [3, 4, 5], [6]]
+        assert list(sampler) == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def test_processes_that_share_chains_share_out_the_rows_of_an_update():
+    whole = read(batches(batch_size=4, accumulation=1), epochs=3)
+    parts = [read(batches(batch_size=2, accumulation=1, data_rank=rank, data_size=2), epochs=3) for rank in (0, 1)]
+    for chain in range(3):
+        expected = stream(whole, chain, num_chains=3, batch_size=4)
+        halves = [stream(part, chain, num_chains=3, batch_size=2) for part in parts]
+        for first in range(0, len(expected), 4):
+            half = slice(first // 2, first // 2 + 2)
+            assert [*halves[0][half], *halves[1][half]] == expected[first : first + 4]
+
+
+def test_full_passes_of_several_processes_hold_all_rows_once():
+    parts = [list(FullPasses(10, batch_size=2, data_rank=rank, data_size=3)) for rank in range(3)]
+    assert {len(part) for part in parts} == {2}
+    assert sorted(row for part in parts for batch in part for row in batch) == list(range(10))
+    with pytest.raises(ValueError, match="7 rows cannot give 3 processes 3 batches each"):
+        FullPasses(7, batch_size=1, data_rank=0, data_size=3)
 
 
 def test_two_permutations_of_ten_rows_are_uniform_in_first_place():

@@ -251,15 +251,6 @@ def test_resume_of_another_run_is_refused_with_a_diff(directory, other, path):
     assert sorted(str(file) for file in directory.rglob("*")) == before
 
 
-def test_a_resumed_run_keeps_the_point_estimate_of_its_warm_start(tmp_path):
-    method = SGHMCConfig(num_chains=2, warm_start_steps=2)
-    whole = run(tmp_path, method)
-    whole.train()
-    resumed = run(tmp_path / "resumed", method)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert torch.equal(resumed.optimizer_of_chains.reference, whole.optimizer_of_chains.reference)
-
-
 def test_checkpoints_keep_to_their_limit(tmp_path):
     run(tmp_path, save_total_limit=1).train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from hf_bayes import causal_lm
+from hf_bayes import spread
 from hf_bayes.attaching import attach
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.generation import GenerationTrace, TokenRecord, record, to_scores
+from hf_bayes.spread import LocalMembers
 from hf_bayes.subspace import Layout, select
 from hf_bayes.uncertainty import Prediction, predict
 from tests.members.reference import entropies, mixture, scattered, separate_logits
@@ -426,7 +427,7 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
     model, layout, theta = prepared("gpt2-last-block")
     sequences = looped(model, layout, theta, batch(), greedy)
     expected = brute_force_scores(model, layout, theta, sequences, batch()["attention_mask"], [STEPS] * 3)
-    monkeypatch.setattr(causal_lm, "predict", mixed_logits)
+    monkeypatch.setattr(spread, "predict", mixed_logits)
     with attached("gpt2-last-block", model, theta) as bayesian:
         output = generate(bayesian, batch())
     assert not torch.equal(output.sequences, sequences)
@@ -451,7 +452,7 @@ def _prediction(rows: int = 2, seed: int = 0) -> tuple[Prediction, Tensor]:
 def test_a_forward_too_many_is_forgotten() -> None:
     # on CUDA generate learns one forward later that all rows have stopped, and drops that forward's token
     def trace(forwards: int) -> Any:
-        trace = GenerationTrace()
+        trace = GenerationTrace(LocalMembers())
         tokens = torch.tensor([[1, 2], [3, 4]])
         for step in range(forwards):
             if step > 0:
@@ -469,7 +470,7 @@ def test_scores_are_laid_out_row_by_row() -> None:
     prediction, logits = _prediction(rows=3)
     tokens = record(prediction, logits, torch.tensor([0, 1, 2]))
     valid = torch.tensor([[True, False], [True, True]])
-    scores = to_scores(TokenRecord(*tokens), valid)
+    scores = to_scores(TokenRecord(*tokens), valid, LocalMembers())
     assert scores.total[valid].tolist() == prediction.uncertainty.total.tolist()
     assert scores.total.isnan().tolist() == [[False, True], [False, False]]
     assert math.isclose(float(scores.sequence_logprob_tokenwise[1]), float(tokens.logprobs[1:].sum()), rel_tol=1e-6)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Model, T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
 
-from hf_bayes import classification
+from hf_bayes import spread
 from hf_bayes.attaching import attach
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.likelihood import Normal
@@ -72,7 +72,7 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
 
     model, layout, theta, subspace = prepared("bert-lora")
     expected = mixture(separate_logits(model, layout, theta, batch()))
-    monkeypatch.setattr(classification, "predict", mixed_logits)
+    monkeypatch.setattr(spread, "predict", mixed_logits)
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         assert relative_error(bayesian(**batch()).logits, expected) > 0.01
 

@@ -90,7 +90,8 @@ def test_the_model_stands_where_the_gradient_is_wanted_and_shows_the_state_in_ev
         optimizer.step()
 
 
-def test_an_evaluation_is_the_scaled_sum_of_its_micro_batches():
+@pytest.mark.parametrize("per_chain", [False, True])
+def test_an_evaluation_is_the_scaled_sum_of_its_micro_batches(per_chain):
     optimizer = chains(SGHMCConfig())
     generator_ = torch.Generator().manual_seed(0)
     losses = torch.randn(4, CHAINS, generator=generator_)
@@ -100,9 +101,13 @@ def test_an_evaluation_is_the_scaled_sum_of_its_micro_batches():
         optimizer.accumulate(slice(0, 2), loss[:2], grad[:2])
         optimizer.accumulate(slice(2, 3), loss[2:], grad[2:])
         assert not optimizer.begins_update
-    found = optimizer.take_evaluation(2.5)
-    torch.testing.assert_close(found.log_lik, -2.5 * losses.sum(0))
-    torch.testing.assert_close(found.grad_log_lik, -2.5 * grads.sum(0))
+    scale = torch.tensor([2.5, 1.0, 4.0]) if per_chain else 2.5
+    # as on two processes that saw the same
+    optimizer.complete(lambda tensor: tensor.mul_(2), scale)
+    found = optimizer._take_evaluation()
+    scales = torch.as_tensor(scale).expand(CHAINS)
+    torch.testing.assert_close(found.log_lik, -2 * scales * losses.sum(0))
+    torch.testing.assert_close(found.grad_log_lik, -2 * scales[:, None] * grads.sum(0))
     assert optimizer.begins_update
 
 

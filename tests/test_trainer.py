@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, RepoUrl
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_bayes import trainer as trainer_module
@@ -108,10 +110,8 @@ def test_normalising_by_the_terms_of_the_update_is_caught(tmp_path, evaluations,
     """The twin: transformers' sum of losses over sum of tokens, times N."""
 
     class Ratio(BayesianTrainer):
-        def get_batch_samples(self, *args: Any) -> Any:
-            batches, terms = super().get_batch_samples(*args)
-            self.optimizer_of_chains.scale = self.num_data / float(terms[0])
-            return batches, terms
+        def _likelihood_scale(self, terms: Tensor) -> float:
+            return self.num_data / float(terms[0])
 
     def build() -> Any:
         return with_lora(tiny_llama())
@@ -271,8 +271,9 @@ def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_sta
     metrics = trainer.evaluate()
     assert 0 < metrics["eval_nll"] < 20
     trainer.save_model()
-    # a warm start leaves a point estimate to compare with
-    assert ("map_nll" in trainer.posterior.config.metrics) == (warm_start_steps > 0)
+    kept = trainer.posterior.config.metrics
+    assert kept["nll"] == metrics["eval_nll"]
+    assert math.isfinite(kept["map_nll"])
 
 
 @pytest.mark.parametrize("head", ["classification", "multi_label", "regression"])
@@ -518,17 +519,122 @@ def test_metrics_of_several_eval_sets_are_kept_by_name(tmp_path):
     assert {"near_nll", "far_nll", "near_map_nll", "far_map_nll", "far_epistemic"} <= kept.keys()
 
 
-def test_metrics_at_save_set_the_posterior_beside_the_point_estimate(tmp_path):
+def test_metrics_at_save_set_the_posterior_beside_a_map_estimate(tmp_path):
     rows = runs.token_rows(4, seed=1)
-    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=2), eval_dataset=rows)
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=rows)
     trainer.train()
     trainer.save_model()
     kept = trainer.posterior.config.metrics
     assert kept["nll"] == trainer.evaluate()["eval_nll"]  # and the posterior is what is shown afterwards
+    point = trainer._map_estimate(trainer.posterior)
     with torch.no_grad():
-        trainer.bayesian.show(trainer.optimizer_of_chains.reference[:1])
+        trainer.bayesian.show(point)
         batch = default_data_collator(rows)
         assert kept["map_nll"] == pytest.approx(float(trainer.bayesian(**batch).loss), rel=1e-5)
+
+
+def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=1, prior_std=0.5, warm_start_learning_rate=0.02),
+        per_device_train_batch_size=10,
+        max_steps=300,
+        map_updates=300,
+    )
+    trainer.train()
+    start, point = trainer.posterior.representative[None], trainer._map_estimate(trainer.posterior)
+    batch = default_data_collator(runs.token_rows())
+
+    def energy(theta: Tensor, prior_weight: float) -> tuple[float, Tensor]:
+        leaf = theta.detach().requires_grad_()
+        value = trainer.bayesian(**batch, theta=leaf, folded=False).loss.sum()
+        value = value - prior_weight * trainer.prior.log_prob(leaf).sum()
+        return float(value), torch.autograd.grad(value, leaf)[0]
+
+    before, after = energy(start, 1.0), energy(point, 1.0)
+    assert after[0] < before[0]
+    # at the maximum the two forces cancel; a prior of half the weight (the twin) would leave half its force
+    assert after[1].norm() < 0.05 * before[1].norm()
+    assert energy(point, 0.5)[1].norm() > 3 * after[1].norm()
+
+
+def test_a_map_estimate_may_be_left_out(tmp_path):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4), map_updates=0)
+    trainer.train()
+    trainer.save_model()
+    assert "map_nll" not in trainer.posterior.config.metrics
+
+
+def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatch):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4), map_updates=0)
+    trainer.train()
+    trainer.evaluate()
+    monkeypatch.setattr(trainer.bayesian, "evaluate_batch", None)
+    trainer.save_model()
+    assert trainer.posterior.config.metrics["nll"] > 0
+
+
+def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
+    trainer._compare("", 2.0, 1.5)
+    assert "worse than a MAP estimate's 1.5000" in caplog.text
+    caplog.clear()
+    trainer._compare("", 1.5, 2.0)
+    assert not caplog.records
+
+
+# -- data sets without a length --------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self.rows
+
+
+def test_a_stream_trains_on_its_rows_in_order_scaled_to_num_data(tmp_path, evaluations):
+    def build() -> Any:
+        return with_lora(tiny_llama(dtype=torch.float64))
+
+    rows = runs.token_rows([8, 20, 8, 6, 9])
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2),
+        model=build(),
+        train=Stream(rows),
+        collator=runs.padding_collator(),
+        minibatch="shared",
+        num_data=1000.0,
+        max_steps=3,
+    )
+    trainer.train()
+    # the fifth row fills no batch: after the first two the stream begins again
+    pairs = [rows[:2], rows[2:4], rows[:2]]
+    for found, pair in zip(evaluations, pairs, strict=True):
+        terms = sum(len(row["labels"]) - 1 for row in pair)
+        expected = full_data(build, trainer, pair)
+        torch.testing.assert_close(found.log_lik, 1000 / terms * expected.log_lik, rtol=1e-6, atol=0)
+        assert relative(found.grad_log_lik, 1000 / terms * expected.grad_log_lik) < 1e-6
+
+
+def test_a_resumed_stream_goes_on_where_it_was(tmp_path):
+    def run(folder: Path) -> BayesianTrainer:
+        return runs.trainer(
+            folder,
+            SGHMCConfig(num_chains=2, draws_per_chain=2),
+            train=Stream(runs.token_rows(14)),
+            minibatch="shared",
+            num_data=1000.0,
+            save_strategy="steps",
+            save_steps=4,
+        )
+
+    whole, resumed = run(tmp_path), run(tmp_path / "resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
 
 
 # -- private hooks of Trainer ----------------------------------------------------------------------------------------

@@ -1,0 +1,165 @@
+"""Which rows the trainer shows to which chain, and how many likelihood terms they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hf_bayes.batches import ChainBatches, FullPasses, count_terms
+from hf_bayes.config import MethodConfig
+from hf_bayes.distributed import ChainMesh
+from hf_bayes.likelihood import Categorical, Likelihood
+from hf_bayes.model import BayesianModel
+from hf_bayes.refusals import is_stream, require_rows
+
+if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class TrainingDataMixin(_Trainer):
+    """The trainer's data: rows by chain for a data set that has a length, in the order they come for a stream."""
+
+    bayesian: BayesianModel
+    likelihood: Likelihood
+    method: MethodConfig
+    mesh: ChainMesh
+    chains: range
+    num_data: float
+    _say: Callable[..., None]
+    num_terms: int | None
+    """Likelihood terms counted in the data set; None for a stream."""
+
+    def _prepare_data(self) -> None:
+        """Find N, and fit accumulation to kernels that see all data in every move."""
+        args = self.args
+        require_rows(self.train_dataset, args, self.method)
+        if is_stream(self.train_dataset):
+            self.num_terms, self.num_data = None, float(args.num_data)
+            self._say("N = %g likelihood terms (given)", self.num_data)
+            return
+        dataset, collate = self._training_data()
+        self.num_terms = count_terms(
+            dataset,
+            collate,
+            self.likelihood,
+            shift=self.bayesian.shifts_labels,
+            num_classes=self._num_classes(),
+            progress=not args.disable_tqdm,
+        )
+        natural = len(dataset) if args.data_unit == "sequence" else self.num_terms
+        self.num_data = float(args.num_data or natural)
+        if self.method.full_batch:
+            args.gradient_accumulation_steps = len(self._batches(None))
+        self._say(
+            "N = %g likelihood terms (%s; %d counted in %d rows)",
+            self.num_data, args.data_unit, self.num_terms, len(dataset),
+        )  # fmt: skip
+
+    def _num_classes(self) -> int | None:
+        """What labels must be below; None where they are no classes."""
+        if not isinstance(self.likelihood, Categorical):
+            return None
+        config = self.bayesian.config
+        shifted = self.bayesian.shifts_labels
+        return config.get_text_config().vocab_size if shifted else getattr(config, "num_labels", None)
+
+    def _training_data(self) -> tuple[Any, Callable]:
+        """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
+        if isinstance(self.train_dataset, (datasets.Dataset, datasets.IterableDataset)):
+            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all chains see the same rows."""
+        return self.args.minibatch == "shared" or self.method.full_batch
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Rows by chain: no sampler of Trainer's, and not sharded by accelerate."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        return self._loader(None if self._shared else self.chains)
+
+    def _loader(self, chains: range | None) -> DataLoader:
+        """Batches for ``chains``; None: for all of them, the same."""
+        (dataset, collate), args = self._training_data(), self.args
+        common: dict[str, Any] = {
+            "collate_fn": collate,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+        }
+        if not is_stream(dataset):
+            return DataLoader(dataset, batch_sampler=self._batches(chains), **common)
+        size = args.per_device_train_batch_size
+        if self.mesh.data_size > 1:  # processes that share chains take turns, batch by batch
+            shard = {"num_processes": self.mesh.data_size, "process_index": self.mesh.data_rank}
+            dataset = IterableDatasetShard(dataset, batch_size=size, drop_last=True, **shard)
+        return DataLoader(dataset, batch_size=size, drop_last=True, **common)
+
+    def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
+        args, num_rows = self.args, len(self.train_dataset)
+        share = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
+        if self.method.full_batch:
+            return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
+        return ChainBatches(
+            num_rows,
+            batch_size=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            chains=chains,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            **share,
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """R: rows of an update, per chain, over all processes that share it."""
+        if self.method.full_batch:
+            return len(self.train_dataset)
+        return self._train_batch_size * args.gradient_accumulation_steps * self.mesh.data_size
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor]:
+        """The micro-batches of an update, and the likelihood terms that each chain finds in it."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        groups = 1 if self._shared else len(self.chains)
+        per_row = [self.bayesian.terms_per_row(batch["labels"]) for batch in batches]
+        terms = sum((rows.view(groups, -1).sum(1) for rows in per_row), torch.zeros(groups, dtype=torch.int64))
+        return batches, self.mesh.sum_over_data(terms.to(device)).expand(len(self.chains))
+
+    def _likelihood_scale(self, terms: Tensor) -> float | Tensor:
+        """What the log-likelihood of an update is multiplied by, to stand for all data.
+
+        rows / rows of the update: unbiased for any mixture of lengths. How many rows a stream has nobody knows: there
+        it is N / ``terms`` [M], terms of the update, a ratio estimator.
+        """
+        if self.num_terms is None:
+            return self.num_data / terms.clamp_min(1)
+        per_term = self.num_data / self.num_terms
+        return len(self.train_dataset) / self.get_total_train_batch_size(self.args) * per_term
+
+    def _rows_of(self, inputs: dict[str, Any], members: slice) -> dict[str, Any]:
+        """The rows of a micro-batch that belong to some members; all of them if shared."""
+        if self._shared:
+            return inputs
+        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0] // len(self.chains)
+        cut = slice(members.start * rows, members.stop * rows)
+        return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
+
+    def _first_rows(self) -> dict[str, Any]:
+        """A micro-batch that every process finds alike."""
+        dataset, collate = self._training_data()
+        if is_stream(dataset):
+            return self._prepare_inputs(
+                next(iter(DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)))
+            )
+        count = min(len(dataset), self.args.per_device_train_batch_size)
+        return self._prepare_inputs(collate([dataset[row] for row in range(count)]))
