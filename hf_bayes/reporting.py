@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
@@ -35,6 +36,7 @@ class ReportingMixin(_Trainer):
     bayesian: BayesianModel
     method: MethodConfig
     chains: range
+    mesh: ChainMesh
     prior: GaussianPrior
     optimizer_of_chains: ChainOptimizer | None
     _origin: Tensor
@@ -102,11 +104,18 @@ class ReportingMixin(_Trainer):
                     100 * lost, self.args.learning_rate,
                 )  # fmt: skip
         if chains is not None and "loss" in logs and self._losses is not None:
-            info = {"loss": self._losses, **chains.info, **self._distances()}
+            info = self._of_all_chains({"loss": self._losses, **chains.info, **self._distances()})
             for name, values in info.items():
-                for chain, value in zip(self.chains, values.tolist(), strict=True):
+                for chain, value in enumerate(values.tolist()):
                     logs[f"{name}/chain_{chain}"] = value
         super().log(logs, *args, **kwargs)
+
+    def _of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
+        """name -> [M] of the chains here -> [K] of all."""
+        if not info:
+            return info
+        columns = torch.stack([value.double().to(self.args.device) for value in info.values()], 1)
+        return dict(zip(info, self.mesh.gather_chains(columns).unbind(1), strict=True))
 
     def _distances(self) -> dict[str, Tensor]:
         theta = self.bayesian.theta.detach()
@@ -118,14 +127,15 @@ class ReportingMixin(_Trainer):
         Args:
             draws: [M, S, d].
         """
-        means = {name: value.tolist() for name, value in self._chains_optimizer.mean_info().items()}
+        found = self._of_all_chains({**self._chains_optimizer.mean_info(), **self._distances()})
+        means = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)
-        values = self._probe(draws)
-        enough = draws.shape[1] >= 4 and draws.shape[0] >= 2
+        values = self.mesh.gather_chains(self._probe(draws).to(self.args.device)).cpu()
+        enough = values.shape[1] >= 4 and values.shape[0] >= 2
         diagnostics = Diagnostics(
             dim=self.bayesian.layout.dim,
-            distance=self._distances()["distance_moved"].tolist(),
+            distance=means["distance_moved"],
             kinetic_temperature=means.get("kinetic_temperature"),
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
             acceptance=means.get("acceptance"),
