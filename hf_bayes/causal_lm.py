@@ -204,6 +204,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """
         refuse_unsupported(kwargs, self.generation_config)
         self._trace = trace = GenerationTrace(self.spread)
+        self.spread.agree_on_randomness()
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
             streamer.watch(trace)
         try:

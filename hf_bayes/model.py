@@ -20,7 +20,7 @@ from hf_bayes.loading import load
 from hf_bayes.members import Members
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
-from hf_bayes.spread import LocalMembers
+from hf_bayes.spread import LocalMembers, SpreadMembers
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
@@ -64,7 +64,7 @@ class BayesianModel(PreTrainedModel):
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
         self._shown: Tensor | None = None
-        self.spread = LocalMembers()
+        self._spread = self._spread_of_shown = LocalMembers()
         self.theta = nn.Parameter(theta)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -109,7 +109,30 @@ class BayesianModel(PreTrainedModel):
             spread: where the other members are, if these are not all.
         """
         self._shown = None if theta is None else theta.to(self.theta.device)
-        self.spread = spread or LocalMembers()
+        self._spread_of_shown = spread or LocalMembers()
+
+    @property
+    def spread(self) -> LocalMembers:
+        """Where the members are that evaluation and generation see."""
+        return self._spread if self._shown is None else self._spread_of_shown
+
+    def spread_members(self, group: Any = None) -> Self:
+        """Keep this process's share of theta. From now on all processes of ``group`` must be asked the same together.
+
+        Args:
+            group: a process group; None means all processes.
+        Raises:
+            ValueError: if the members cannot be dealt out evenly.
+        """
+        spread = SpreadMembers(group)
+        if len(self.theta) % spread.size:
+            raise ValueError(
+                f"{len(self.theta)} members cannot be dealt to {spread.size} processes evenly: load another number of "
+                "members"
+            )
+        self.theta = nn.Parameter(self.theta.detach().chunk(spread.size)[spread.rank].clone())
+        self._spread = spread
+        return self
 
     def detach(self) -> nn.Module:
         """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad."""

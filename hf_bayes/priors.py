@@ -28,10 +28,12 @@ def build_prior(config: MethodConfig, layout: Layout, start: Tensor) -> Gaussian
             raise ValueError(
                 f"prior_std: {idle} match no random parameter (the first is {layout.names[0]}). Correct or remove them"
             )
-        std = torch.cat([
-            torch.full((size,), _std_of(name, config.prior_std), dtype=start.dtype, device=start.device)
-            for name, size in zip(layout.names, layout.sizes, strict=True)
-        ])
+        std = torch.cat(
+            [
+                torch.full((size,), _std_of(name, config.prior_std), dtype=start.dtype, device=start.device)
+                for name, size in zip(layout.names, layout.sizes, strict=True)
+            ]
+        )
     else:
         value = 1.0 if config.prior_std is None else config.prior_std
         std = torch.tensor(value, dtype=start.dtype, device=start.device)

@@ -48,6 +48,10 @@ class ReportingMixin(_Trainer):
         if not logger.isEnabledFor(logging.INFO) and not self.args.disable_tqdm and self.is_world_process_zero():
             tqdm.write(message % values, file=sys.stderr)
 
+    def _warn(self, message: str, *values: object) -> None:
+        if self.is_world_process_zero():
+            logger.warning(message, *values)
+
     def _announce(self) -> None:
         """What is about to run: sizes, scale, prior, memory and time."""
         layout, chains, config = self.bayesian.layout, len(self.chains), self.method
@@ -67,7 +71,7 @@ class ReportingMixin(_Trainer):
         if ratio is not None:
             self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
             if ratio > 1:
-                logger.warning(
+                self._warn(
                     "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
                     "rank and alpha; below %.2g the ratio is under 1",
                     ratio, config.prior_std,
@@ -77,7 +81,7 @@ class ReportingMixin(_Trainer):
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             self._say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
         if self.bayesian.members.trunk.has_dropout:
-            logger.warning("the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood")
+            self._warn("the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood")
 
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
@@ -98,7 +102,7 @@ class ReportingMixin(_Trainer):
         if chains is not None and chains.unmoved is not None:
             lost, chains.unmoved = float(chains.unmoved.max()), None
             if self.method.temperature > 0 and lost > MAX_UNMOVED:
-                logger.warning(
+                self._warn(
                     "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
                     "rounding. Raise learning_rate (%g)",
                     100 * lost, self.args.learning_rate,

@@ -23,9 +23,9 @@ def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generat
 
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
     """[M, ...] standard normals of the shape, dtype and device of ``like``; row m comes from generator m alone."""
-    return torch.stack([
-        torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device) for rng in rngs
-    ])
+    return torch.stack(
+        [torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device) for rng in rngs]
+    )
 
 
 def rand(rngs: Rngs, like: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's method
 else:
     _Trainer = object
 
-logger = logging.getLogger("hf_bayes.trainer")
-
 _KEPT_METRICS = ("nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity")
 
 
@@ -44,6 +41,7 @@ class SavingMixin(_Trainer):
     chains: range
     mesh: ChainMesh
     _say: Callable[..., None]
+    _warn: Callable[..., None]
     _loader: Callable[..., Any]
     num_data: float
     problem: Problem
@@ -108,7 +106,7 @@ class SavingMixin(_Trainer):
     def _compare(self, name: str, nll: float, map_nll: float) -> None:
         self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", f" ({name[:-1]})" if name else "", nll, map_nll)
         if nll > map_nll:
-            logger.warning(
+            self._warn(
                 "the posterior's held-out NLL %.4f is worse than a MAP estimate's %.4f: train longer, lower "
                 "temperature or prior_std, or use the MAP estimate",
                 nll, map_nll,

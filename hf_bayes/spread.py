@@ -27,6 +27,9 @@ class LocalMembers:
         """[M, ...] -> [...]: log of the mean over all members of exp(values)."""
         return values.logsumexp(0) - math.log(len(values))
 
+    def agree_on_randomness(self) -> None:
+        """To be called before tokens are drawn: processes that drew other tokens would speak of other texts."""
+
 
 class SpreadMembers(LocalMembers):
     """Every process of ``group`` holds as many members and is asked the same: probabilities and entropies are summed.
@@ -35,7 +38,7 @@ class SpreadMembers(LocalMembers):
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def predict(self, logits: Tensor) -> Prediction:
         mine = partial(logits)
@@ -49,6 +52,14 @@ class SpreadMembers(LocalMembers):
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
         peak = torch.where(peak.isfinite(), peak, 0.0)
         return self._sum((values - peak).exp().sum(0)).log() + peak - math.log(len(values) * self.size)
+
+    def agree_on_randomness(self) -> None:
+        mine = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        states: list[Any] = [None] * self.size
+        dist.all_gather_object(states, mine, group=self.group)
+        torch.set_rng_state(states[0][0])
+        if states[0][1] is not None:
+            torch.cuda.set_rng_state(states[0][1])
 
     def _sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self.group)

@@ -31,9 +31,9 @@ def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed
         keeps.append(0.0 if redraw else 1.0)
     spread = _by_tensor(layout, scales, start)
     kept = _by_tensor(layout, keeps, start)
-    noise = torch.stack([
-        torch.randn(layout.dim, generator=generator(seed, "start", chain), dtype=start.dtype) for chain in chains
-    ]).to(start.device)
+    noise = torch.stack(
+        [torch.randn(layout.dim, generator=generator(seed, "start", chain), dtype=start.dtype) for chain in chains]
+    ).to(start.device)
     return kept * start + spread * noise
 
 

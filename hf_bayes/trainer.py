@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import math
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, SchedulerType, Trainer
+from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
 
 from hf_bayes import checkpoints
 from hf_bayes.attaching import attach
@@ -291,14 +295,27 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):
+            output = TrainOutput(self.state.global_step, 0.0, {})
+        else:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish()
         return output
+
+    def _was_complete(self, checkpoint: str) -> bool:
+        """Whether a checkpoint is the end of this run; it is loaded then: Trainer would make one update more."""
+        tensors, saved = checkpoints.load(checkpoint, self._settings(), chains=self.chains)
+        if saved["num_updates"] < self._num_steps():
+            return False
+        self._chains_optimizer.load_chain_tensors(tensors, saved["num_updates"])
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+        self._say("checkpoint %s is the end of this run: nothing is left to train", checkpoint)
+        return True
 
     def _finish(self) -> None:
         chains = self._chains_optimizer
         if not chains.draws:
-            logger.warning("training stopped before the first draw: the chains' current states are taken as draws")
+            self._warn("training stopped before the first draw: the chains' current states are taken as draws")
             chains.draws = [chains.state_of_chains.theta.detach().cpu().clone()]
         draws = torch.stack(chains.draws, 1)
         approximation = chains.method.finish(chains.state_of_chains, draws)
@@ -307,9 +324,11 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             state = chains.state_of_chains
             state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
             approximation, chains.spread = chains.method.finish(state, draws), None
+        else:
+            approximation = dataclasses.replace(approximation, chain=approximation.chain + self.chains.start)
         self._posterior = self._to_posterior(approximation, self._diagnostics(draws))
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:
-            logger.warning(
+            self._warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
             )

@@ -135,6 +135,14 @@ class TrainingDataMixin(_Trainer):
         terms = sum((rows.view(groups, -1).sum(1) for rows in per_row), torch.zeros(groups, dtype=torch.int64))
         return batches, self.mesh.sum_over_data(terms.to(device)).expand(len(self.chains))
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Trainer's estimate, for the members here: each runs the wrapped model."""
+        main_input = inputs.get(getattr(self.bayesian, "main_input_name", "input_ids"))
+        if main_input is None:
+            return 0
+        copies = len(self.chains) if self._shared else 1
+        return 6 * copies * main_input.numel() * self.bayesian.core.num_parameters(exclude_embeddings=True)
+
     def _likelihood_scale(self, terms: Tensor) -> float | Tensor:
         """What the log-likelihood of an update is multiplied by, to stand for all data.
 

@@ -1,0 +1,196 @@
+"""Four chains as 1 x 4, 2 x 2 and 4 x 1 (processes x chains), two chains on four processes: the same runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.distributed import ChainMesh
+from hf_bayes.storage import MANIFEST
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = (4, 2, 1)
+"""Processes of each launch; later ones go on with a checkpoint of the first."""
+
+
+class Launch(NamedTuple):
+    """What the processes of a launch wrote, in the order of their ranks."""
+
+    out: Path
+    tensors: list[dict[str, Tensor]]
+    numbers: list[dict[str, Any]]
+
+    def find(self, prefix: str) -> dict[str, list[Tensor]]:
+        """name -> the values of all processes that have it."""
+        names = {name for tensors in self.tensors for name in tensors if name.startswith(prefix)}
+        return {name: [tensors[name] for tensors in self.tensors if name in tensors] for name in sorted(names)}
+
+
+def launch(out: Path, processes: int, earlier: Path | None) -> None:
+    out.mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(Path(__file__).with_name("worker.py")), str(out), str(earlier or "none")]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="session")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Launch]:
+    """One launch for each layout, shared by the workers of a parallel test run."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "launches"
+    with FileLock(f"{root}.lock"):
+        earlier = None
+        for processes in LAYOUTS:
+            if not (root / "done").exists():
+                launch(root / str(processes), processes, earlier)
+            earlier = root / str(LAYOUTS[0])
+        (root / "done").touch()
+    return {
+        processes: Launch(
+            root / str(processes),
+            [load_file(root / str(processes) / f"rank_{rank}.safetensors") for rank in range(processes)],
+            [json.loads((root / str(processes) / f"rank_{rank}.json").read_text()) for rank in range(processes)],
+        )
+        for processes in LAYOUTS
+    }
+
+
+def assert_close(found: Any, expected: Any, tolerance: float, path: str = "") -> None:
+    """Numbers within a relative tolerance, all else equal, through dictionaries and lists."""
+    if isinstance(expected, dict):
+        clocks = ("runtime", "per_second", "preparation_time")
+        keys = [key for key in expected if not key.endswith(clocks)]
+        assert [key for key in found if not key.endswith(clocks)] == keys, path
+        for key in keys:
+            assert_close(found[key], expected[key], tolerance, f"{path}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, tolerance, f"{path}/{index}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), path
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("run", "tolerance"),
+    [
+        ("train", 1e-9),  # twenty float64 updates
+        ("data", 1e-9),  # the same, on four processes with two for each chain
+        ("hmc", 1e-9),
+        ("stream", 1e-9),
+        ("gaussian", 1e-6),  # Adam divides by the root of a moment that is near 0 at first
+        ("moved", 1e-9),  # begun by four processes, gone on with by four, by two, by one
+    ],
+)
+def test_chains_are_the_same_on_every_layout(launches, processes, run, tolerance):
+    found, expected = launches[processes].find(f"{run}/"), launches[1].find(f"{run}/")
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        torch.testing.assert_close(values[0], expected[name][0], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_first_gradient_in_float32_is_the_same_on_every_layout(launches, processes):
+    found, expected = launches[processes].find("gradient/"), launches[1].find("gradient/")
+    assert len(found) == 4
+    for name, (value,) in found.items():
+        assert (value - expected[name][0]).norm() < 1e-6 * expected[name][0].norm()
+
+
+@pytest.mark.parametrize("run", ["data", "hmc", "stream"])
+def test_processes_that_share_a_chain_hold_the_same_bits_of_it(launches, run):
+    found = launches[4].find(f"{run}/theta/")
+    assert len(found) == 2
+    for one, other in found.values():
+        assert torch.equal(one, other)
+
+
+def test_different_rows_on_processes_that_share_a_chain_matter(launches):
+    """The twin: without the sum over data a process would follow its own half of the minibatch."""
+    whole, shared = (launches[n].find("data/theta/") for n in (1, 4))
+    alone = launches[1].find("train/theta/")  # the same start and seed, half the rows per update
+    for chain in (0, 1):
+        name = f"data/theta/{chain}"
+        off = (alone[f"train/theta/{chain}"][0] - whole[name][0]).norm()
+        assert off > 1e6 * (shared[name][0] - whole[name][0]).norm()
+
+
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_resume_is_bitwise_on_the_same_layout(launches, processes):
+    for numbers in launches[processes].numbers:
+        assert numbers["resume/same"]
+        assert numbers["resume/newest"] == 8
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", ["train/logs", "train/metrics", "train/diagnostics", "before/metrics",
+                                  "predict/metrics", "data/logs", "data/metrics", "gaussian/metrics"])  # fmt: skip
+def test_what_is_reported_does_not_depend_on_the_layout(launches, processes, name):
+    # probabilities are summed where one process refines small uncertainties: good to 1e-6 in float32
+    expected = launches[1].numbers[0][name]
+    for numbers in launches[processes].numbers:
+        assert_close(numbers[name], expected, 1e-6, name)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_predictions_are_those_of_all_members(launches, processes):
+    expected = launches[1].find("predictions")["predictions"][0]
+    for values in launches[processes].find("predictions").values():
+        for value in values:
+            real = (value[..., :1] != -100) & (expected[..., :1] != -100)  # other batches, other padding
+            assert real.sum() >= 45  # tokens of the seven rows
+            torch.testing.assert_close(value * real, expected * real, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "beam"])
+def test_generation_with_members_spread_is_that_of_one_process(launches, processes, mode):
+    found, expected = launches[processes].find(f"{mode}/"), launches[1].find(f"{mode}/")
+    assert len(expected) == 4
+    for name, values in found.items():
+        assert len(values) == processes
+        for value in values:
+            torch.testing.assert_close(value, expected[name][0], rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("run", ["train", "data", "gaussian"])
+def test_all_processes_save_one_posterior(launches, processes, run):
+    found, expected = (Posterior.from_pretrained(launches[n].out / run) for n in (processes, 1))
+    torch.testing.assert_close(
+        found.sample(None, torch.Generator().manual_seed(0)),
+        expected.sample(None, torch.Generator().manual_seed(0)),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    assert found.config.member_chains == expected.config.member_chains
+    assert not list((launches[processes].out / run).glob("_hf_bayes_*"))
+    manifests = [json.loads((launches[n].out / run / MANIFEST).read_text())["files"].keys() for n in (processes, 1)]
+    assert manifests[0] == manifests[1]
+
+
+def test_chains_and_processes_that_do_not_divide_are_refused(monkeypatch):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for chains, processes in ((3, 2), (4, 3), (2, 3)):
+        monkeypatch.setattr(dist, "get_world_size", lambda processes=processes: processes)
+        with pytest.raises(ValueError, match=f"{chains} chains on {processes} processes: one must divide the other"):
+            ChainMesh(chains, torch.device("cpu"))

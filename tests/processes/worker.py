@@ -1,0 +1,183 @@
+"""What one process of a launch does: the same runs whatever the layout, their results written for comparison.
+
+Run by torchrun: ``worker.py OUT CHECKPOINTS``; the second is where an earlier launch left its own (or "none").
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from hf_bayes import BayesianModelForCausalLM, HMCConfig, MeanFieldConfig, SGHMCConfig
+from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.types import Evaluation
+from tests import runs
+from tests.models import batch, tiny_gpt2, tiny_tokenizer, with_lora
+
+CHAINS = 4
+
+
+class Watched(ChainOptimizer):
+    """Keeps the first gradient."""
+
+    first: Tensor | None = None
+
+    def _take_evaluation(self) -> Evaluation:
+        evaluation = super()._take_evaluation()
+        if Watched.first is None:
+            Watched.first = evaluation.grad_log_lik.clone()
+        return evaluation
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from runs.token_rows(30)
+
+
+class Worker:
+    def __init__(self, out: Path, earlier: Path | None) -> None:
+        self.out, self.earlier = out, earlier
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, Any] = {}
+
+    def trainer(self, name: str, method: Any, *, data_size: int = 1, **changes: Any) -> BayesianTrainer:
+        """``per_device_train_batch_size`` is that of one process per chain; others get their part of it."""
+        dtype = changes.pop("dtype", torch.float64)
+        rows = changes.pop("per_device_train_batch_size", 2)
+        dropout = changes.pop("dropout", 0.0)
+        model = with_lora(tiny_gpt2(dtype=dtype, resid_pdrop=dropout, attn_pdrop=dropout))
+        changes.setdefault("train", runs.token_rows(18))
+        return runs.trainer(
+            self.out / name, method, model=model, per_device_train_batch_size=rows // data_size, **changes
+        )
+
+    def keep(self, name: str, trainer: BayesianTrainer) -> None:
+        """theta of every chain here, also of replicas; the logs; the saved posterior."""
+        state = trainer.optimizer_of_chains.state_of_chains
+        for field, value in state._asdict().items():
+            for chain, row in zip(trainer.chains, value, strict=True):
+                self.tensors[f"{name}/{field}/{chain}"] = row.cpu().contiguous()
+        self.numbers[f"{name}/logs"] = trainer.state.log_history
+        trainer.save_model()
+        self.numbers[f"{name}/metrics"] = trainer.posterior.config.metrics
+        self.numbers[f"{name}/diagnostics"] = trainer.posterior.config.diagnostics
+
+    def train(self) -> BayesianTrainer:
+        """Twenty updates of four chains in float64, with everything that comes after."""
+        method = SGHMCConfig(num_chains=CHAINS, draws_per_chain=4, prior_std=0.5)
+        evaluation = runs.token_rows([8, 5, 7, 8, 3, 8, 6], seed=5)
+        trainer = self.trainer(
+            "train",
+            method,
+            max_steps=20,
+            eval_dataset=evaluation,
+            collator=runs.padding_collator(),
+            processing_class=tiny_tokenizer(),
+            eval_strategy="steps",
+            eval_steps=10,
+        )
+        self.numbers["before/metrics"] = trainer.evaluate()
+        trainer.train()
+        self.keep("train", trainer)
+        prediction = trainer.predict(trainer.eval_dataset)
+        self.tensors["predictions"] = torch.as_tensor(prediction.predictions)
+        self.numbers["predict/metrics"] = prediction.metrics
+        return trainer
+
+    def first_gradient(self) -> None:
+        trainer = self.trainer("single", SGHMCConfig(num_chains=CHAINS), dtype=torch.float32, max_steps=1)
+        Watched.first = None
+        trainer.train()
+        for chain, row in zip(trainer.chains, Watched.first, strict=True):
+            self.tensors[f"gradient/{chain}"] = row.contiguous()
+
+    def resume(self) -> None:
+        """Whole against resumed on this layout, with dropout; and resumed from another layout's checkpoint."""
+        settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
+        method = SGHMCConfig(num_chains=CHAINS, draws_per_chain=2)
+        whole = self.trainer("whole", method, dropout=0.1, **settings)
+        whole.train()
+        resumed = self.trainer("resumed", method, dropout=0.1, **settings)
+        resumed.train(resume_from_checkpoint=str(self.out / "whole" / "checkpoint-4"))
+        states = [t.optimizer_of_chains.state_of_chains._asdict() for t in (whole, resumed)]
+        same = [torch.equal(value, states[1][name]) for name, value in states[0].items()]
+        same.append(runs.equal(whole.posterior.approximation, resumed.posterior.approximation))
+        self.numbers["resume/same"] = all(same)
+        newest = self.trainer("whole", method, dropout=0.1, **settings)
+        newest.train(resume_from_checkpoint=True)
+        self.numbers["resume/newest"] = newest.state.global_step
+        moved = self.trainer("moved", method, **settings)
+        moved.train(
+            resume_from_checkpoint=None if self.earlier is None else str(self.earlier / "moved" / "checkpoint-4")
+        )
+        self.keep("moved", moved)
+
+    def shared_chains(self) -> None:
+        """Two chains: on four processes, two for each."""
+        size = max(1, dist.get_world_size() // 2)
+        for name, method, changes in (
+            ("data", SGHMCConfig(num_chains=2, draws_per_chain=2), {"eval_dataset": runs.token_rows(5, seed=5)}),
+            ("hmc", HMCConfig(num_chains=2), {"max_steps": 3, "train": runs.token_rows(9)}),
+            (
+                "stream",
+                SGHMCConfig(num_chains=2),
+                {"train": Stream(), "minibatch": "shared", "num_data": 500.0, "max_steps": 9},
+            ),
+        ):
+            changes = {"max_steps": 20, **changes}
+            trainer = self.trainer(name, method, data_size=size, per_device_train_batch_size=4, **changes)
+            trainer.train()
+            self.keep(name, trainer)
+
+    def gaussian(self) -> None:
+        trainer = self.trainer("gaussian", MeanFieldConfig(num_chains=CHAINS), eval_dataset=runs.token_rows(3, seed=5))
+        trainer.train()
+        self.keep("gaussian", trainer)
+
+    def generate(self) -> None:
+        """Members of one model spread over the processes."""
+        base = tiny_gpt2(dtype=torch.float64)
+        with torch.no_grad():
+            model = BayesianModelForCausalLM.from_pretrained(self.out / "train", base_model=base).spread_members()
+            for name, settings in (("greedy", {}), ("sampled", {"do_sample": True}), ("beam", {"num_beams": 3})):
+                torch.manual_seed(7 if dist.get_rank() == 0 else 8)  # which one script seeds, another does not
+                found = model.generate(
+                    **batch(3, 6, padding="left"), max_new_tokens=6, return_dict_in_generate=True, **settings
+                )
+                for field in ("sequences", "total", "epistemic", "sequence_logprob"):
+                    self.tensors[f"{name}/{field}"] = found[field].contiguous()
+
+    def write(self) -> None:
+        rank = dist.get_rank()
+        save_file(self.tensors, self.out / f"rank_{rank}.safetensors")
+        (self.out / f"rank_{rank}.json").write_text(json.dumps(self.numbers, default=float))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    import hf_bayes.trainer as module
+
+    module.ChainOptimizer = Watched
+    worker = Worker(Path(sys.argv[1]), None if sys.argv[2] == "none" else Path(sys.argv[2]))
+    worker.train()
+    worker.first_gradient()
+    worker.resume()
+    worker.shared_chains()
+    worker.gaussian()
+    worker.generate()
+    worker.write()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
