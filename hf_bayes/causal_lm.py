@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +148,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _hidden(self, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any, Any]:
         """Hidden states of all members ([B, T, h] if alike), the backbone's last output, and the cache."""
-        passes = self._passes(inputs)
+        # where only the head is random, one member's hidden states are those of all
+        passes = [self.current[:1]] if self.head.alike else self._passes(inputs)
         if len(passes) > 1 and cache is None:
             wanted = inputs.get("use_cache")  # a cache that nobody asked for would hold all members
             cache = DynamicCache(config=self.config.get_text_config(decoder=True)) if wanted else None
@@ -157,18 +159,19 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 self.current
             ]  # members of one pass share one cache; only an empty plain one can be pieced together
         pieces, outputs = [], []
-        for theta in passes:
-            own = {} if cache is None else {"past_key_values": cache if len(passes) == 1 else type(cache)()}
-            with self.members.bind(theta):
-                hidden, output = self.head.hidden({**inputs, **own})
-            pieces.append(hidden)
-            outputs.append(output)
+        with self.members.trunk.once() if len(passes) > 1 else nullcontext():
+            for theta in passes:
+                own = {} if cache is None else {"past_key_values": cache if len(passes) == 1 else type(cache)()}
+                with self.members.bind(theta):
+                    hidden, output = self.head.hidden({**inputs, **own})
+                pieces.append(hidden)
+                outputs.append(output)
         if cache is None and len(passes) == 1:
             cache = outputs[0].past_key_values
         elif len(passes) > 1:
             caches = [output.past_key_values for output in outputs]
             cache = None if caches[0] is None else merge_caches(cache, caches, self.members.num_trunk_blocks)
-        return pieces[0] if self.head.alike else torch.cat(pieces), outputs[-1], cache
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0], outputs[-1], cache
 
     def _predict(self, hidden: Tensor, output: Any, rows: int, positions: Tensor) -> Prediction:
         """The mixture at flat positions: log_probs [n, V] and uncertainties [n]."""
@@ -189,7 +192,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """generate's own hook: beams permute sequences, and a layer holds B or M * B rows of them."""
-        return reorder_cache(past_key_values, beam_idx, self.num_members, self.members.num_trunk_blocks)
+        members = 1 if self.head.alike else self.num_members
+        return reorder_cache(past_key_values, beam_idx, members, self.members.num_trunk_blocks)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:

@@ -99,9 +99,10 @@ class BayesianModelForSequenceClassification(BayesianModel):
     def _member_logits(self, inputs: dict[str, Any]) -> Tensor:
         """[M, B, C]"""
         pieces = []
-        for theta in self._passes(inputs):
-            with self.members.bind(theta):
-                pieces.append(self._logits(inputs, len(theta)))
+        with self.members.trunk.once():
+            for theta in self._passes(inputs):
+                with self.members.bind(theta):
+                    pieces.append(self._logits(inputs, len(theta)))
         return torch.cat(pieces)
 
     def _logits(self, inputs: dict[str, Any], num_members: int, *, folded: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import logging
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_bayes.attaching import attach
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
+from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
@@ -194,13 +195,16 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         if isinstance(chains.method, Kernel):
             return self._kernel_step(model, inputs)
         total = torch.zeros((), device=self.args.device)
-        for members in self._member_chunks(inputs):
-            self._members = members
-            self._seed_dropout(members)
-            total += super().training_step(model, self._rows_of(inputs, members), num_items_in_batch)
-            assert self._leaf.grad is not None
-            chains.accumulate(members, self._loss, self._leaf.grad)
-            del self._leaf
+        with self._trunk_once(inputs, shared=True):
+            for members in self._member_chunks(inputs):
+                self._members = members
+                self._seed_dropout(members)
+                rows = self._rows_of(inputs, members)
+                with self._trunk_once(rows, shared=False):
+                    total += super().training_step(model, rows, num_items_in_batch)
+                assert self._leaf.grad is not None
+                chains.accumulate(members, self._loss, self._leaf.grad)
+                del self._leaf
         if self.accelerator.sync_gradients:
             chains.complete(self.mesh.sum_over_data, self._likelihood_scale(self._terms))
             self._losses = chains.loss / self._terms.clamp_min(1)
@@ -222,6 +226,13 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         # Trainer logs the mean over processes; those that share chains have a part of the loss each
         share = len(self.chains) / self.mesh.data_size
         return _LoggedSum.apply(output.loss, self._terms[self._members] * share)
+
+    def _trunk_once(self, inputs: dict[str, Any], *, shared: bool) -> AbstractContextManager[None]:
+        """What surrounds the passes over a micro-batch that is ``shared``, or those over rows of a chain's own."""
+        trunk = self.bayesian.members.trunk
+        if shared != self._shared or (self.bayesian.training and trunk.has_dropout):
+            return nullcontext()
+        return trunk.once(inputs)
 
     def _seed_dropout(self, members: slice) -> None:
         """Dropout masks are a function of seed, chain, step and micro-batch, so that a resumed run draws the same."""
@@ -247,13 +258,14 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             log_lik = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
             for batch in batches:
-                for members in self._member_chunks(batch):
-                    leaf = theta[members].detach().requires_grad_(gradient)
-                    with torch.set_grad_enabled(gradient), self.compute_loss_context_manager():
-                        loss = model(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
-                        if grad is not None:
-                            grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
-                    log_lik[members] -= loss.detach()
+                with self._trunk_once(batch, shared=True):
+                    for members in self._member_chunks(batch):
+                        leaf = theta[members].detach().requires_grad_(gradient)
+                        with torch.set_grad_enabled(gradient), self.compute_loss_context_manager():
+                            loss = model(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
+                            if grad is not None:
+                                grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
+                        log_lik[members] -= loss.detach()
             self.mesh.sum_over_data(log_lik)
             if grad is not None:
                 self.mesh.sum_over_data(grad)
@@ -298,7 +310,13 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):
             output = TrainOutput(self.state.global_step, 0.0, {})
         else:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            trunk = self.bayesian.members.trunk
+            budget = self.args.trunk_memory_gib * 2**30
+            trunk.memory = TrunkMemory(budget) if budget else None
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                trunk.memory = None
         self._finish()
         return output
 

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 @dataclass
 class BayesianTrainingArguments(TrainingArguments):
-    """``transformers.TrainingArguments`` with the defaults of a sampler and six fields of our own.
+    """``transformers.TrainingArguments`` with the defaults of a sampler and seven fields of our own.
 
     Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
     is constant, and a NaN is never hidden from the logs.
@@ -40,6 +40,13 @@ class BayesianTrainingArguments(TrainingArguments):
             "in evaluation as many as make about 4096 rows."
         },
     )
+    trunk_memory_gib: float = field(
+        default=0.0,
+        metadata={
+            "help": "GiB of device memory for what the layers before the first random one answered to rows of the "
+            "training data, which come again every epoch. A resumed run then agrees to rounding, not bit for bit."
+        },
+    )
     map_updates: int | None = field(
         default=None,
         metadata={
@@ -62,6 +69,8 @@ class BayesianTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
         if self.members_per_pass is not None and self.members_per_pass < 1:
             raise ValueError(f"members_per_pass must be >= 1, got {self.members_per_pass}")
+        if not 0 <= self.trunk_memory_gib < float("inf"):
+            raise ValueError(f"trunk_memory_gib must be a finite number >= 0, got {self.trunk_memory_gib}")
         if self.map_updates is not None and self.map_updates < 0:
             raise ValueError(f"map_updates must be >= 0, got {self.map_updates}")
         if self.fp16:

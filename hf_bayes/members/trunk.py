@@ -3,13 +3,19 @@
 The model is called with M * B folded rows, so everything it derives from them (masks, positions, pooling) fits the
 members; hooks cut the blocks of the trunk down to B rows and fan out to M * B at the first random block. A hook that
 does not fire costs time, never correctness: the rows it would have cut are copies.
+
+Members that go in several passes over the same rows run the trunk in the first one (``Trunk.once``), and rows that come
+again may find its output in a ``TrunkMemory``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_bayes.members.context import Context
@@ -29,6 +35,7 @@ class Trunk:
     def __init__(self, model: nn.Module, random_modules: Collection[nn.Module], context: Context) -> None:
         self.context = context
         self.handles: list[Any] = []
+        self.memory: TrunkMemory | None = None
         self.blocks, self.num_blocks = _find_trunk(model, random_modules)
         self.has_dropout = _has_dropout(model)
 
@@ -43,6 +50,48 @@ class Trunk:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+    @contextmanager
+    def once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+        """While open, all passes are over the same rows, and only the first of them runs the trunk.
+
+        Args:
+            inputs: of these passes; the trunk's memory, if there is one, may know their rows already.
+        """
+        blocks = list(self.blocks[: self.num_blocks])
+        if not blocks:
+            yield
+            return
+        memory = self.memory if inputs is not None else None
+        keys = [] if memory is None else row_keys(inputs or {})
+        known = None if memory is None else memory.find(keys)
+        answer: list[Any] = [] if known is None else [known]
+        before = [vars(block).get("forward") for block in blocks]
+
+        def stand_in(block: nn.Module) -> Callable[..., Any]:
+            own = block.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if answer:
+                    return answer[0]
+                output = own(*args, **kwargs)
+                if block is blocks[-1]:
+                    answer.append(_detached(output))
+                return output
+
+            return forward
+
+        for block in blocks:
+            block.forward = stand_in(block)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, before, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+        if memory is not None and known is None and answer:
+            memory.keep(keys, answer[0])
 
     def _cut(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """[M * B, ...] -> [B, ...], in all a block is given."""
@@ -72,6 +121,58 @@ class Trunk:
             # dropout between here and the first stacked module would tell the copies apart
             context.mark_fanned_out(copies=not (block.training and self.has_dropout))
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+class TrunkMemory:
+    """What the trunk answered, row by row, for rows that come again: a frozen trunk without dropout is a function.
+
+    Args:
+        max_bytes: how much may be kept; rows that come when it is full are computed each time.
+    """
+
+    def __init__(self, max_bytes: float) -> None:
+        self.left = max_bytes
+        self.rows: dict[bytes, Tensor] = {}
+        self._in_tuple = False
+
+    def find(self, keys: list[bytes]) -> Any:
+        """The trunk's output for these rows; None unless all are known."""
+        if not keys or any(key not in self.rows for key in keys):
+            return None
+        hidden = torch.stack([self.rows[key] for key in keys])
+        return (hidden,) if self._in_tuple else hidden
+
+    def keep(self, keys: list[bytes], output: Any) -> None:
+        """Remember a trunk's output, where it is hidden states alone."""
+        self._in_tuple = isinstance(output, tuple)
+        hidden, *others = output if self._in_tuple else (output,)
+        if any(other is not None for other in others) or len(hidden) != len(keys):
+            return
+        for key, row in zip(keys, hidden, strict=True):
+            if key not in self.rows and row.nbytes <= self.left:
+                self.left -= row.nbytes
+                self.rows[key] = row.clone()
+
+
+def row_keys(inputs: dict[str, Any]) -> list[bytes]:
+    """A digest of each row of a batch: of all that the model is given but labels."""
+    count = num_rows_of(inputs)
+    tensors = [
+        value.detach().cpu().contiguous()
+        for name, value in sorted(inputs.items())
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and name != "labels"
+    ]
+    kind = str([(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]).encode()
+    return [
+        hashlib.blake2b(kind + b"".join(t[row].view(torch.uint8).numpy().tobytes() for t in tensors)).digest()
+        for row in range(count)
+    ]
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(_detached(item) for item in output)
+    return output.detach() if isinstance(output, Tensor) else output
 
 
 def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tuple[list[nn.Module], int]:

@@ -16,9 +16,10 @@ from transformers import (
 
 from hf_bayes.attaching import attach
 from hf_bayes.members import Members
-from hf_bayes.members.trunk import num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.trunk import TrunkMemory, num_positions_of, num_rows_of, repeat_rows, row_keys
+from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.subspace import Layout, select
-from tests import models
+from tests import models, runs
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_logits
 from tests.members.subjects import SUBJECTS, labelled
 from tests.models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
@@ -233,3 +234,120 @@ def test_rows_that_cannot_be_dealt_to_members_are_refused() -> None:
     engine, _, theta = engine_of(tiny_llama(), "last_block")
     with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be dealt to 4 members"):
         engine.forward(batch(6), folded=True)
+
+
+# -- once for several passes, once for rows that come again -----------------------------------------------------------
+
+
+class Calls:
+    """Counts the forwards of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.count = 0
+        module.register_forward_hook(self)
+
+    def __call__(self, *args: object) -> None:
+        self.count += 1
+
+
+LAST_BLOCK = {
+    "llama": (tiny_llama, "model.layers.0.self_attn"),
+    "gpt2": (tiny_gpt2, "transformer.h.0.attn"),
+    "bert": (tiny_bert, "bert.encoder.layer.0.attention.self"),
+}
+
+
+@pytest.mark.parametrize("kind", LAST_BLOCK)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_members_in_several_passes_share_one_run_of_the_trunk(kind: str, size: int) -> None:
+    make, path = LAST_BLOCK[kind]
+    model = make(dtype=torch.float64)
+    layout = select(model, "last_block")
+    theta = scattered(model, layout, 4)
+    inputs = batch()
+    with torch.no_grad(), attach(model, theta, subspace="last_block") as bayesian:
+        whole = bayesian(**inputs).logits
+        bayesian.members_per_pass = size
+        calls = Calls(model.get_submodule(path))
+        pieces = bayesian(**inputs).logits
+        assert calls.count == 1
+        other = batch(seed=1)
+        again = bayesian(**other).logits  # nothing is left of the rows before
+        bayesian.members_per_pass = None
+        torch.testing.assert_close(again, bayesian(**other).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_generation_in_several_passes_keeps_the_cache_of_the_one_run_of_the_trunk() -> None:
+    model = tiny_llama(dtype=torch.float64)
+    layout = select(model, "last_block")
+    theta = scattered(model, layout, 4)
+    found = []
+    for size in (None, 1):
+        with attach(model, theta, subspace="last_block") as bayesian:
+            bayesian.members_per_pass = size
+            found.append(bayesian.generate(**batch(padding="left"), max_new_tokens=5, num_beams=2))
+    assert torch.equal(*found)
+
+
+def test_one_member_answers_for_all_where_only_the_head_is_random() -> None:
+    model = tiny_gpt2(tie_word_embeddings=False)
+    with torch.no_grad(), attach(model, subspace="last_layer", num_members=4) as bayesian:
+        bayesian.members_per_pass = 1
+        calls = Calls(model.transformer.h[0].attn)
+        bayesian(**batch())
+    assert calls.count == 1
+
+
+def train(folder: object, kind: str, **settings: object) -> tuple[Tensor, int]:
+    """Final draws of two epochs, and how often the first block ran."""
+    make, path = LAST_BLOCK[kind]
+    model = make(dtype=torch.float64)
+    rows = runs.label_rows(6) if kind == "bert" else runs.token_rows(6)
+    trainer = runs.trainer(
+        folder, SGHMCConfig(num_chains=2), model=model, subspace="last_block", train=rows, max_steps=6, **settings
+    )
+    calls = Calls(model.get_submodule(path))
+    trainer.train()
+    return trainer.posterior.sample(None), calls.count
+
+
+@pytest.mark.parametrize("kind", LAST_BLOCK)
+@pytest.mark.parametrize("minibatch", ["shared", "independent"])
+def test_rows_that_come_again_find_the_trunks_output_in_memory(tmp_path: object, kind: str, minibatch: str) -> None:
+    plain, runs_without = train(tmp_path, kind, minibatch=minibatch)
+    kept, runs_with = train(tmp_path, kind, minibatch=minibatch, trunk_memory_gib=1.0)
+    torch.testing.assert_close(kept, plain, rtol=1e-6, atol=1e-6)  # Llama's norms are float32
+    # six updates read six rows a chain twice: shared, the second epoch needs no trunk at all
+    assert runs_with < runs_without
+    if minibatch == "shared":
+        assert runs_without - runs_with == 3
+
+
+def test_memory_of_the_trunk_keeps_to_its_budget_and_to_what_it_knows() -> None:
+    memory = TrunkMemory(2 * 4 * 8)
+    hidden = torch.arange(12.0).view(3, 2, 2)
+    memory.keep([b"a", b"b", b"c", b"d"][:3], hidden)
+    assert set(memory.rows) == {b"a", b"b", b"c"}
+    memory.keep([b"d"], torch.zeros(1, 2, 2))
+    assert set(memory.rows) == {b"a", b"b", b"c", b"d"}
+    memory.keep([b"e"], torch.zeros(1, 2, 2))
+    assert b"e" not in memory.rows
+    assert torch.equal(memory.find([b"c", b"a"]), hidden[[2, 0]])
+    assert memory.find([b"a", b"e"]) is None
+    other = TrunkMemory(1e6)
+    other.keep([b"a"], (torch.zeros(1, 2), torch.zeros(1)))  # more than hidden states
+    assert not other.rows
+
+
+def test_rows_are_told_apart_by_all_that_the_model_is_given() -> None:
+    inputs = {**batch(2), "labels": torch.zeros(2, 7)}
+    keys = row_keys(inputs)
+    assert row_keys({**inputs, "labels": torch.ones(2, 7)}) == keys
+    assert row_keys({k: v[:1] for k, v in inputs.items()}) == keys[:1]
+    for name in ("input_ids", "attention_mask"):
+        changed = inputs[name].clone()
+        changed[1, 3] += 1
+        assert [a == b for a, b in zip(row_keys({**inputs, name: changed}), keys, strict=True)] == [True, False]
+    assert row_keys({**inputs, "input_ids": inputs["input_ids"].int()}) != keys
