@@ -30,11 +30,16 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "revision": getattr(config, "_commit_hash", None),
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
-            "weights": fingerprint_tensors(_base_parameters(model, layout)),
+            "weights": fingerprint_weights(model, layout),
             "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
             "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
         },
     }
+
+
+def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
+    """Over the frozen weights."""
+    return fingerprint_tensors(_base_parameters(model, layout))
 
 
 def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:

@@ -61,6 +61,12 @@ class ChainMesh:
         dist.all_gather(pieces, tensor.contiguous(), group=self.chain_group)
         return torch.cat(pieces)
 
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The first process's values, in place."""
+        if self.num_processes > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
     def exchange(self, value: Any) -> list[Any]:
         """Small values of the processes with the same rows and other chains, in the order of the chains."""
         return _all_gather(value, self.chain_size, self.chain_group)

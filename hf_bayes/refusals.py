@@ -8,7 +8,9 @@ from peft import PeftModel
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
+from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.model import BayesianModel
 from hf_bayes.training_arguments import BayesianTrainingArguments
 
@@ -88,6 +90,19 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
         return
     if len(dataset) == 0:
         raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+
+
+def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
+    """Chains of one posterior need one base model; a layer that each process has drawn anew is none."""
+    if mesh.num_processes == 1:
+        return
+    found = mesh.share(base_model.fingerprint_weights(model.model, model.layout))
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
+            raise ValueError(
+                f"process {rank} holds other frozen weights than process 0 (fingerprint {fingerprint[:12]}, expected "
+                f"{found[0][:12]}). Call transformers.set_seed before the model is built, or load all of its weights"
+            )
 
 
 def refuse_frozen_adapter(model: BayesianModel) -> None:

@@ -28,7 +28,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Draws
 from hf_bayes.priors import build_prior
-from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter
+from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter, refuse_other_weights
 from hf_bayes.reporting import ReportingMixin
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.saving import SavingMixin
@@ -87,7 +87,9 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             self.bayesian: BayesianModel = model
             refuse_frozen_adapter(model)
             self.likelihood = model.likelihood
-            self._start = model.theta.detach()[0].clone()
+            refuse_other_weights(model, self.mesh)
+            # a fresh adapter or head, which every process has drawn for itself, is the first one's
+            self._start = self.mesh.from_first(model.theta.detach()[0].clone())
             self._origin = initial_members(model.layout, self._start, method, seed=args.seed, chains=self.chains)
             model.theta.data = self._origin.clone()
             model.members_per_pass = args.members_per_pass

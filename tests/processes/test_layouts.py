@@ -185,6 +185,13 @@ def test_all_processes_save_one_posterior(launches, processes, run):
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_processes_with_other_base_models_are_refused(launches, processes):
+    for numbers in launches[processes].numbers:
+        said = numbers.get("refused", "")
+        assert ("process 1 holds other frozen weights than process 0" in said) == (processes > 1)
+
+
 def test_chains_and_processes_that_do_not_divide_are_refused(monkeypatch):
     import torch.distributed as dist
 

@@ -6,6 +6,7 @@ Run by torchrun: ``worker.py OUT CHECKPOINTS``; the second is where an earlier l
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ class Worker:
         dtype = changes.pop("dtype", torch.float64)
         rows = changes.pop("per_device_train_batch_size", 2)
         dropout = changes.pop("dropout", 0.0)
-        model = with_lora(tiny_gpt2(dtype=dtype, resid_pdrop=dropout, attn_pdrop=dropout))
+        # an adapter of its own in every process, as a script has it that sets no seed: the first one's counts
+        seed = int(os.environ["RANK"])
+        model = with_lora(tiny_gpt2(dtype=dtype, resid_pdrop=dropout, attn_pdrop=dropout), seed=seed)
         changes.setdefault("train", runs.token_rows(18))
         return runs.trainer(
             self.out / name, method, model=model, per_device_train_batch_size=rows // data_size, **changes
@@ -156,6 +159,14 @@ class Worker:
                 for field in ("sequences", "total", "epistemic", "sequence_logprob"):
                     self.tensors[f"{name}/{field}"] = found[field].contiguous()
 
+    def refuse(self) -> None:
+        """Each process with a base model of its own."""
+        model = with_lora(tiny_gpt2(seed=int(os.environ["RANK"])))
+        try:
+            runs.trainer(self.out / "refused", SGHMCConfig(num_chains=CHAINS), model=model)
+        except ValueError as error:
+            self.numbers["refused"] = str(error)
+
     def write(self) -> None:
         rank = dist.get_rank()
         save_file(self.tensors, self.out / f"rank_{rank}.safetensors")
@@ -174,6 +185,7 @@ def main() -> None:
     worker.shared_chains()
     worker.gaussian()
     worker.generate()
+    worker.refuse()
     worker.write()
     dist.barrier()
     dist.destroy_process_group()
