@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
@@ -62,6 +62,7 @@ def main() -> None:
     """Parse, load, train, save."""
     model_args, data_args, args = parse_arguments(ModelArguments, DataArguments, BayesianTrainingArguments)
     logging.set_verbosity(args.get_process_log_level())
+    set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
     method = method_config(model_args.method, model_args.method_args)
 
     hub = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}

@@ -1,0 +1,58 @@
+"""The launch lines of docs/multi_gpu.md, as a user types them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_bayes.artifact import Posterior
+from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(folder: Path, launcher: list[str], name: str) -> Posterior:
+    out = folder / name
+    settings = {
+        "model_name_or_path": folder / "llama",
+        "dataset": folder / "book.txt",
+        "window": 32,
+        "output_dir": out,
+        "method_args": '{"num_chains": 4, "prior_std": 0.1}',
+        "learning_rate": 1e-2,
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+        "report_to": "none",
+    }
+    flags = [str(part) for key, value in settings.items() for part in (f"--{key}", value)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *launcher, str(ROOT / "scripts/run_clm.py"), *flags]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Posterior.from_pretrained(out)
+
+
+@pytest.mark.slow
+def test_accelerate_and_torchrun_give_the_posterior_of_one_process(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    tiny_tokenizer().save_pretrained(tmp_path / "llama")
+    (tmp_path / "book.txt").write_text("\n".join(TEXTS * 40))
+    accelerate = ["accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    alone = launch(tmp_path, accelerate, "alone")
+    launchers = {
+        "two": [*accelerate, "--multi_gpu", "--num_processes", "2"],
+        "four": [*accelerate, "--multi_gpu", "--num_processes", "4"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    }
+    for name, launcher in launchers.items():
+        found = launch(tmp_path, launcher, name)
+        torch.testing.assert_close(found.sample(), alone.sample(), rtol=1e-4, atol=1e-5)  # six float32 updates
+        for metric in ("nll", "map_nll", "epistemic"):
+            assert found.config.metrics[metric] == pytest.approx(alone.config.metrics[metric], rel=1e-5)
