@@ -18,6 +18,7 @@ class ChainMesh:
     """This process's place in the mesh, data the inner dimension.
 
     Attributes:
+        device: of this process.
         num_processes: W.
         rank: of this process among them.
         chains: global indices of the chains that live here.
@@ -28,6 +29,7 @@ class ChainMesh:
     """
 
     def __init__(self, num_chains: int, device: torch.device) -> None:
+        self.device = device
         together = dist.is_available() and dist.is_initialized()
         self.num_processes, self.rank = (dist.get_world_size(), dist.get_rank()) if together else (1, 0)
         self.chain_size = min(self.num_processes, num_chains)
@@ -62,10 +64,12 @@ class ChainMesh:
         return torch.cat(pieces)
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """The first process's values, in place."""
-        if self.num_processes > 1:
-            dist.broadcast(tensor, src=0)
-        return tensor
+        """The first process's values."""
+        if self.num_processes == 1:
+            return tensor
+        values = tensor.to(self.device, copy=True)  # NCCL moves what is on its device
+        dist.broadcast(values, src=0)
+        return values.to(tensor.device)
 
     def exchange(self, value: Any) -> list[Any]:
         """Small values of the processes with the same rows and other chains, in the order of the chains."""
