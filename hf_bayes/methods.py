@@ -64,6 +64,11 @@ def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
     return warm_start(method, **warm, prior_weight=config.prior_weight)
 
 
+def map_rule(config: MethodConfig, problem: Problem) -> Rule:
+    """What finds the MAP estimate of a posterior that ``config`` samples."""
+    return MAPConfig(temper=config.temper).build(problem)
+
+
 def _check(config: MethodConfig, problem: Problem) -> None:
     for field in ("num_data", "learning_rate"):
         value = getattr(problem, field)

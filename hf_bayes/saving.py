@@ -13,16 +13,15 @@ from transformers import SchedulerType
 
 from hf_bayes import base_model, checkpoints
 from hf_bayes.artifact import Posterior
-from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.methods import build
+from hf_bayes.methods import map_rule
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.refusals import is_stream
-from hf_bayes.types import Problem, Rule
+from hf_bayes.types import Problem
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -125,12 +124,10 @@ class SavingMixin(_Trainer):
         count = min(count, steps)
         if count == 0:
             return None
-        rule = build(MAPConfig(temper=config.temper), self.problem)
-        assert isinstance(rule, Rule)
         self.bayesian.eval()
         return descend(
             self.bayesian,
-            rule,
+            map_rule(config, self.problem),
             start,
             self._updates(),
             scale=self._likelihood_scale,
