@@ -7,6 +7,7 @@ B rows in and B rows out.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -132,6 +133,17 @@ class BayesianModel(PreTrainedModel):
             )
         self.theta = nn.Parameter(self.theta.detach().chunk(spread.size)[spread.rank].clone())
         self._spread = spread
+        return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
+        """torch's own hook of ``to``, ``half``, ``bfloat16`` ...: the base changes dtype, members are never narrowed.
+
+        bfloat16 would round the noise of the chains away, and differences between members with it.
+        """
+        before = self.theta.data
+        super()._apply(fn, recurse)
+        if self.theta.dtype.itemsize < before.dtype.itemsize:
+            self.theta.data = before.to(self.theta.device)
         return self
 
     def detach(self) -> nn.Module:

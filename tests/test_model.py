@@ -389,6 +389,30 @@ def test_members_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...] | 
         attach(model, theta, subspace="last_block")
 
 
+@pytest.mark.parametrize("change", ["to", "bfloat16", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_members_keep_their_dtype_when_the_base_is_narrowed(change: str, dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype=dtype)
+    theta = scattered(model, select(model, "last_block"))
+    narrow = torch.float16 if change == "half" else torch.bfloat16
+    with torch.no_grad(), attach(model, theta, subspace="last_block") as bayesian:
+        exact = bayesian(**batch()).logits
+        same = bayesian.to(torch.bfloat16) if change == "to" else getattr(bayesian, change)()
+        assert same is bayesian
+        assert bayesian.theta.dtype == dtype
+        assert torch.equal(bayesian.theta, theta)
+        assert model.lm_head.weight.dtype == narrow
+        found = bayesian(**batch()).logits.exp()
+    assert not torch.equal(theta.to(narrow).to(dtype), theta)  # what rounding would have left
+    assert 0 < (found - exact.exp()).abs().max() < 0.2  # probabilities of a base in 8 bits
+
+
+def test_members_follow_a_base_that_is_widened() -> None:
+    with attach(tiny_llama(), subspace="last_block") as bayesian:
+        assert bayesian.double().theta.dtype == torch.float64
+        assert bayesian.float().theta.dtype == torch.float64
+
+
 def test_checkpointing_switched_on_while_attached_is_switched_off_again() -> None:
     model = with_lora(tiny_llama())
     with unchanged(model), attach(model) as bayesian:
