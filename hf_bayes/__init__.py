@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from hf_bayes.artifact import Posterior
     from hf_bayes.attaching import attach
     from hf_bayes.causal_lm import BayesianModelForCausalLM
-    from hf_bayes.classification import BayesianModelForSequenceClassification
+    from hf_bayes.classification import (
+        BayesianModelForImageClassification,
+        BayesianModelForSequenceClassification,
+        BayesianModelForTokenClassification,
+    )
     from hf_bayes.methods import METHODS
     from hf_bayes.pipelines import pipeline
     from hf_bayes.records import UncertaintyStreamer
@@ -25,7 +29,9 @@ _WHERE = {
     "METHODS": "methods",
     "Posterior": "artifact",
     "BayesianModelForCausalLM": "causal_lm",
+    "BayesianModelForImageClassification": "classification",
     "BayesianModelForSequenceClassification": "classification",
+    "BayesianModelForTokenClassification": "classification",
     "UncertaintyStreamer": "records",
     "attach": "attaching",
     "pipeline": "pipelines",
@@ -44,7 +50,9 @@ _WHERE = {
 __all__ = [
     "METHODS",
     "BayesianModelForCausalLM",
+    "BayesianModelForImageClassification",
     "BayesianModelForSequenceClassification",
+    "BayesianModelForTokenClassification",
     "BayesianTrainer",
     "BayesianTrainerMixin",
     "BayesianTrainingArguments",

@@ -17,8 +17,13 @@ from hf_bayes.storage.formats import plain
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
-TASKS = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
-"""Our tasks and peft's names of them."""
+TASKS = {
+    "causal_lm": "CAUSAL_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "image_classification": None,
+}
+"""Our tasks and peft's names of them, where it has one."""
 
 # Fields of adapter_config.json in which the adapters of one ensemble may differ: the forward pass of a loaded adapter
 # does not depend on them.
@@ -127,11 +132,10 @@ class Adapter:
 
     def task(self) -> str:
         """Our name of its task."""
-        found = next((ours for ours, theirs in TASKS.items() if theirs == self.config.get("task_type")), None)
+        kind = self.config.get("task_type")
+        found = next((ours for ours, theirs in TASKS.items() if kind is not None and theirs == kind), None)
         if found is None:
-            raise ValueError(
-                f"{self.source}: task_type is {self.config.get('task_type')!r}: pass task= one of {', '.join(TASKS)}"
-            )
+            raise ValueError(f"{self.source}: task_type is {kind!r}: pass task= one of {', '.join(TASKS)}")
         return found
 
     def check_equal_kind(self, other: Adapter) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.classification import (
+    BayesianModelForImageClassification,
+    BayesianModelForSequenceClassification,
+    BayesianModelForTokenClassification,
+)
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import initial, select
@@ -25,7 +28,8 @@ def attach(
     """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
 
     Args:
-        model: a causal language model or a sequence classifier; nothing in it is changed but forwards and hooks.
+        model: a causal language model, or a classifier of sequences, tokens or images; nothing in it is changed but
+            forwards and hooks.
         theta: [M, d] members; None means ``num_members`` copies of the model's own values.
         subspace: which parameters are random (see ``subspace.select``).
         num_members: M, where theta is not given.
@@ -39,6 +43,8 @@ def attach(
     if theta is None:
         theta = initial(model, layout).expand(num_members, -1).clone()
     core = model.get_base_model() if isinstance(model, PeftModel) else model
-    if isinstance(core, PreTrainedModel) and core.can_generate():
+    if BayesianModelForCausalLM.wraps(core):
         return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
-    return BayesianModelForSequenceClassification(model, layout, theta, trunk=trunk, noise_std=noise_std)
+    kinds = (BayesianModelForTokenClassification, BayesianModelForImageClassification)
+    kind = next((kind for kind in kinds if kind.wraps(core)), BayesianModelForSequenceClassification)
+    return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.generation import (
@@ -45,6 +45,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     task = "causal_lm"
     shifts_labels = True
+    auto_class = AutoModelForCausalLM
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
@@ -56,6 +57,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.generation_config = self.core.generation_config
         self.likelihood = Categorical()
         self._trace: GenerationTrace | None = None
+
+    @classmethod
+    def wraps(cls, core: nn.Module) -> bool:
+        """Whatever generates."""
+        return isinstance(core, PreTrainedModel) and core.can_generate()
 
     def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
         inputs = {**inputs, "use_cache": False}

@@ -1,44 +1,77 @@
-"""M sequence classifiers or regressors as one."""
+"""M classifiers or regressors as one: of sequences, of tokens, of images."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
+from hf_bayes.members.trunk import num_positions_of
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
 from hf_bayes.subspace import Layout
-from hf_bayes.uncertainty import Prediction, Uncertainty
+
+
+class Deviations(NamedTuple):
+    """Standard deviations of a regression's prediction, in units of the labels.
+
+    Attributes:
+        predictive_std: of the label, sqrt(noise_std^2 + Var_m f_m): the law of total variance for the mixture.
+        epistemic_std: of the members' means, sqrt(Var_m f_m).
+    """
+
+    predictive_std: Tensor
+    epistemic_std: Tensor
 
 
 @dataclass
 class BayesianClassifierOutput(SequenceClassifierOutput):
-    """``logits`` [B, C] are the log of the mixture; uncertainties [B] in nats (for regression: the members' mean, no
-    uncertainties)."""
+    """``logits`` [B, ..., C] are the log of the mixture; uncertainties [B, ...] in nats.
+
+    For regression ``logits`` are the predictive mean, with the standard deviations [B, C] of ``Deviations`` in place of
+    uncertainties; for labels of their own (multi-label) the logits of the members' mean probabilities, and neither.
+    """
 
     total: Tensor | None = None
     aleatoric: Tensor | None = None
     epistemic: Tensor | None = None
+    predictive_std: Tensor | None = None
+    epistemic_std: Tensor | None = None
 
 
-class BayesianModelForSequenceClassification(BayesianModel):
-    """M classifiers (or regressors) as one; also any model whose ``logits`` [B, C] answer ``labels`` [B]."""
-
-    task = "sequence_classification"
+class BayesianClassifier(BayesianModel):
+    """M models as one whose ``logits`` [B, ..., C] answer ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
     ) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
         try:
-            self.likelihood = _classifier_likelihood(self.config, noise_std)
+            self.likelihood = self._choose_likelihood(noise_std)
         except ValueError:
             self.detach()
             raise
+
+    def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
+        """What transformers takes the head for: ``problem_type``, else one output is a regression."""
+        config = self.config
+        problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+        if problem == "regression":
+            if noise_std is None or not noise_std > 0:
+                raise ValueError(
+                    "a regression head needs noise_std > 0, the standard deviation of its labels' noise, got "
+                    f"{noise_std}: set BayesianTrainingArguments(noise_std=...)"
+                )
+            return Normal(noise_std)
+        return Bernoulli() if problem == "multi_label_classification" else Categorical()
 
     def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
         inputs = dict(inputs)
@@ -47,8 +80,10 @@ class BayesianModelForSequenceClassification(BayesianModel):
             logits = self._logits(inputs, members, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
+        self._check_labels(logits, labels)
         terms = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1).sum(1)
-        return MemberLogLik(-self.likelihood.log_prob(logits, labels).sum(1), terms)
+        log_prob = self.likelihood.log_prob(logits.flatten(1, -2), labels.flatten(1, logits.ndim - 2))
+        return MemberLogLik(-log_prob.sum(1), terms)
 
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any
@@ -56,7 +91,8 @@ class BayesianModelForSequenceClassification(BayesianModel):
         """The mixture of all members; with ``theta``, what training needs of them instead (``log_lik``).
 
         Args:
-            labels: [B] classes (or [B, C] for multi-label and regression); the loss is that of the mixture.
+            labels: [B, ...] classes, -100 for none (or [B, C] for multi-label and regression); the loss is that of
+                the mixture.
             theta: [m, d] members to differentiate.
             folded: with ``theta``: the batch holds other rows for each member.
             inputs: what the wrapped model takes.
@@ -68,12 +104,13 @@ class BayesianModelForSequenceClassification(BayesianModel):
         logits = self._member_logits(inputs)
         loss = None
         if labels is not None:
+            self._check_labels(logits, labels[None])
             terms = self.likelihood.is_term(labels)
-            loss = self._mixture_nll(logits, labels)[terms].sum() / terms.sum().clamp_min(1)
-        if not isinstance(self.likelihood, Categorical):
-            return BayesianClassifierOutput(loss=loss, logits=self._mean(logits))
-        prediction = self.spread.predict(logits)
-        return BayesianClassifierOutput(loss=loss, logits=prediction.log_probs, **prediction.uncertainty._asdict())
+            loss = self._mixture_nll(logits[:, terms], labels[terms]).sum() / terms.sum().clamp_min(1)
+        if isinstance(self.likelihood, Categorical):
+            prediction = self.spread.predict(logits)
+            return BayesianClassifierOutput(loss=loss, logits=prediction.log_probs, **prediction.uncertainty._asdict())
+        return BayesianClassifierOutput(loss=loss, logits=self._mean(logits), **self._deviations(logits))
 
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
@@ -81,15 +118,17 @@ class BayesianModelForSequenceClassification(BayesianModel):
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         logits = self._member_logits(inputs)
+        self._check_labels(logits, labels[None])
         if isinstance(self.likelihood, Categorical):
-            prediction, terms = self.spread.predict(logits), self.likelihood.is_term(labels)
-            mixture = prediction.log_probs
-            kept = Prediction(mixture[terms], Uncertainty(*(part[terms] for part in prediction.uncertainty)))
-            statistics = term_statistics(kept, logits[:, terms], labels[terms], self.spread)
+            prediction = self.spread.predict(logits)
+            statistics, mixture = term_statistics(prediction, logits, labels, self.spread), prediction.log_probs
         else:
             mixture = self._mean(logits)
             per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
             statistics = {"nll": -self.spread.log_mean_exp(per_member), "member_nll": -self.spread.mean(per_member)}
+            if deviations := self._deviations(logits):
+                squares = (mixture - labels.to(mixture.dtype).reshape(mixture.shape)).square()
+                statistics |= {name: value.mean(-1) for name, value in {"mse": squares, **deviations}.items()}
         return statistics, mixture if keep_logits else None
 
     @staticmethod
@@ -97,7 +136,7 @@ class BayesianModelForSequenceClassification(BayesianModel):
         return {"noise_std": head.get("noise_std")}
 
     def _member_logits(self, inputs: dict[str, Any]) -> Tensor:
-        """[M, B, C]"""
+        """[M, B, ..., C]"""
         pieces = []
         with self.members.trunk.once():
             for theta in self._passes(inputs):
@@ -106,12 +145,22 @@ class BayesianModelForSequenceClassification(BayesianModel):
         return torch.cat(pieces)
 
     def _logits(self, inputs: dict[str, Any], num_members: int, *, folded: bool = False) -> Tensor:
-        """[m, B, C] of the members now bound."""
+        """[m, B, ..., C] of the members now bound."""
         output = self.members.forward(inputs, folded=folded)
         if getattr(output, "logits", None) is None:
             raise ValueError(f"{type(self.core).__name__} answers no logits: give a model with a head, such as "
-                             "AutoModelForSequenceClassification loads")  # fmt: skip
+                             f"{self.auto_class.__name__} loads")  # fmt: skip
         return output.logits.unflatten(0, (num_members, -1))
+
+    def _check_labels(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise where labels [M or 1, B, ...] do not answer logits [M, B, ..., C]."""
+        answers, found = tuple(logits.shape[1:]), tuple(labels.shape[1:])
+        if found not in (expected := self.likelihood.label_shapes(answers)):
+            raise ValueError(
+                f"labels {list(found)} do not fit the logits {list(answers)} of {type(self.core).__name__}: a "
+                f"{type(self.likelihood).__name__} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "
+                "Check the collator, and problem_type and num_labels of the model"
+            )
 
     def _mean(self, logits: Tensor) -> Tensor:
         """[M, B, C] -> [B, C]: the members' mean, and of labels of their own the logits of their mean probabilities."""
@@ -122,19 +171,46 @@ class BayesianModelForSequenceClassification(BayesianModel):
         yes, no = (self.spread.log_mean_exp(nn.functional.logsigmoid(sign * logits)) for sign in (1, -1))
         return yes - no
 
+    def _deviations(self, logits: Tensor) -> dict[str, Tensor]:
+        """[M, B, C] -> the fields of ``Deviations``, [B, C] each; nothing where the labels are no numbers."""
+        if not isinstance(self.likelihood, Normal):
+            return {}
+        epistemic = self.spread.mean((widened(logits) - self._mean(logits)).square())
+        return Deviations((epistemic + self.likelihood.noise_std**2).sqrt(), epistemic.sqrt())._asdict()
+
     def _mixture_nll(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[B]: -log mean_m p_m(label)."""
+        """[N]: -log mean_m p_m(label), of logits [M, N, C]."""
         per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
         return -self.spread.log_mean_exp(per_member)
 
 
-def _classifier_likelihood(config: Any, noise_std: float | None) -> Likelihood:
-    problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
-    if problem == "regression":
-        if noise_std is None or not noise_std > 0:
-            raise ValueError(
-                f"a regression head needs noise_std > 0, the standard deviation of its labels' noise, got {noise_std}: "
-                "set BayesianTrainingArguments(noise_std=...)"
-            )
-        return Normal(noise_std)
-    return Bernoulli() if problem == "multi_label_classification" else Categorical()
+class BayesianModelForSequenceClassification(BayesianClassifier):
+    """M classifiers (or regressors) as one; also any model whose ``logits`` [B, C] answer ``labels`` [B]."""
+
+    task = "sequence_classification"
+    auto_class = AutoModelForSequenceClassification
+
+
+class BayesianModelForTokenClassification(BayesianClassifier):
+    """M taggers as one: ``logits`` [B, T, C] answer ``labels`` [B, T], -100 for none. No causal shift."""
+
+    task = "token_classification"
+    auto_class = AutoModelForTokenClassification
+
+    def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
+        """Classes, whatever ``problem_type`` says: transformers' heads of this kind know no other loss."""
+        return Categorical()
+
+
+class BayesianModelForImageClassification(BayesianClassifier):
+    """M classifiers of images as one: ``pixel_values`` [B, channels, height, width]."""
+
+    task = "image_classification"
+    auto_class = AutoModelForImageClassification
+
+    def num_positions(self, inputs: dict[str, Any]) -> int:
+        """Patches of an image, as many as ViT makes of it: not its channels."""
+        pixels, patch = inputs.get("pixel_values"), getattr(self.config, "patch_size", 16)
+        if pixels is None or not isinstance(patch, int):
+            return num_positions_of(inputs)
+        return 1 + pixels.shape[-2] * pixels.shape[-1] // patch**2

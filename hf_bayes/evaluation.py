@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.classification import Deviations
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.metrics import summarise
 from hf_bayes.model import BayesianModel
@@ -25,7 +26,9 @@ class EvaluationMixin(_Trainer):
 
     Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,
     ``ece``, ``brier``, mean ``total``, ``aleatoric`` and ``epistemic`` uncertainty, and ``member_nll``, the mean NLL of
-    single members. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities as predictions.
+    single members. Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its
+    ``predictive_std`` and ``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities
+    (or means) as predictions.
     """
 
     bayesian: BayesianModel
@@ -74,7 +77,7 @@ class EvaluationMixin(_Trainer):
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
         if labels is None:
-            ignore_keys = [*(ignore_keys or []), "past_key_values", *Uncertainty._fields]
+            ignore_keys = [*(ignore_keys or []), "past_key_values", *Uncertainty._fields, *Deviations._fields]
             return None, *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self.accelerator.autocast():
             statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=not prediction_loss_only)

@@ -18,7 +18,13 @@ from hf_bayes import storage
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
-_PIPELINES = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
+_TASKS = {
+    "causal_lm": ("text-generation", "ForCausalLM"),
+    "sequence_classification": ("text-classification", "ForSequenceClassification"),
+    "token_classification": ("token-classification", "ForTokenClassification"),
+    "image_classification": ("image-classification", "ForImageClassification"),
+}
+"""What the Hub calls our tasks, and how classes for them end."""
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier")  # metrics that go into the card's model-index
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
@@ -70,14 +76,15 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
     """
     base, method = config["base_model"]["name_or_path"], config["method"]
     local = is_local(base)
+    pipeline_tag, suffix = _TASKS[config["task"]]
     data = ModelCardData(
         library_name="peft" if adapter else "hf_bayes",
-        pipeline_tag=_PIPELINES[config["task"]],
+        pipeline_tag=pipeline_tag,
         tags=["hf_bayes", "bayesian", method["name"], *(["lora"] if adapter else [])],
         base_model=None if local else base,
         base_model_relation=None if local else ("adapter" if adapter else "finetune"),
         model_name=(repo_id or "posterior").split("/")[-1],
-        eval_results=_eval_results(config["metrics"], _PIPELINES[config["task"]]) or None,
+        eval_results=_eval_results(config["metrics"], pipeline_tag) or None,
     )
     chains = config["member_chains"]
     card = ModelCard.from_template(
@@ -85,6 +92,7 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         template_path=str(TEMPLATE),
         config=config,
         method=method,
+        suffix=suffix,
         adapter=adapter,
         base="the base model" if not base else _inline(Path(base).name if local else base),
         base_is_local=local,

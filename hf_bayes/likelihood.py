@@ -24,6 +24,10 @@ class Likelihood(Protocol):
         """labels [..., N] (or [..., N, C]) -> bool [..., N]."""
         ...
 
+    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Shapes that labels of logits of shape ``answers`` [..., C] may have."""
+        ...
+
 
 @dataclass(frozen=True)
 class Categorical:
@@ -37,6 +41,9 @@ class Categorical:
     def is_term(self, labels: Tensor) -> Tensor:
         return labels != IGNORE
 
+    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (answers[:-1],)
+
 
 @dataclass(frozen=True)
 class Bernoulli:
@@ -48,6 +55,9 @@ class Bernoulli:
 
     def is_term(self, labels: Tensor) -> Tensor:
         return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
+
+    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (answers,)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,9 @@ class Normal:
     def is_term(self, labels: Tensor) -> Tensor:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
         return torch.ones(lead, dtype=torch.bool, device=labels.device)
+
+    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (answers, answers[:-1]) if answers[-1] == 1 else (answers,)
 
 
 def widened(logits: Tensor) -> Tensor:

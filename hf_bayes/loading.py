@@ -13,8 +13,6 @@ from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,12 +22,11 @@ from hf_bayes import base_model as base
 from hf_bayes.artifact import Posterior
 from hf_bayes.subspace import Layout
 
-_AUTO = {"causal_lm": AutoModelForCausalLM, "sequence_classification": AutoModelForSequenceClassification}
-
 
 def load(
     directory_or_repo: str | os.PathLike[str],
     task: str,
+    auto_class: Any,
     *,
     members: int | None,
     revision: str | None,
@@ -43,6 +40,10 @@ def load(
 ) -> tuple[nn.Module, Layout, Tensor, Posterior]:
     """The base (with its adapter in place, if it has one), the layout, the members [M, d] and the posterior.
 
+    Args:
+        task: what the posterior has to be for.
+        auto_class: what loads its base.
+
     Raises:
         ValueError: if the posterior is of another task, or the base model is not the one it was made with (naming what
             differs; ``check_base=False`` overrides).
@@ -53,7 +54,7 @@ def load(
         raise ValueError(
             f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with that class"
         )
-    model, recorded = _load_base(posterior, base_model, token, device_map, trust_remote_code)
+    model, recorded = _load_base(posterior, auto_class, base_model, token, device_map, trust_remote_code)
     if posterior.adapter_config is not None:
         config = PeftConfig.from_peft_type(**{**posterior.adapter_config, "inference_mode": False})
         with warnings.catch_warnings():
@@ -113,7 +114,7 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _load_base(
-    posterior: Posterior, given: Any, token: Any, device_map: Any, trust_remote_code: bool
+    posterior: Posterior, auto_class: Any, given: Any, token: Any, device_map: Any, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, torch.dtype | None]:
     recorded = posterior.config.base_model
     # adapters that came without a record of their base take it as transformers finds it
@@ -129,9 +130,7 @@ def _load_base(
     if given is None:
         hub["revision"] = recorded["revision"] or "main"
     config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(posterior.config.head))
-    model = _AUTO[posterior.config.task].from_pretrained(
-        name, config=config, dtype=dtype or "auto", device_map=device_map, **hub
-    )
+    model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
     devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(devices) > 1:
         raise ValueError(

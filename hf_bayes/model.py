@@ -53,6 +53,8 @@ class BayesianModel(PreTrainedModel):
     task: ClassVar[str]
     shifts_labels: ClassVar[bool] = False
     """Whether the label of a position is that of the next token."""
+    auto_class: ClassVar[Any]
+    """What loads the base model."""
     posterior: Posterior | None = None
     """What the model was loaded from."""
 
@@ -216,6 +218,7 @@ class BayesianModel(PreTrainedModel):
         model, layout, theta, posterior = load(
             directory_or_repo,
             cls.task,
+            cls.auto_class,
             members=members,
             revision=revision,
             subfolder=subfolder,
@@ -234,6 +237,12 @@ class BayesianModel(PreTrainedModel):
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of the class that a posterior's ``head`` holds."""
         return {}
+
+    @classmethod
+    def wraps(cls, core: nn.Module) -> bool:
+        """Whether the class is meant for a model, by the names that transformers gives its heads."""
+        head = cls.auto_class.__name__.removeprefix("AutoModel")
+        return any(head in kind.__name__ for kind in type(core).__mro__)
 
     # -- members ------------------------------------------------------------------------------------------------
 
@@ -258,14 +267,25 @@ class BayesianModel(PreTrainedModel):
         terms = self.likelihood.is_term(labels[:, 1:] if self.shifts_labels else labels)
         return terms.reshape(len(labels), -1).sum(1)
 
+    def num_positions(self, inputs: dict[str, Any]) -> int:
+        """T: what a row of a batch costs, in positions."""
+        return num_positions_of(inputs)
+
     def _passes(self, inputs: dict[str, Any]) -> list[Tensor]:
-        rows, length = num_rows_of(inputs), num_positions_of(inputs)
+        rows, length = num_rows_of(inputs), self.num_positions(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
 
 
 def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
-    """[n] numbers of n terms (NaN-free only where ``labels`` is a term; others are dropped)."""
+    """[n] numbers of the n terms among ``labels`` [...]; the others are dropped.
+
+    Args:
+        prediction: [..., C] and [...], of ``logits``.
+        logits: [M, ..., C].
+        labels: [...].
+        spread: where other members are.
+    """
     terms = labels != IGNORE
     log_probs, labels = prediction.log_probs[terms], labels[terms]
     members = widened(logits[:, terms])
@@ -279,8 +299,8 @@ def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
-            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and sequence "
-            "classifiers"
+            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
+            "sequences, tokens and images"
         )
     wide = theta.dtype in (torch.float32, torch.float64)
     if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:

@@ -40,7 +40,7 @@ class PosteriorConfig:
 
     Attributes:
         format_version: of this file.
-        task: "causal_lm" or "sequence_classification".
+        task: one of ``adapters.TASKS``.
         method: ``MethodConfig.to_dict()``.
         approximation: "draws" or "gaussian".
         parameters: [name, shape] of each random tensor as the user's model names it, in the order of theta.

@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 VOCABULARY = 320
@@ -118,9 +120,43 @@ def tiny_bert(
     return _build(lambda: BertForSequenceClassification(BertConfig(**(fields | config))), seed, dtype)
 
 
+def tiny_vit(
+    seed: int = 0, dtype: torch.dtype = torch.float32, num_labels: int = 3, **config: Any
+) -> ViTForImageClassification:
+    """Two blocks on four patches and a class token, no dropout."""
+    fields: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": num_labels,
+    }
+    return _build(lambda: ViTForImageClassification(ViTConfig(**(fields | config))), seed, dtype)
+
+
 CAUSAL_LMS: dict[str, Callable[..., PreTrainedModel]] = {"llama": tiny_llama, "gpt2": tiny_gpt2}
 
-LORA_TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "bert": ["query", "value"]}
+LORA_TARGETS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "mistral": ["q_proj", "v_proj", "down_proj"],
+    "qwen2": ["q_proj", "v_proj", "down_proj"],
+    "gemma3_text": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "bert": ["query", "value"],
+    "roberta": ["query", "value"],
+    "vit": ["q_proj", "v_proj"],
+}
+HEADS = {
+    "LMHeadModel": "CAUSAL_LM",
+    "CausalLM": "CAUSAL_LM",
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+}
+"""How a class's name ends -> peft's name of the task; it has none for images."""
 
 
 def with_lora(model: PreTrainedModel, seed: int = 0, init_b: float = 0.3, **config: Any) -> PeftModel:
@@ -134,7 +170,7 @@ def with_lora(model: PreTrainedModel, seed: int = 0, init_b: float = 0.3, **conf
         "lora_alpha": 4,
         "lora_dropout": 0.0,
         "target_modules": LORA_TARGETS[kind],
-        "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
+        "task_type": next((task for head, task in HEADS.items() if type(model).__name__.endswith(head)), None),
         "fan_in_fan_out": kind == "gpt2",
     }
     dtype = next(model.parameters()).dtype
@@ -159,6 +195,20 @@ def batch(rows: int = 3, length: int = 7, seed: int = 0, padding: str | None = N
             mask[row, padded] = 0
         ids[mask == 0] = PAD
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def images(rows: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random ``pixel_values`` [rows, 3, 8, 8] for ``tiny_vit``."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn((rows, 3, 8, 8), generator=generator, dtype=torch.float64).to(dtype)}
+
+
+def inputs_of(model: nn.Module, rows: int = 3, seed: int = 0, padding: str | None = None) -> dict[str, Tensor]:
+    """What a model takes: a ``batch``, or ``images``."""
+    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    if core.main_input_name == "pixel_values":
+        return images(rows, seed, next(core.parameters()).dtype)
+    return batch(rows, seed=seed, padding=padding)
 
 
 _NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")

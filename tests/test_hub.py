@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 
+import hf_bayes
 from hf_bayes import hub
 from hf_bayes.artifact import Posterior
 from tests.faults.posteriors import config, draws, equal, gaussian
@@ -196,6 +197,8 @@ def cards() -> dict[str, Posterior]:
     return {
         "lora": draws(3, adapter=True),
         "plain": draws(3, task="causal_lm"),
+        "tagger": draws(3, adapter=True, task="token_classification", head={"labels": ["O", "B", "I"]}),
+        "images": draws(3, task="image_classification"),
         "gaussian": gaussian(adapter=True, method={"name": "mean_field", "temperature": 1.0}),
         "bare": draws(1, diagnostics={}, metrics={}, num_data=None, prior={}, method={"name": "map"}),
     }
@@ -240,6 +243,25 @@ def test_card_tells_method_data_diagnostics_and_metrics() -> None:
         'from_pretrained("someone/base", num_labels=3)',
     ):
         assert expected in text, expected
+
+
+@pytest.mark.parametrize(
+    ("task", "tag", "suffix"),
+    [
+        ("causal_lm", "text-generation", "ForCausalLM"),
+        ("sequence_classification", "text-classification", "ForSequenceClassification"),
+        ("token_classification", "token-classification", "ForTokenClassification"),
+        ("image_classification", "image-classification", "ForImageClassification"),
+    ],
+)
+def test_card_names_what_loads_its_task(task: str, tag: str, suffix: str) -> None:
+    posterior = draws(3, adapter=True, task=task, metrics={"nll": 0.4})
+    card = ModelCard(hub.render_card(posterior.config.to_dict(), adapter=True))
+    assert card.data.pipeline_tag == tag
+    assert card.data.eval_results[0].task_type == tag
+    assert f"from hf_bayes import BayesianModel{suffix}\n" in card.text
+    assert f"from transformers import AutoModel{suffix}\n" in card.text
+    assert hasattr(hf_bayes, f"BayesianModel{suffix}")
 
 
 def test_held_out_figures_are_in_the_model_index(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tests.models import (
     EOS,
     VOCABULARY,
     batch,
+    inputs_of,
     switch_on_checkpointing,
     tiny_bert,
     tiny_gpt2,
@@ -45,7 +46,7 @@ TOLERANCE = 2e-5
 
 
 def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Any, Tensor, str]:
-    make, subspace = SUBJECTS[name]
+    make, subspace, _ = SUBJECTS[name]
     model = make(torch.float64)
     layout = select(model, subspace)
     return model, layout, scattered(model, layout, num_members), subspace
@@ -54,12 +55,16 @@ def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Any, Tensor, s
 # -- one ordinary model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block", "bert-lora", "roberta-head"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-lora", "llama-head", "gpt2-last-block", "bert-lora", "roberta-head", "bert-tagger-lora", "vit-last-block"],
+)
 def test_logits_are_the_log_of_the_mixture_and_uncertainties_its_entropies(name: str) -> None:
     model, layout, theta, subspace = prepared(name)
-    logits = separate_logits(model, layout, theta, batch())
+    inputs = inputs_of(model)
+    logits = separate_logits(model, layout, theta, inputs)
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
-        output = bayesian(**batch())
+        output = bayesian(**inputs)
     assert relative_error(output.logits, mixture(logits)) < 1e-12
     for part, expected in zip((output.total, output.aleatoric, output.epistemic), entropies(logits), strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-10, atol=1e-10)  # the bound for float64
@@ -77,17 +82,18 @@ def test_mixing_logits_instead_of_probabilities_is_caught(monkeypatch: pytest.Mo
         assert relative_error(bayesian(**batch()).logits, expected) > 0.01
 
 
-@pytest.mark.parametrize("name", ["llama-lora", "bert-lora"])
+@pytest.mark.parametrize("name", ["llama-lora", "bert-lora", "bert-tagger-lora", "llama-tagger-head", "vit-head"])
 def test_loss_with_labels_is_the_mixtures_mean_nll(name: str) -> None:
     model, layout, theta, subspace = prepared(name)
     inputs = labelled(name)
     log_probs = mixture(separate_logits(model, layout, theta, {k: v for k, v in inputs.items() if k != "labels"}))
     labels = inputs["labels"]
     if name in CAUSAL:
-        log_probs, labels = log_probs[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        log_probs, labels = log_probs[:, :-1], labels[:, 1:]
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         loss = bayesian(**inputs).loss
-    torch.testing.assert_close(loss, F.nll_loss(log_probs, labels, ignore_index=-100), rtol=1e-12, atol=0)
+    expected = F.nll_loss(log_probs.flatten(0, -2), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4])], ids=str)
@@ -260,14 +266,14 @@ def test_low_precision_logits_are_widened_before_their_likelihood() -> None:
     assert math.isclose(float(Normal(1.0).log_prob(logits, labels)), expected, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-lora", "gpt2-last-block", "bert-lora"])
+@pytest.mark.parametrize("name", ["llama-lora", "gpt2-last-block", "bert-lora", "llama-tagger-last-block", "vit-lora"])
 def test_statistics_of_evaluation_are_those_of_the_mixture(name: str) -> None:
     model, layout, theta, subspace = prepared(name)
     inputs = labelled(name)
     logits = separate_logits(model, layout, theta, {k: v for k, v in inputs.items() if k != "labels"})
     labels = inputs["labels"]
     if name in CAUSAL:
-        logits, labels = logits[:, :, :-1].flatten(1, 2), labels[:, 1:].flatten()
+        logits, labels = logits[:, :, :-1], labels[:, 1:]
     terms = labels != -100
     logits, labels = logits[:, terms], labels[terms]
     chosen = logits.log_softmax(-1).gather(-1, labels.expand(3, -1)[..., None])[..., 0]
@@ -300,7 +306,7 @@ class unchanged:
     def state(model: nn.Module) -> dict[str, Any]:
         core = core_of(model)
         with torch.no_grad():
-            answer = core(**batch()).logits
+            answer = core(**inputs_of(model)).logits
         return {
             "values": {name: value.clone() for name, value in model.state_dict().items()},
             "answer": {"logits": answer},

@@ -48,8 +48,13 @@ def separate_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dic
     logits = []
     for row in theta:
         with showing(model, layout, row):
-            logits.append(core_of(model)(**inputs, use_cache=False).logits)
+            logits.append(core_of(model)(**inputs, **uncached(core_of(model))).logits)
     return torch.stack(logits)
+
+
+def uncached(core: nn.Module) -> dict[str, bool]:
+    """Keywords that keep a model from making a cache, if it knows of any."""
+    return {} if core.main_input_name == "pixel_values" else {"use_cache": False}
 
 
 def separate_gradients(
@@ -63,8 +68,9 @@ def separate_gradients(
         labels = inputs.pop("labels")
         with showing(model, layout, row), requiring_grad(model, layout), without_padding_index(model):
             logits = core_of(model)(**inputs).logits
-            if logits.ndim == 3:
-                logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            if core_of(model).can_generate():
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            logits, labels = logits.flatten(0, -2), labels.flatten()
             logits = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
             found = torch.autograd.grad(loss, [parameters[name] for name in layout.names])

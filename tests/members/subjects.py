@@ -8,15 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertForTokenClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     PhiConfig,
     PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     RobertaConfig,
@@ -24,12 +32,15 @@ from transformers import (
 )
 
 from tests import models
-from tests.models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 
 class Subject(NamedTuple):
+    """A model, what is random in it, and the side on which float64 batches are padded."""
+
     make: Callable[[torch.dtype], nn.Module]
     subspace: str = "trainable"
+    padding: str = "left"
 
 
 def _small(config: type, model: type, dtype: torch.dtype, **fields: Any) -> nn.Module:
@@ -47,8 +58,32 @@ def gemma(dtype: torch.dtype) -> nn.Module:
 
 
 def gemma2(dtype: torch.dtype) -> nn.Module:
-    """Sliding and full attention in turn, logits capped at 2 after the head."""
+    """Sliding and full attention in turn, logits capped at 2 after the head, attention capped before its softmax.
+
+    That softmax is taken in float32, where a float64 mask overflows: transformers answers NaN to padding on the left.
+    """
     return _small(Gemma2Config, Gemma2ForCausalLM, dtype, head_dim=8, sliding_window=4, final_logit_softcapping=2.0)
+
+
+def gemma3(dtype: torch.dtype) -> nn.Module:
+    """A full layer among sliding ones, each kind with rotary angles of its own; norms on queries and keys."""
+    return _small(
+        Gemma3TextConfig, Gemma3ForCausalLM, dtype, head_dim=8, sliding_window=4, num_hidden_layers=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+
+
+def mistral(dtype: torch.dtype) -> nn.Module:
+    """Sliding attention everywhere, the window shorter than a prompt."""
+    return _small(MistralConfig, MistralForCausalLM, dtype, head_dim=8, sliding_window=4, num_hidden_layers=3)
+
+
+def qwen2(dtype: torch.dtype) -> nn.Module:
+    """Biases on queries, keys and values alone; the upper layers slide."""
+    return _small(
+        Qwen2Config, Qwen2ForCausalLM, dtype, num_hidden_layers=3, use_sliding_window=True, sliding_window=4,
+        max_window_layers=1,
+    )  # fmt: skip
 
 
 def qwen3(dtype: torch.dtype) -> nn.Module:
@@ -82,6 +117,23 @@ def llama_classifier(dtype: torch.dtype) -> nn.Module:
     config = tiny_llama().config
     config.num_labels = 3
     return models._build(lambda: LlamaForSequenceClassification(config), 0, dtype)
+
+
+def bert_tagger(dtype: torch.dtype) -> nn.Module:
+    """A class for every token."""
+    config = tiny_bert().config
+    return models._build(lambda: BertForTokenClassification(config), 0, dtype)
+
+
+def llama_tagger(dtype: torch.dtype) -> nn.Module:
+    """A causal backbone whose labels are not shifted."""
+    config = tiny_llama().config
+    config.num_labels = 3
+    return models._build(lambda: LlamaForTokenClassification(config), 0, dtype)
+
+
+def _vit(dtype: torch.dtype) -> nn.Module:
+    return tiny_vit(dtype=dtype)
 
 
 def _llama(**config: Any) -> Callable[[torch.dtype], nn.Module]:
@@ -124,6 +176,16 @@ CAUSAL = {
     "gpt2-everything": Subject(_gpt2, "."),
     "gemma-norms": Subject(gemma, "norm"),
     "gemma-everything": Subject(gemma, "."),
+    "gemma2-last-block": Subject(gemma2, "last_block", padding="right"),
+    "gemma2-everything": Subject(gemma2, ".", padding="right"),
+    "gemma3-lora": Subject(_lora(gemma3)),
+    "gemma3-last-block": Subject(gemma3, "last_block"),
+    "gemma3-everything": Subject(gemma3, "."),
+    "mistral-lora": Subject(_lora(mistral)),
+    "mistral-last-block": Subject(mistral, "last_block"),
+    "qwen2-lora": Subject(_lora(qwen2)),
+    "qwen2-everything": Subject(qwen2, "."),
+    "qwen3-query-and-key-norms": Subject(qwen3, r"[qk]_norm"),
     "qwen3-last-block": Subject(qwen3, "last_block"),
     "phi-head": Subject(phi, "last_layer"),
     "phi-everything": Subject(phi, "."),
@@ -136,6 +198,7 @@ CLASSIFIERS = {
     "bert-last-block": Subject(_bert, "last_block"),
     "bert-everything": Subject(_bert, "."),
     "roberta-head": Subject(roberta, "last_layer"),
+    "roberta-lora": Subject(_lora(roberta)),
     "roberta-everything": Subject(roberta, "."),
     "modernbert-last-block": Subject(modernbert, "last_block"),
     "modernbert-everything": Subject(modernbert, "."),
@@ -143,14 +206,33 @@ CLASSIFIERS = {
     "llama-classifier-last-block": Subject(llama_classifier, "last_block"),
 }
 
-SUBJECTS = CAUSAL | CLASSIFIERS
+TAGGERS = {
+    "bert-tagger-lora": Subject(_lora(bert_tagger)),
+    "bert-tagger-head": Subject(bert_tagger, "last_layer"),
+    "bert-tagger-last-block": Subject(bert_tagger, "last_block"),
+    "llama-tagger-head": Subject(llama_tagger, "last_layer"),
+    "llama-tagger-last-block": Subject(llama_tagger, "last_block"),
+}
+
+IMAGES = {
+    "vit-lora": Subject(_lora(_vit)),
+    "vit-lora-and-saved-head": Subject(_lora(_vit, layers_to_transform=[1], modules_to_save=["classifier"])),
+    "vit-head": Subject(_vit, "last_layer"),
+    "vit-last-block": Subject(_vit, "last_block"),
+    "vit-norms": Subject(_vit, "layernorm"),
+}
+
+SUBJECTS = CAUSAL | CLASSIFIERS | TAGGERS | IMAGES
 
 
 def labelled(subject: str, rows: int = 3, padding: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
     """A batch with labels: of tokens, padding and one more token left out, or of classes."""
+    if subject in IMAGES:
+        return {**models.images(rows, seed, torch.float64), "labels": torch.arange(rows) % 3}
     inputs = models.batch(rows, seed=seed, padding=padding)
     if subject in CLASSIFIERS:
         return {**inputs, "labels": torch.arange(rows) % 3}
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels = inputs["input_ids"] % 3 if subject in TAGGERS else inputs["input_ids"]
+    labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
     labels[0, 4] = -100
     return {**inputs, "labels": labels}

@@ -14,7 +14,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import Layout, select
 from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled
-from tests.models import PAD, batch, switch_on_checkpointing, tiny_llama, with_lora
+from tests.models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_llama, with_lora
 
 # A tiny model adds up a few hundred products per number: rounding of float32 (6e-8) and float64 (1e-16), times 100.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -42,8 +42,9 @@ def folded_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> None:
     model, layout, theta = prepared(name, dtype)
-    for padding in ("left", "right", None):
-        inputs = batch(padding=padding)
+    sides = ("left" if dtype == torch.float32 else SUBJECTS[name].padding, "right", None)
+    for padding in sides:
+        inputs = inputs_of(model, padding=padding)
         expected = separate_logits(model, layout, theta, inputs)
         found = folded_logits(model, layout, theta, inputs)
         kept = inputs["attention_mask"].bool() if found.ndim == 4 else slice(None)  # what padding answers is nobody's
@@ -54,7 +55,7 @@ def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("trunk", [True, False], ids=["trunk", "no trunk"])
 def test_gradients_of_folded_members_equal_those_of_separate_models(name: str, trunk: bool) -> None:
     model, layout, theta = prepared(name, torch.float64)
-    inputs = labelled(name, padding="left")
+    inputs = labelled(name, padding=SUBJECTS[name].padding)
     losses, expected = separate_gradients(model, layout, theta, [inputs] * 3)
     with attach(model, theta, subspace=SUBJECTS[name].subspace, trunk=trunk) as bayesian:
         leaf = theta.clone().requires_grad_()
@@ -75,7 +76,10 @@ def test_gradients_in_float32_equal_those_of_separate_models(name: str) -> None:
     assert relative_error(leaf.grad, expected) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("name", ["llama-lora-last-block", "llama-head", "gpt2-last-block", "bert-head"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-lora-last-block", "llama-head", "gpt2-last-block", "bert-head", "bert-tagger-last-block", "vit-last-block"],
+)
 def test_members_with_rows_of_their_own_equal_separate_models(name: str) -> None:
     model, layout, theta = prepared(name, torch.float64)
     batches = [labelled(name, seed=seed, padding=padding) for seed, padding in enumerate(("left", "right", None))]
@@ -87,18 +91,18 @@ def test_members_with_rows_of_their_own_equal_separate_models(name: str) -> None
         result.loss.sum().backward()
     assert relative_error(result.loss.detach(), losses) < 1e-12
     assert relative_error(leaf.grad, expected) < 1e-12
-    assert result.num_terms.tolist() == [_num_terms(item["labels"]) for item in batches]
+    assert result.num_terms.tolist() == [_num_terms(name, item["labels"]) for item in batches]
 
 
-def _num_terms(labels: Tensor) -> int:
-    return int((labels[:, 1:] if labels.ndim == 2 else labels).ne(-100).sum())
+def _num_terms(name: str, labels: Tensor) -> int:
+    return int((labels[:, 1:] if name in CAUSAL else labels).ne(-100).sum())
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("members_per_pass", [1, 3])
 def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> None:
     model, _, theta = prepared(name, torch.float64, num_members=4)
-    inputs = batch(padding="left")
+    inputs = batch(padding=SUBJECTS[name].padding)
     with torch.no_grad(), attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         expected = bayesian(**inputs)
         bayesian.members_per_pass = members_per_pass
