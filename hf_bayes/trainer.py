@@ -182,7 +182,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         if self._shared and self.bayesian.members.num_trunk_blocks > 0:
             size = count
         else:
-            size = max(1, SMALL_PASS_ROWS // (rows * (main.shape[1] if main.ndim > 1 else 1)))
+            size = max(1, SMALL_PASS_ROWS // (rows * self.bayesian.num_positions(inputs)))
         size = self.args.members_per_pass or size
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
