@@ -23,7 +23,7 @@ from hf_bayes.generation import (
     to_scores,
 )
 from hf_bayes.likelihood import Categorical
-from hf_bayes.members.cache import merge_caches, mergeable, reorder_cache
+from hf_bayes.members.cache import empty_like, merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
@@ -161,13 +161,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             cache = DynamicCache(config=self.config.get_text_config(decoder=True)) if wanted else None
             inputs = {**inputs, "use_cache": bool(wanted)}
         if len(passes) > 1 and cache is not None and not mergeable(cache):
-            passes = [
-                self.current
-            ]  # members of one pass share one cache; only an empty plain one can be pieced together
+            passes = [self.current]  # members of one pass share one cache; not every kind can be pieced together
         pieces, outputs = [], []
         with self.members.trunk.once() if len(passes) > 1 else nullcontext():
             for theta in passes:
-                own = {} if cache is None else {"past_key_values": cache if len(passes) == 1 else type(cache)()}
+                own = {} if cache is None else {"past_key_values": cache if len(passes) == 1 else empty_like(cache)}
                 with self.members.bind(theta):
                     hidden, output = self.head.hidden({**inputs, **own})
                 pieces.append(hidden)
@@ -176,7 +174,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             cache = outputs[0].past_key_values
         elif len(passes) > 1:
             caches = [output.past_key_values for output in outputs]
-            cache = None if caches[0] is None else merge_caches(cache, caches, self.members.num_trunk_blocks)
+            cache = None if cache is None else merge_caches(cache, caches, self.members.num_trunk_blocks)
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0], outputs[-1], cache
 
     def _predict(self, hidden: Tensor, output: Any, rows: int, positions: Tensor) -> Prediction:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
 def mergeable(cache: Any) -> bool:
     """Whether members run in several passes can each fill a cache of their own, to be pieced together in ``cache``."""
-    plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
-    return plain and cache.get_seq_length() == 0
+    plain = type(cache) is DynamicCache and not cache.offloading
+    layers = plain and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return layers and cache.get_seq_length() == 0
 
 
-def merge_caches(target: Any, parts: list[Any], num_trunk: int) -> Any:
-    """Fill ``target`` (or a new cache) with the caches of consecutive groups of members.
+def empty_like(cache: DynamicCache) -> DynamicCache:
+    """A cache of the same layers, full and sliding, for one group of members."""
+    return copy.deepcopy(cache)  # of an empty one
+
+
+def merge_caches(target: DynamicCache, parts: list[DynamicCache], num_trunk: int) -> DynamicCache:
+    """Fill ``target`` with the caches of consecutive groups of members.
 
     Args:
-        target: an empty DynamicCache, or None.
-        parts: one cache a group, in the order of the members.
+        target: an empty DynamicCache.
+        parts: one cache a group, in the order of the members; layers are taken over from the first.
         num_trunk: layers of the trunk, alike in all parts; the others' rows follow one another, member-major.
     """
-    target = DynamicCache() if target is None else target
-    for index in range(len(parts[0].layers)):
-        layers = [part.layers[index] for part in (parts[:1] if index < num_trunk else parts)]
-        target.update(torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers]), index)
+    for layers in list(zip(*(part.layers for part in parts), strict=True))[num_trunk:]:
+        merged = layers[0]  # a sliding layer also counts the positions that have left its window
+        if merged.is_initialized:
+            merged.keys = torch.cat([layer.keys for layer in layers])
+            merged.values = torch.cat([layer.values for layer in layers])
+    target.layers = parts[0].layers
     return target
 
 
