@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -19,6 +20,7 @@ from hf_bayes.generation import (
     WatchedCriteria,
     join,
     record,
+    refuse,
     refuse_unsupported,
     to_scores,
 )
@@ -48,6 +50,12 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     auto_class = AutoModelForCausalLM
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
+        core = model.get_base_model() if isinstance(model, PeftModel) else model
+        if isinstance(core, PreTrainedModel) and "past_key_values" not in inspect.signature(core.forward).parameters:
+            raise ValueError(
+                f"{type(core).__name__} takes no past_key_values: models that keep their state elsewhere (Mamba's "
+                "cache_params) or nowhere are not supported as causal language models"
+            )
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
@@ -208,7 +216,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         ``sequence_logprob``, ``sequence_logprob_tokenwise`` [rows]; all of the raw mixture, before logits processors.
 
         Raises:
-            ValueError: for assisted decoding and continuous batching, whose caches know nothing of members.
+            ValueError: for assisted decoding, decoding loops from elsewhere and caches of other kinds (docs/models.md).
         """
         refuse_unsupported(kwargs, self.generation_config)
         self._trace = trace = GenerationTrace(self.spread)
@@ -235,6 +243,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         for name, value in scores._asdict().items():
             output[name] = value
         return output
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' way into ``generate_batch`` and its kin, whose paged cache holds tokens of many rows in one."""
+        refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     @torch.no_grad()
     def score(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1) -> Scores:

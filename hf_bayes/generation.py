@@ -7,16 +7,37 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from hf_bayes.likelihood import widened
 from hf_bayes.spread import LocalMembers
 from hf_bayes.uncertainty import Prediction
 
-_REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate", "penalty_alpha",
-            "dola_layers", "prefill_chunk_size", "token_healing", "guidance_scale", "negative_prompt_ids")  # fmt: skip
+_ASSISTED = "drafted tokens are checked several at a time, and uncertainty is recorded token by token"
+_OTHER_LOOP = "it runs a decoding loop of its own, whose steps are not recorded"
+_SECOND_PROMPT = "it calls the model a second time in every step, with another prompt"
+_REFUSED = {
+    **dict.fromkeys(
+        ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type"),
+        _ASSISTED,
+    ),
+    **dict.fromkeys(
+        ("custom_generate", "penalty_alpha", "dola_layers", "num_beam_groups", "constraints", "force_words_ids"),
+        _OTHER_LOOP,
+    ),
+    **dict.fromkeys(("guidance_scale", "negative_prompt_ids"), _SECOND_PROMPT),
+    "prefill_chunk_size": "pieces of the prompt would be recorded as tokens",
+    "token_healing": "it generates the end of the prompt anew, and that would be recorded, too",
+}
+"""Settings of generate that are refused, and why."""
+_NEUTRAL = {"num_beam_groups": 1, "guidance_scale": 1}
+"""What old generation configs say where nothing is asked for."""
+_CACHE = "this cache is not known to keep the rows of members apart"
+_CACHES = ("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
+"""The last three are transformers' former names of static caches for layers that slide."""
+_SUPPORTED = "Supported are greedy search, sampling and beam search, with dynamic or static caches"
 
 
 class Scores(NamedTuple):
@@ -203,11 +224,19 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> Non
         values = (kwargs.get(name), getattr(config, name, None), getattr(default, name, None))
         return next((value for value in values if value is not None), None)
 
-    asked = [f"{name}={setting(name)!r}" for name in _REFUSED if setting(name) not in (None, False)]
-    if setting("cache_implementation") in ("paged", "quantized"):
-        asked.append(f"cache_implementation={setting('cache_implementation')!r}")
-    if asked:
-        raise ValueError(
-            f"generate({asked[0]}) is not supported for an ensemble: it handles the model or its cache row by row. "
-            "Supported are greedy search, sampling and beam search, with dynamic or static caches"
-        )
+    for name, reason in _REFUSED.items():
+        value = setting(name)
+        if isinstance(value, (Tensor, nn.Module)) or value not in (None, False, _NEUTRAL.get(name)):
+            refuse(f"{name}={type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)}", reason)
+    implementation = setting("cache_implementation")
+    if implementation not in (None, *_CACHES):
+        refuse(f"cache_implementation={implementation!r}", _CACHE)
+    cache = kwargs.get("past_key_values")
+    if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or cache.offloading):
+        offloaded = " that is offloaded" if type(cache) in (DynamicCache, StaticCache) else ""
+        refuse(f"past_key_values={type(cache).__name__}{offloaded}", _CACHE)
+
+
+def refuse(asked: str, reason: str) -> None:
+    """Raise for something asked of generate."""
+    raise ValueError(f"generate({asked}) is not supported for an ensemble: {reason}. {_SUPPORTED}")

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, DynamicCache, GenerationConfig, StoppingCriteria
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    StoppingCriteria,
+)
 from transformers.generation import BaseStreamer
 
 from hf_bayes import spread
@@ -17,14 +25,15 @@ from hf_bayes.generation import GenerationTrace, TokenRecord, record, to_scores
 from hf_bayes.spread import LocalMembers
 from hf_bayes.subspace import Layout, select
 from hf_bayes.uncertainty import Prediction, predict
+from tests.members import subjects
 from tests.members.reference import entropies, mixture, scattered, separate_logits
-from tests.members.subjects import gemma2
 from tests.models import PAD, VOCABULARY, batch, tiny_gpt2, tiny_llama, with_lora
 
 STEPS = 5
 FIELDS = ("total", "aleatoric", "epistemic", "logprobs", "sequence_logprob", "sequence_logprob_tokenwise")
 # The models are float64, but transformers' Llama normalises and rotates in float32 (6e-8), and sums amplify that.
-TOLERANCE = {"llama": 2e-5, "gpt2": 1e-11}
+# So do the others', and Gemma-2, float32 itself, caps attention and logits.
+TOLERANCE = {"gpt2": 1e-11, "gemma2": 1e-4} | dict.fromkeys(("llama", "mistral", "qwen3", "gemma3", "lfm2"), 2e-5)
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "llama-lora": (lambda: with_lora(_llama()), "trainable"),
@@ -36,11 +45,27 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt2-lora": (lambda: with_lora(_gpt2()), "trainable"),
     "gpt2-last-block": (lambda: _gpt2(), "last_block"),
     "gpt2-tied-head": (lambda: _gpt2(), "last_layer"),
+    "mistral-lora": (lambda: with_lora(_endless(subjects.mistral)), "trainable"),
+    "mistral-last-block": (lambda: _endless(subjects.mistral), "last_block"),
+    "qwen3-query-and-key-norms": (lambda: _endless(subjects.qwen3), r"[qk]_norm"),
+    "gemma2-last-block": (lambda: _endless(subjects.gemma2, torch.float32), "last_block"),  # see there
+    "gemma3-last-block": (lambda: _endless(subjects.gemma3), "last_block"),
+    "gemma3-everything": (lambda: _endless(subjects.gemma3), "."),
+    "lfm2-last-block": (lambda: _endless(subjects.lfm2), "last_block"),
 }
+
+
+SLIDING = ["mistral-last-block", "gemma3-last-block"]  # windows of 4 tokens, prompts of 7
 
 
 def _llama() -> nn.Module:
     return tiny_llama(dtype=torch.float64, num_hidden_layers=3, eos_token_id=None)
+
+
+def _endless(make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = make(dtype)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def _gpt2() -> nn.Module:
@@ -52,6 +77,10 @@ def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Layout, Tensor
     model = make()
     layout = select(model, subspace)
     return model, layout, scattered(model, layout, num_members)
+
+
+class OwnCache(DynamicCache):
+    """Of whose rows nobody knows."""
 
 
 def attached(name: str, model: nn.Module, theta: Tensor, **options: Any) -> BayesianModelForCausalLM:
@@ -137,7 +166,7 @@ def require_scores(output: Any, expected: dict[str, Tensor], tolerance: float) -
     for field in FIELDS:
         torch.testing.assert_close(
             output[field].double(),
-            expected[field],
+            expected[field].double(),
             rtol=tolerance,
             atol=tolerance,
             equal_nan=True,
@@ -212,11 +241,13 @@ def test_beam_search_equals_a_search_over_separate_models(name: str, use_cache: 
     require_scores(output, expected, TOLERANCE[name.split("-")[0]])
 
 
-@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-last-block"])
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-last-block", *SLIDING])
 @pytest.mark.parametrize(
     ("options", "members_per_pass", "trunk"),
     [
         ({"cache_implementation": "static"}, None, True),
+        ({"cache_implementation": "dynamic"}, 3, True),
+        ({"cache_implementation": "hybrid"}, None, True),
         ({"use_cache": False}, None, True),
         ({}, 1, True),
         ({}, 2, True),
@@ -246,6 +277,16 @@ def test_caches_chunks_of_members_and_trunk_change_no_token(
     require_scores(outputs[1], {field: outputs[0][field].double() for field in FIELDS}, TOLERANCE[name.split("-")[0]])
 
 
+@pytest.mark.parametrize("name", SLIDING)
+def test_a_window_that_does_not_slide_is_caught(name: str) -> None:
+    model, layout, theta = prepared(name)
+    logits = []
+    for window in (4, 100):
+        model.config.sliding_window = window
+        logits.append(member_logits(model, layout, theta, *batch().values())[:, :, -1])
+    assert (logits[0] - logits[1]).abs().amax(-1).min() > 0.01  # of every member and row
+
+
 def test_static_caches_do_not_compile_the_forward() -> None:
     # generate does so on GPUs, or wherever it is told to
     compiling = CompileConfig()
@@ -254,18 +295,6 @@ def test_static_caches_do_not_compile_the_forward() -> None:
     with attached("gpt2-last-block", model, theta) as bayesian:
         output = generate(bayesian, batch(), cache_implementation="static", compile_config=compiling)
     assert torch.equal(output.sequences, looped(model, layout, theta, batch(), greedy))
-
-
-def test_sliding_windows_change_no_token() -> None:
-    model = gemma2(torch.float64)
-    model.generation_config.eos_token_id = None
-    layout = select(model, "last_block")
-    theta = scattered(model, layout)
-    sequences = looped(model, layout, theta, batch(), greedy)
-    for size in (None, 1):
-        with attach(model, theta, subspace="last_block") as bayesian:
-            bayesian.members_per_pass = size
-            assert torch.equal(generate(bayesian, batch()).sequences, sequences)
 
 
 @pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-last-block"])
@@ -324,7 +353,9 @@ def test_output_logits_are_the_log_of_the_mixture() -> None:
 
 
 @pytest.mark.parametrize("members_per_pass", [None, 1])
-@pytest.mark.parametrize(("name", "trunk"), [("llama-lora-last-block", 2), ("llama-head", 3), ("llama-lora", 0)])
+@pytest.mark.parametrize(
+    ("name", "trunk"), [("llama-lora-last-block", 2), ("llama-head", 3), ("llama-lora", 0), ("mistral-last-block", 2)]
+)
 def test_cache_holds_the_trunk_once(name: str, trunk: int, members_per_pass: int | None) -> None:
     model, _, theta = prepared(name)
     with attached(name, model, theta) as bayesian:
@@ -395,19 +426,72 @@ def test_one_member_has_no_epistemic_uncertainty() -> None:
         {"prefill_chunk_size": 2},
         {"guidance_scale": 2.0},
         {"token_healing": True},
+        {"use_mtp": True},
+        {"assistant_early_exit": 1},
+        {"speculation_type": "dflash"},
+        {"num_beam_groups": 2, "num_beams": 2},
+        {"force_words_ids": [[5]], "num_beams": 2},
+        {"constraints": ["a constraint"], "num_beams": 2},
+        {"negative_prompt_ids": torch.ones(3, 2, dtype=torch.long)},
+        {"custom_generate": lambda model, input_ids, **_: input_ids},
         {"cache_implementation": "paged"},
+        {"cache_implementation": "quantized"},
+        {"cache_implementation": "offloaded"},
+        {"cache_implementation": "offloaded_static"},
+        {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+        {"past_key_values": OwnCache()},
         {"generation_config": GenerationConfig(dola_layers="high")},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options),
 )
 def test_decoding_that_knows_nothing_of_members_is_refused(options: dict[str, Any]) -> None:
     model, _, theta = prepared("llama-lora")
     options = {key: model if value == "model" else value for key, value in options.items()}
+    named = next(iter(options)) if "generation_config" not in options else "dola_layers"
+    sentence = rf"generate\({named}=.{{1,60}}\) is not supported for an ensemble: .*\. Supported are greedy search, "
+    with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match=sentence):
+        bayesian.generate(**batch(), **options)
+
+
+def test_assisted_decoding_is_refused_with_its_reason() -> None:
+    model, _, theta = prepared("llama-lora")
+    reason = r"assistant_model=PeftModelForCausalLM\) .* drafted tokens are checked several at a time, and uncertainty"
+    with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match=reason):
+        bayesian.generate(**batch(), assistant_model=model)
+
+
+def test_an_offloaded_cache_is_refused() -> None:
+    model, _, theta = prepared("llama-lora")
+    cache = DynamicCache()
+    cache.offloading = True  # made so, it asks for CUDA
+    message = "past_key_values=DynamicCache that is offloaded.*not known to keep the rows of members apart"
+    with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match=message):
+        bayesian.generate(**batch(), past_key_values=cache)
+
+
+def test_continuous_batching_is_refused() -> None:
+    model, _, theta = prepared("llama-lora")
     with (
         attached("llama-lora", model, theta) as bayesian,
-        pytest.raises(ValueError, match="not supported for an ensemble"),
+        pytest.raises(ValueError, match=r"generate\(continuous batching\) is not supported for an ensemble"),
     ):
-        bayesian.generate(**batch(), **options)
+        bayesian.generate_batch([[3, 4, 5]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{"num_beam_groups": 1}, {"guidance_scale": 1.0}, {"use_mtp": False}], ids=str)
+def test_settings_that_ask_for_nothing_are_no_matter(options: dict[str, Any]) -> None:
+    model, layout, theta = prepared("gpt2-last-block")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        output = generate(bayesian, batch(), **options)
+    assert torch.equal(output.sequences, looped(model, layout, theta, batch(), greedy))
+
+
+def test_a_model_without_keys_and_values_to_cache_is_refused() -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = MambaForCausalLM(MambaConfig(**sizes))
+    with pytest.raises(ValueError, match="MambaForCausalLM takes no past_key_values"):
+        attach(model, subspace="out_proj")
+    assert "forward" not in vars(model.backbone.layers[0].mixer.out_proj)
 
 
 def test_refused_decoding_is_found_in_the_models_own_settings() -> None:

@@ -49,7 +49,15 @@ def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int
     folded = (offsets + beam_idx).flatten()
     for index, layer in enumerate(cache.layers):
         rows = beam_idx if index < num_trunk else folded
-        if layer.get_seq_length() > 0 and layer.keys.shape[0] != len(rows):
-            raise ValueError(f"layer {index} of the cache has {layer.keys.shape[0]} rows, expected {len(rows)}")
+        for found in _rows_held(layer) - {len(rows)}:
+            raise ValueError(f"layer {index} of the cache has {found} rows, expected {len(rows)}")
         layer.reorder_cache(rows)
     return cache
+
+
+def _rows_held(layer: Any) -> set[int]:
+    """Rows of the keys of a layer, or of the states of linear attention; none of an empty one."""
+    held = [getattr(layer, "keys", None)]
+    for name in ("conv_states", "recurrent_states"):
+        held += getattr(layer, name, {}).values()
+    return {states.shape[0] for states in held if isinstance(states, Tensor) and states.numel() > 0}

@@ -15,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     MistralConfig,
@@ -71,6 +73,11 @@ def gemma3(dtype: torch.dtype) -> nn.Module:
         Gemma3TextConfig, Gemma3ForCausalLM, dtype, head_dim=8, sliding_window=4, num_hidden_layers=4,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
+
+
+def lfm2(dtype: torch.dtype) -> nn.Module:
+    """A convolution, whose cache is a state and no keys, below full attention."""
+    return _small(Lfm2Config, Lfm2ForCausalLM, dtype, layer_types=["conv", "full_attention"])
 
 
 def mistral(dtype: torch.dtype) -> nn.Module:
@@ -181,6 +188,7 @@ CAUSAL = {
     "gemma3-lora": Subject(_lora(gemma3)),
     "gemma3-last-block": Subject(gemma3, "last_block"),
     "gemma3-everything": Subject(gemma3, "."),
+    "lfm2-last-block": Subject(lfm2, "last_block"),
     "mistral-lora": Subject(_lora(mistral)),
     "mistral-last-block": Subject(mistral, "last_block"),
     "qwen2-lora": Subject(_lora(qwen2)),
