@@ -43,10 +43,13 @@ def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
 
 
 def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
-    """The ``head`` entry of a posterior: what ``apply_head`` sets on the base model's config before it is loaded."""
+    """The ``head`` entry of a posterior: with what its base model is loaded, and was quantised."""
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():
         head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
+    quantization = getattr(core.config, "quantization_config", None)
+    if quantization is not None:
+        head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
     return head if noise_std is None else {**head, "noise_std": noise_std}
 
 

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoQuantizationConfig
 
 from hf_bayes import base_model as base
 from hf_bayes.artifact import Posterior
@@ -129,7 +130,10 @@ def _load_base(
     hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
     if given is None:
         hub["revision"] = recorded["revision"] or "main"
-    config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(posterior.config.head))
+    head = posterior.config.head
+    config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
+    if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
+        hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
     devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(devices) > 1:

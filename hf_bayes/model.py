@@ -19,6 +19,7 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load
 from hf_bayes.members import Members
+from hf_bayes.members.quantised import guard
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.spread import LocalMembers, SpreadMembers
@@ -72,6 +73,7 @@ class BayesianModel(PreTrainedModel):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.members.install()
+        self._guards = guard(model)
 
     # -- being a model ------------------------------------------------------------------------------------------
 
@@ -151,6 +153,8 @@ class BayesianModel(PreTrainedModel):
     def detach(self) -> nn.Module:
         """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad."""
         self.members.remove()
+        for handle in self._guards:
+            handle.remove()
         for parameter, requires_grad in self._frozen_before:
             parameter.requires_grad_(requires_grad)
         return self.model

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import GaussianPrior
-from hf_bayes.subspace import Layout
+from hf_bayes.subspace import Layout, is_dense
 
 
 def build_prior(config: MethodConfig, layout: Layout, start: Tensor) -> GaussianPrior:
@@ -57,7 +57,7 @@ def lora_prior_ratio(model: nn.Module, layout: Layout, prior: GaussianPrior) -> 
                 continue
             std = float(stds[names[0]].mean() * stds[names[1]].mean()) * factor.out_features**0.5
             weight = module.get_base_layer().weight
-            if weight.is_floating_point():
+            if is_dense(weight):  # the numbers of others are codes
                 ratios.append(abs(module.scaling[adapter]) * std / float(weight.detach().float().pow(2).mean().sqrt()))
     return max(ratios, default=None)
 

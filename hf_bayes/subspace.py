@@ -79,10 +79,10 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in chosen or id(parameter) in seen:
             continue
-        if not parameter.is_floating_point() or parameter.element_size() == 1 or hasattr(parameter, "quant_state"):
+        if not is_dense(parameter):
+            kind = parameter.dtype if type(parameter.data) is Tensor else type(parameter.data).__name__
             raise ValueError(
-                f"{name} is quantised ({parameter.dtype}) and cannot be random: put LoRA on it, or choose another "
-                "subspace"
+                f"{name} is quantised ({kind}) and cannot be random: put LoRA on it, or choose another subspace"
             )
         seen.add(id(parameter))
         names.append(name)
@@ -100,6 +100,15 @@ def initial(model: nn.Module, layout: Layout) -> Tensor:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     dtype = torch.float64 if parameters[layout.names[0]].dtype == torch.float64 else torch.float32
     return layout.flatten({name: parameters[name].detach().to(dtype) for name in layout.names})
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Whether the numbers are there as they are: not quantised, packed or spread over devices.
+
+    torchao's tensors are subclasses that show the dtype they stand for; bitsandbytes may pack four bits into bfloat16.
+    """
+    plain = type(parameter.data) is Tensor and not hasattr(parameter, "quant_state")
+    return plain and parameter.is_floating_point() and parameter.element_size() > 1
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

@@ -121,6 +121,16 @@ def test_four_bit_parameters_are_refused_whatever_dtype_they_show() -> None:
         select(model, "last_layer")
 
 
+def test_tensors_that_are_no_plain_ones_are_refused_whatever_dtype_they_show() -> None:
+    class Packed(torch.Tensor):
+        """As torchao stores a weight."""
+
+    model = tiny_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is quantised \(Packed\) and cannot be random"):
+        select(model, "last_layer")
+
+
 @pytest.mark.parametrize(
     ("subspace", "message"),
     [

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from hf_bayes import model as model_module
+from hf_bayes.attaching import attach
+from hf_bayes.members.quantised import guard
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.subspace import select
+from tests import runs
+from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
+from tests.models import batch, tiny_llama, with_lora
+from tests.test_generation import generate, greedy, looped
+
+TOLERANCE = 1e-5  # float32, a few hundred sums per number
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def labelled() -> dict[str, Tensor]:
+    inputs = batch(padding="left")
+    return {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
+
+
+def int8_block(block: int, lora: int) -> nn.Module:
+    """torch's own int8, activations included, in one of three blocks; LoRA on another."""
+    config = {f"model.layers.{block}": default_dynamic_qconfig}
+    return with_lora(quantize_dynamic(tiny_llama(num_hidden_layers=3), config), layers_to_transform=[lora])
+
+
+def require_equal_to_separate_models(model: nn.Module, *, use_cache: bool = True) -> None:
+    """Logits, gradients and greedy tokens."""
+    layout = select(model)
+    theta, inputs = scattered(model, layout), labelled()
+    prompt = {key: value for key, value in inputs.items() if key != "labels"}
+    logits = separate_logits(model, layout, theta, prompt)
+    losses, gradients = separate_gradients(model, layout, theta, [inputs] * len(theta))
+    assert (gradients.abs().amax(1) > 1).all()
+    with attach(model, theta) as bayesian:
+        leaf = theta.clone().requires_grad_()
+        loss = bayesian(**inputs, theta=leaf).loss
+        loss.sum().backward()
+        with torch.no_grad():
+            found = bayesian(**prompt).logits
+        tokens = generate(bayesian, prompt, eos_token_id=None, use_cache=use_cache).sequences
+    assert relative_error(loss.detach(), losses) < TOLERANCE
+    assert relative_error(leaf.grad, gradients) < TOLERANCE
+    assert relative_error(found, mixture(logits)) < TOLERANCE
+    assert torch.equal(tokens, looped(model, layout, theta, prompt, greedy))
+
+
+def test_int8_below_the_first_random_layer_equals_separate_models() -> None:
+    model = int8_block(0, lora=2)
+    assert "DynamicQuantizedLinear" in str(model)
+    require_equal_to_separate_models(model, use_cache=False)  # its scale is that of a batch: of the positions given
+
+
+def test_int8_that_hands_no_gradient_back_is_refused_by_name() -> None:
+    model = int8_block(1, lora=0)
+    with attach(model, num_members=2) as bayesian:
+        with torch.no_grad():
+            bayesian(**batch())  # predictions need no gradient
+        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj \(.*Linear\) hands no gradient back"):
+            bayesian(**labelled(), theta=bayesian.theta)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_gradient_lost_on_its_way_is_what_the_refusal_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {f"model.layers.1.mlp.{name}": default_dynamic_qconfig for name in ("gate_proj", "up_proj")}
+    exact = with_lora(tiny_llama(num_hidden_layers=3), layers_to_transform=[0])
+    lossy = with_lora(quantize_dynamic(tiny_llama(num_hidden_layers=3), config), layers_to_transform=[0])
+    monkeypatch.setattr(model_module, "guard", lambda model: [])
+    gradients = []
+    for model in (exact, lossy):
+        theta = scattered(model, select(model))
+        with attach(model, theta) as bayesian:
+            leaf = theta.clone().requires_grad_()
+            bayesian(**labelled(), theta=leaf).loss.sum().backward()
+        gradients.append(leaf.grad)
+    assert relative_error(gradients[1], gradients[0]) > 0.1  # and nothing was said
+
+
+def test_other_modules_with_linear_in_their_name_are_let_be() -> None:
+    class LinearScaling(nn.Module):
+        """As rotary embeddings once were."""
+
+        def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return x.detach(), positions
+
+    model = nn.Sequential(LinearScaling())
+    handles = guard(model)
+    model[0](torch.ones(2, 3, requires_grad=True), torch.arange(3))
+    assert len(handles) == 1
+
+
+# -- libraries that are no dependency: these run where they are installed ---------------------------------------------
+
+
+def bits_and_bytes(**config: Any) -> Callable[[], Any]:
+    def make() -> BitsAndBytesConfig:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is no dependency of hf_bayes")
+        return BitsAndBytesConfig(**config)
+
+    return make
+
+
+def int8_weights() -> TorchAoConfig:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is no dependency of hf_bayes")
+    return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+
+
+BASES = {
+    # without a threshold: columns of outliers are found over a whole batch, and a batch of all members has others
+    "bitsandbytes 8 bit": bits_and_bytes(load_in_8bit=True, llm_int8_threshold=0.0),
+    "bitsandbytes 4 bit": bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes 4 bit twice": bits_and_bytes(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "torchao 8 bit": int8_weights,
+}
+
+
+def loaded(folder: Path, name: str) -> nn.Module:
+    config = BASES[name]()
+    tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    return unpacked(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu"))
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """Without bitsandbytes' packing of 4-bit weights, which a CPU with AVX512-BF16 does for good when it predicts."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_lora_on_a_quantised_base_equals_separate_models(name: str, tmp_path: Path) -> None:
+    require_equal_to_separate_models(with_lora(loaded(tmp_path, name)))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_quantised_cannot_be_random(name: str, tmp_path: Path) -> None:
+    model = loaded(tmp_path, name)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\..*weight is quantised \([\w.]+\) and cannot"):
+        select(model, "last_block")
+    assert select(model, "layernorm").names  # what is not may be
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_chains_on_a_quantised_base_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = with_lora(loaded(tmp_path / "base", name))
+    trainer = runs.trainer(tmp_path / "posterior", SGHMCConfig(num_chains=2), model=model, max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    theta = trainer.posterior.sample(None)
+    plain = trainer.bayesian.detach()
+    expected = mixture(separate_logits(plain, select(plain, "lora_"), theta, batch()))
+    again = type(trainer.bayesian).from_pretrained(tmp_path / "posterior")
+    unpacked(again)
+    with torch.no_grad():
+        assert relative_error(again(**batch()).logits, expected) < TOLERANCE
+    assert str(core_of(again.model)) == str(core_of(plain))
