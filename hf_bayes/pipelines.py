@@ -35,7 +35,7 @@ from transformers import (
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.classification import BayesianModelForSequenceClassification, Deviations
 from hf_bayes.generation import Scores
 from hf_bayes.likelihood import Normal
 from hf_bayes.loading import check_tokenizer, load_tokenizer
@@ -181,8 +181,9 @@ class BayesianTextClassificationPipeline(TextClassificationPipeline):
     """transformers' text classification with a Bayesian model.
 
     Every record has one key more, "uncertainty": {"total", "aleatoric", "epistemic"} of the text in nats; with
-    ``top_k``, each of the text's records has it. Scores are probabilities of the mixture. Regression and multi-label
-    heads have no such uncertainties, their records are those of transformers.
+    ``top_k``, each of the text's records has it. Scores are probabilities of the mixture. For regression they are
+    predictive means, and "uncertainty" holds {"predictive_std", "epistemic_std"} of the record's own output, in units
+    of the labels. Multi-label heads have no uncertainties, their records are those of transformers.
     """
 
     def __init__(self, model: BayesianModelForSequenceClassification, *args: Any, **kwargs: Any) -> None:
@@ -204,10 +205,13 @@ class BayesianTextClassificationPipeline(TextClassificationPipeline):
         if isinstance(function_to_apply, str):
             function_to_apply = self._sanitize_parameters(function_to_apply)[2]["function_to_apply"]
         result = super().postprocess(model_outputs, function_to_apply, **kwargs)
-        if "total" in model_outputs:
-            uncertainty = {part: model_outputs[part][0].item() for part in PARTS}
-            for record in [result] if isinstance(result, dict) else result:
-                record["uncertainty"] = dict(uncertainty)
+        records = [result] if isinstance(result, dict) else result
+        for record in records:
+            if "total" in model_outputs:
+                record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS}
+            if "predictive_std" in model_outputs:
+                output = self.model.config.label2id[record["label"]]
+                record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
         return result
 
 

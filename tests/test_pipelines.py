@@ -21,7 +21,9 @@ from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.records import UncertaintyStreamer
+from hf_bayes.subspace import select
 from tests import models
+from tests.members.reference import scattered
 
 PROMPTS = ["A chain that has not", "Langevin", "Uncertainty is total, aleatoric"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -345,7 +347,23 @@ def test_a_regression_head_is_not_squashed() -> None:
     regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
     (record,) = regress(models.TEXTS[0])
     expected = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt")).logits.item()
-    assert record == {"label": "LABEL_0", "score": pytest.approx(expected, abs=1e-6)}
+    uncertainty = {"predictive_std": pytest.approx(1.0), "epistemic_std": 0.0}  # the members are alike
+    assert record == {"label": "LABEL_0", "score": pytest.approx(expected, abs=1e-6), "uncertainty": uncertainty}
+
+
+def test_each_output_of_a_regression_has_its_own_standard_deviations() -> None:
+    plain = models.tiny_bert(num_labels=2, problem_type="regression")
+    model = attach(plain, scattered(plain, select(plain, "last_layer")), subspace="last_layer", noise_std=0.5).eval()
+    regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
+    records = {record["label"]: record for record in regress(models.TEXTS[0], top_k=None)}
+    with torch.no_grad():
+        output = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt"))
+    for index in range(2):
+        record = records[f"LABEL_{index}"]
+        assert record["score"] == pytest.approx(output.logits[0, index].item(), abs=1e-6)
+        assert record["uncertainty"]["predictive_std"] == pytest.approx(output.predictive_std[0, index].item())
+        assert record["uncertainty"]["epistemic_std"] == pytest.approx(output.epistemic_std[0, index].item())
+    assert records["LABEL_0"]["uncertainty"] != records["LABEL_1"]["uncertainty"]
 
 
 # -- construction ---------------------------------------------------------------------------------------------------

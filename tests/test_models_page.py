@@ -1,0 +1,65 @@
+"""docs/models.md claims what the tests run, no more and no less."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from hf_bayes.generation import _REFUSED, refuse_unsupported
+from tests import test_generation
+from tests.members import subjects, test_quantised
+
+PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+HEADS = {
+    "language model": subjects.CAUSAL,
+    "sequences": subjects.CLASSIFIERS,
+    "tokens": subjects.TAGGERS,
+    "images": subjects.IMAGES,
+}
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """The rows of the table whose first column has a heading: first cell -> the others."""
+    lines = PAGE[PAGE.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_families_and_heads_are_those_of_the_subjects() -> None:
+    run = {family: {head for head, of in HEADS.items() if any(s.split("-")[0] == family for s in of)}
+           for family in {name.split("-")[0] for name in subjects.SUBJECTS}}  # fmt: skip
+    rows = table("family")
+    assert {family: set(cells[0].split(", ")) for family, cells in rows.items()} == run
+    generating = {name.split("-")[0] for name in test_generation.SUBJECTS}
+    assert {family for family, cells in rows.items() if cells[1] == "yes"} == generating
+    assert list(rows) == sorted(rows)
+
+
+def test_every_cache_of_transformers_is_supported_or_refused_as_the_page_says() -> None:
+    verdicts = {
+        name: cells[0]
+        for names, cells in table("`cache_implementation`").items()
+        for name in re.findall("`(.+?)`", names)
+    }
+    assert set(verdicts) >= {*ALL_CACHE_IMPLEMENTATIONS, "paged"}
+    for name, verdict in verdicts.items():
+        if verdict == "supported":
+            refuse_unsupported({"cache_implementation": name}, GenerationConfig())
+        else:
+            with pytest.raises(ValueError, match="not supported for an ensemble"):
+                refuse_unsupported({"cache_implementation": name}, GenerationConfig())
+
+
+def test_every_refused_setting_is_on_the_page() -> None:
+    assert {name for row in table("refused in `generate`") for name in re.findall("`(.+?)`", row)} == {
+        *_REFUSED,
+        "generate_batch",
+    }
+
+
+def test_quantised_bases_are_those_that_are_run() -> None:
+    assert {row for row, cells in table("base").items() if cells[0] == "yes"} == set(test_quantised.BASES)
