@@ -304,7 +304,7 @@ def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
-            "sequences, tokens and images"
+            "sequences, tokens and images. Take one of these (docs/models.md)"
         )
     wide = theta.dtype in (torch.float32, torch.float64)
     if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:

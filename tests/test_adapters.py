@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_bayes.adapters import adapter_key, parameter_name, partner_key, plain_adapter_config
+from hf_bayes.adapters import TASKS, Adapter, adapter_key, parameter_name, partner_key, plain_adapter_config
 
 KEYS = {
     "m.q_proj.lora_A.default.weight": "m.q_proj.lora_A.weight",
@@ -41,3 +41,14 @@ def test_adapter_config_must_be_a_lora() -> None:
     }
     with pytest.raises(ValueError, match="peft_type must be LORA, got 'IA3'"):
         plain_adapter_config({"peft_type": "IA3"})
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, theirs in TASKS.items() if theirs])
+def test_peft_s_name_of_a_task_is_translated(ours: str, theirs: str) -> None:
+    assert Adapter("here", {"task_type": theirs}, {}, {}, None).task() == ours
+
+
+@pytest.mark.parametrize("theirs", [None, "QUESTION_ANS"])
+def test_a_task_without_a_name_is_asked_for(theirs: str | None) -> None:
+    with pytest.raises(ValueError, match=r"pass task= one of causal_lm, .*image_classification"):
+        Adapter("here", {"task_type": theirs}, {}, {}, None).task()

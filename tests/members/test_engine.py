@@ -98,11 +98,11 @@ def _num_terms(name: str, labels: Tensor) -> int:
     return int((labels[:, 1:] if name in CAUSAL else labels).ne(-100).sum())
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("members_per_pass", [1, 3])
 def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> None:
     model, _, theta = prepared(name, torch.float64, num_members=4)
-    inputs = batch(padding=SUBJECTS[name].padding)
+    inputs = inputs_of(model, padding=SUBJECTS[name].padding)
     with torch.no_grad(), attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         expected = bayesian(**inputs)
         bayesian.members_per_pass = members_per_pass
