@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: test test-slow lint quickstart
+.PHONY: test test-slow lint quickstart benchmark
 
 # One thread a worker: the models of the suite are too small for more.
 test test-slow: export OMP_NUM_THREADS ?= 1
@@ -24,6 +24,11 @@ lint: $(STAMP)
 
 quickstart: $(STAMP)
 	$(BIN)/python scripts/quickstart.py
+
+# About ten idle minutes. BENCHMARK="--only decode --rounds 3" (see python -m benchmarks --help); POSTERIORS_PYTHON names
+# the python of an environment with the package posteriors, which is then timed beside ours.
+benchmark: $(STAMP)
+	$(BIN)/python -m benchmarks $(BENCHMARK)
 
 # torch goes first: what follows must keep the build that is already there.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,0 +1,1 @@
+"""What hf_bayes costs, measured against one model without Bayes: ``make benchmark``."""

@@ -1,0 +1,78 @@
+"""One forward over whole sequences, 4 x 128: all logits (with their mixture and uncertainties), or the last token's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bounds
+from benchmarks.decode import bayesian, with_adapters
+from benchmarks.harness import Line, Settings, Work, compare, interleave, timed
+from benchmarks.models import WHERE, adapter_name, tokens
+
+ROWS, LENGTH = 4, 128
+
+
+def measure(settings: Settings) -> list[Line]:
+    """The lines of this group."""
+    subject, count = settings.subject, settings.num_members
+    plain = subject.plain()
+    ids = tokens(plain, ROWS, LENGTH)
+    on_last, on_all = bayesian(settings, count, WHERE[1]), bayesian(settings, count, WHERE[0])
+    loop_last, loop_all = with_adapters(settings, WHERE[1]), with_adapters(settings, WHERE[0])
+    seconds = interleave(
+        {
+            "single": forward(plain, ids),
+            "last": forward(on_last, ids),
+            "all": forward(on_all, ids),
+            "last: set_adapter": loop(loop_last, ids, count),
+            "all: set_adapter": loop(loop_all, ids, count),
+            "single, last token": forward(plain, ids, logits_to_keep=1),
+            "last, last token": forward(on_last, ids, logits_to_keep=1),
+            "last, last token: set_adapter": loop(loop_last, ids, count, logits_to_keep=1),
+        },
+        settings.rounds,
+    )
+    work = f"prefill {ROWS} x {LENGTH}, LoRA on"
+
+    def line(what: str, where: str, ours: str, limit: float, end: str = "") -> Line:
+        names = {"ours": ours + end, "single": "single" + end, "set_adapter": f"{ours}{end}: set_adapter"}
+        kept = {name: seconds[key] for name, key in names.items()}
+        bound = bounds.prefill(subject, where, count, LENGTH, heads=1 if end else LENGTH)
+        return compare("prefill", f"{work} {where}, M={count}{what}", kept, limit=limit, bound=bound,
+                       others=("set_adapter",))  # fmt: skip
+
+    return [
+        line("", WHERE[1], "last", 2.7),
+        line(", logits of the last token", WHERE[1], "last", 1.65, end=", last token"),
+        line("", WHERE[0], "all", 8.0),
+    ]
+
+
+def forward(model: Any, ids: Tensor, **kwargs: Any) -> Work:
+    """A forward without cache."""
+
+    @torch.no_grad()
+    def work() -> float:
+        return timed(lambda: model(ids, use_cache=False, **kwargs), ids.device.type)
+
+    return work
+
+
+def loop(model: Any, ids: Tensor, count: int, **kwargs: Any) -> Work:
+    """A forward of each adapter after the other; their logits are kept, as a mixture would need them."""
+
+    @torch.no_grad()
+    def work() -> float:
+        def members() -> list[Tensor]:
+            logits = []
+            for member in range(count):
+                model.set_adapter(adapter_name(member))
+                logits.append(model(ids, use_cache=False, **kwargs).logits)
+            return logits
+
+        return timed(members, ids.device.type)
+
+    return work

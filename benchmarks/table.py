@@ -1,0 +1,79 @@
+"""The tables of docs/benchmarks.md, made from benchmarks/results/*.json: ``python -m benchmarks.table``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DEVICES = ("cpu", "cuda")
+
+_HEAD = """\
+| work | measured | 90 % interval | wanted | counted bound | others |
+|---|---|---|---|---|---|"""
+
+
+def row(line: dict[str, Any]) -> str:
+    """A line of the table."""
+    interval = "" if line["interval"] is None else " to ".join(map(number, line["interval"]))
+    wanted = ""
+    if line["limit"] is not None:
+        wanted = f"at {line['at']} {number(line['limit'])}" + ("" if line["holds"] else ": missed")
+    others = ", ".join(f"{name} {number(value)}" for name, value in line["others"].items())
+    bound = "" if line["bound"] is None else number(line["bound"])
+    measured = f"{number(line['value'])} {line['unit']}"
+    return f"| {line['work']} | {measured} | {interval} | {wanted} | {bound} | {others} |"
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def render(record: dict[str, Any]) -> str:
+    """The table of a run, and what it was measured on."""
+    about = record["machine"]
+    parts = [about["accelerator"], about["processor"], f"{about['threads']} threads", about["system"]]
+    parts += [f"{name} {about[name]}" for name in ("python", "torch", "transformers", "peft", "hf_bayes")]
+    machine = ", ".join(part for part in parts if part)
+    intro = f"Llama of {record['model']} parameters, {record['dtype']}, {record['rounds']} rounds. {machine}."
+    return "\n".join([intro, "", _HEAD, *map(row, record["lines"])])
+
+
+def block(device: str) -> str:
+    """What stands between the markers of a device."""
+    file = RESULTS / f"{device}.json"
+    return render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
+
+
+def replaced(document: str, device: str, text: str) -> str:
+    """``document`` with ``text`` between the markers of a device.
+
+    Raises:
+        ValueError: if a marker is missing.
+    """
+    begin, end = markers(device)
+    if begin not in document or end not in document:
+        raise ValueError(f"docs/benchmarks.md has lost its markers {begin} and {end}: put them back")
+    before, rest = document.split(begin, 1)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}"
+
+
+def markers(device: str) -> tuple[str, str]:
+    """What surrounds the table of a device."""
+    return f"<!-- {device}: begin -->", f"<!-- {device}: end -->"
+
+
+def write() -> None:
+    """Bring the document up to date with the results."""
+    document = DOCUMENT.read_text()
+    for device in DEVICES:
+        document = replaced(document, device, block(device))
+    DOCUMENT.write_text(document)
+
+
+if __name__ == "__main__":
+    write()

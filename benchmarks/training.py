@@ -1,0 +1,175 @@
+"""A step of every chain by ``BayesianTrainer`` (SGHMC, shared minibatch 4 x 128), against a plain LoRA AdamW step.
+
+The trainer's clock runs from the start of one step to the start of the next: data, gradient, update, guards, logging.
+In between, outside the clock, a callback lets the others do their step, so that all are interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback
+
+from benchmarks import bounds
+from benchmarks.harness import ROOT, Line, Settings, Work, compare, in_child, peak_memory, synchronize, timed
+from benchmarks.models import WHERE, Subject, tokens
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig
+
+ROWS, LENGTH = 4, 128
+
+
+def measure(settings: Settings) -> list[Line]:
+    """The lines of this group."""
+    return [
+        chain_step(settings, WHERE[1], limit=0.56),
+        chain_step(settings, WHERE[0], limit=1.03),
+        _memory(settings),
+    ]
+
+
+def chain_step(settings: Settings, where: str, *, limit: float | None = None) -> Line:
+    """A step of the trainer, divided by its chains, in steps of AdamW."""
+    count = settings.num_members
+    others: dict[str, Work] = {"single": plain_step(settings.subject, where)}
+    with Posteriors(settings, where) as posteriors:
+        if posteriors.running:
+            others["posteriors"] = posteriors.step
+        seconds = train_interleaved(settings, where, others)
+    if "posteriors" in seconds:  # which runs one chain, so that M of them take M times as long
+        seconds["posteriors"] = [count * value for value in seconds["posteriors"]]
+    work = f"chain-step of training, {_named(where)}, M={count}"
+    bound = bounds.training(settings.subject, where, count)
+    return compare("training", work, seconds, unit="x AdamW step", limit=limit, bound=bound, times=1 / count,
+                   others=("posteriors",))  # fmt: skip
+
+
+def _memory(settings: Settings) -> Line:
+    """Of a step on all layers: that of M chains, without what it takes to hold them, against that of one chain."""
+    peaks = {
+        count: in_child("benchmarks.training:step_memory", astuple(settings.subject), count)
+        for count in (1, settings.num_members)
+    }
+    one, many = peaks[1], peaks[settings.num_members]
+    value = (many["peak"] - many["stacked"]) / one["peak"]
+    work = f"memory of training, LoRA on all layers, M={settings.num_members}, without the stacked parameters"
+    return Line("training", work, "x one chain", value, limit=1.3)
+
+
+def step_memory(subject: list[str], num_chains: int) -> dict[str, int]:
+    """Bytes by which a run of two steps grew at most, and bytes of the chains' parameters, momenta and gradients."""
+    settings = Settings(Subject(*subject), num_chains, rounds=1)
+    trainer = make_trainer(settings, WHERE[0], steps=2)
+    return {"peak": peak_memory(settings.device, trainer.train), "stacked": 3 * trainer.bayesian.theta.nbytes}
+
+
+def train_interleaved(
+    settings: Settings, where: str, others: Mapping[str, Work], **arguments: Any
+) -> dict[str, list[float]]:
+    """Seconds of the trainer's steps ("ours", the first one left out) and of ``others``, round by round."""
+    clock = StepClock(others, settings.device)
+    make_trainer(settings, where, steps=settings.rounds + 2, callbacks=[clock], **arguments).train()
+    return {"ours": clock.seconds[1:], **{name: values[1:] for name, values in clock.others.items()}}
+
+
+class StepClock(TrainerCallback):
+    """Times a Trainer's steps from start to start, and in between the works of others."""
+
+    def __init__(self, works: Mapping[str, Work], device: str) -> None:
+        self.works, self.device = works, device
+        self.seconds: list[float] = []
+        self.others: dict[str, list[float]] = {name: [] for name in works}
+        self.start: float | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.start is not None:
+            synchronize(self.device)
+            self.seconds.append(time.perf_counter() - self.start)
+            for name, work in self.works.items():
+                self.others[name].append(work())
+        synchronize(self.device)
+        self.start = time.perf_counter()
+
+
+def make_trainer(settings: Settings, where: str, *, steps: int, **arguments: Any) -> BayesianTrainer:
+    """SGHMC on LoRA; every step is logged, every fourth one gives a draw."""
+    model = settings.subject.trainable(where)
+    ids = tokens(model, ROWS * 4, LENGTH).cpu()
+    directory = tempfile.mkdtemp(prefix="hf_bayes-benchmark-")
+    trainer = BayesianTrainer(
+        model=model,
+        method=SGHMCConfig(num_chains=settings.num_members, draws_per_chain=max(1, steps // 4), burn_in=0),
+        args=BayesianTrainingArguments(
+            output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
+            learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=settings.device == "cpu",
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()}),
+        **arguments,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def plain_step(subject: Subject, where: str) -> Work:
+    """The loop that everyone writes: forward with labels, backward, AdamW."""
+    model = subject.trainable(where).train()
+    ids = tokens(model, ROWS, LENGTH)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return lambda: timed(step, subject.device)
+
+
+def _named(where: str) -> str:
+    return f"LoRA on {where}" if where != WHERE[2] else where
+
+
+class Posteriors:
+    """SGHMC of the package ``posteriors`` on the same model and rows, in an environment of its own.
+
+    Attributes:
+        running: whether there is one.
+    """
+
+    def __init__(self, settings: Settings, where: str) -> None:
+        self.running = settings.posteriors_python is not None
+        setup = [astuple(settings.subject), where, ROWS, LENGTH, torch.get_num_threads()]
+        self.command = [str(settings.posteriors_python), "-W", "ignore", "-m", "benchmarks.posteriors_step"]
+        self.command.append(json.dumps(setup))
+
+    def __enter__(self) -> Posteriors:
+        if self.running:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.process = subprocess.Popen(self.command, cwd=ROOT, **pipes)
+            self.step()
+        return self
+
+    def step(self) -> float:
+        """Seconds of a step of one chain."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{' '.join(self.command)} ended early: see its message above")
+        return float(answer)
+
+    def __exit__(self, *error: object) -> None:
+        if self.running:
+            self.process.communicate()

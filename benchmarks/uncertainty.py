@@ -1,0 +1,61 @@
+"""TU, AU and EU of [8, 64, 32000] float32 logits against the formula as it is written, with softmax and log."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Line, Settings, in_child, interleave, peak_memory, ratio, timed
+from hf_bayes.uncertainty import Uncertainty, decompose
+
+SHAPE = (8, 64, 32_000)
+
+
+def measure(settings: Settings) -> list[Line]:
+    """The lines of this group."""
+    logits = random_logits(settings.device)
+    seconds = interleave(
+        {
+            "ours": lambda: timed(lambda: decompose(logits), settings.device),
+            "naive": lambda: timed(lambda: naive(logits), settings.device),
+        },
+        3 * settings.rounds,
+    )
+    value, interval = ratio(seconds["naive"], seconds["ours"])
+    exact = naive(logits.double())
+    errors = {
+        name: max(float((a - b).abs().max()) for a, b in zip(function(logits), exact, strict=True))
+        for name, function in (("ours", decompose), ("naive", naive))
+    }
+    peaks = {name: in_child("benchmarks.uncertainty:peak", name, settings.device) / 1e6 for name in ("ours", "naive")}
+    work = f"TU, AU, EU of {list(SHAPE)} logits"
+    return [
+        Line("uncertainty", work, "x faster than naive", value, interval, 7.0, "least", seconds=seconds),
+        Line("uncertainty", f"{work}: memory", "MB", peaks["ours"], limit=30.0, others={"naive": peaks["naive"]}),
+        Line("uncertainty", f"{work}: largest error", "nats", errors["ours"], limit=2e-6,
+             others={"naive": errors["naive"]}),
+    ]  # fmt: skip
+
+
+def random_logits(device: str) -> Tensor:
+    """Members near one another, as those of a posterior are."""
+    generator = torch.Generator().manual_seed(0)
+    common = 3 * torch.randn(1, *SHAPE[1:], generator=generator)
+    return (common + torch.randn(SHAPE, generator=generator)).to(device)
+
+
+def naive(logits: Tensor) -> Uncertainty:
+    """H[mean p], mean H[p] and their difference."""
+    probs = logits.softmax(-1)
+    mean = probs.mean(0)
+    total = -(mean * mean.log()).sum(-1)
+    aleatoric = -(probs * probs.log()).sum(-1).mean(0)
+    return Uncertainty(total, aleatoric, total - aleatoric)
+
+
+def peak(name: str, device: str) -> int:
+    """Bytes that are needed beside the logits."""
+    logits = random_logits(device)
+    function = {"ours": decompose, "naive": naive}[name]
+    function(logits[:, :1])
+    return peak_memory(device, lambda: function(logits))

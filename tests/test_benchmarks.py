@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bounds, table
+from benchmarks.harness import Line, interleave, ratio
+from benchmarks.models import WHERE, Subject
+
+
+@pytest.mark.parametrize("device", table.DEVICES)
+def test_the_document_shows_the_numbers_that_were_measured(device: str) -> None:
+    document = table.DOCUMENT.read_text()
+    assert document == table.replaced(document, device, table.block(device)), "run python -m benchmarks.table"
+
+
+def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line("decode", "decode", "x single", 1.5, (1.4, 1.6), limit=1.9, others={"loop": 9.0})
+    about = dict.fromkeys(
+        ("accelerator", "processor", "threads", "system", "python", "torch", "transformers", "peft"), "?"
+    )
+    record = {"machine": {**about, "hf_bayes": "0"}, "model": "30M", "dtype": "float32", "rounds": 9}
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    (tmp_path / "cpu.json").write_text(json.dumps({**record, "lines": [line.to_json()]}))
+    document = table.replaced(table.DOCUMENT.read_text(), "cpu", table.block("cpu"))
+    assert "| decode | 1.5 x single | 1.4 to 1.6 | at most 1.9 |  | loop 9 |" in document
+    assert document != table.replaced(document, "cpu", table.block("cpu").replace("1.5", "1.6"))
+
+
+@pytest.mark.parametrize(
+    ("at", "interval", "holds"),
+    [
+        ("most", (1.8, 2.0), True),
+        ("most", (1.95, 2.0), False),
+        ("least", (1.8, 2.0), True),
+        ("least", (1.7, 1.8), False),
+    ],
+)
+def test_a_line_holds_if_its_interval_reaches_the_limit(at: str, interval: tuple[float, float], holds: bool) -> None:
+    assert Line("", "", "", sum(interval) / 2, interval, limit=1.9, at=at).holds is holds
+
+
+def test_rounds_are_interleaved_and_the_first_is_not_counted() -> None:
+    calls: list[str] = []
+
+    def work(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    seconds = interleave({name: lambda name=name: work(name) for name in "abc"}, rounds=2)
+    assert "".join(calls) == "abcabcbca"
+    assert seconds == {"a": [4, 9], "b": [5, 7], "c": [6, 8]}
+
+
+def test_the_ratio_is_of_minima_and_lies_in_its_interval() -> None:
+    value, (low, high) = ratio([3.0, 2.0, 2.5], [1.0, 1.25, 2.0], times=0.5)
+    assert value == 1.0
+    assert low <= value <= high
+    assert high > low
+
+
+def test_counted_bounds_are_those_of_a_count_by_hand() -> None:
+    """Millions of weights of the 30M Llama: a layer 3.2113 (q, k and v 0.7864 of it), head 4.1943, LoRA 0.032768."""
+    subject = Subject("30M", "cpu", "float32")
+    layer = 3.2113 + 512 * 128 / 1e6
+    plain, last, shared = 8 * layer + 4.1943, layer + 0.032768 + 4.1943, 7 * 0.7864
+    hand = (8 * (plain + 8 * 0.032768) - shared) / plain
+    assert bounds.prefill(subject, WHERE[0], 8, 128, heads=128) == pytest.approx(hand, rel=1e-4)
+    hand = (7 * layer + 8 * last - shared) / plain
+    assert bounds.prefill(subject, WHERE[1], 8, 128, heads=128) == pytest.approx(hand, rel=1e-4)
+    own = 2 * (3.2113 - 0.7864 + 4.1943)
+    trunk = 7 * 3.2113 + 0.7864
+    assert bounds.training(subject, WHERE[1], 8) == pytest.approx((trunk / 8 + own) / (trunk + own), rel=1e-4)
+    assert bounds.decode(subject, WHERE[2], 1, 96) == 1.0
