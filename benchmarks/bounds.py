@@ -25,8 +25,8 @@ def prefill(subject: Subject, where: str, num_members: int, length: int, *, head
 def training(subject: Subject, where: str, num_members: int) -> float:
     """Multiplications of a chain-step with a shared minibatch over those of a single step.
 
-    The gradient of a module's input costs as much as its forward, that of its weight again; the trunk needs neither, and
-    the first random layer's query, key and value no gradient of their input.
+    The gradient of a module's input costs as much as its forward, that of its weight again; the trunk needs neither,
+    and the first random layer's query, key and value no gradient of their input.
     """
     if where == WHERE[0]:
         return 1.0
