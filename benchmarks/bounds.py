@@ -22,8 +22,8 @@ def prefill(subject: Subject, where: str, num_members: int, length: int, *, head
     return ((layers - 1) * layer + own * (layer + extra + head) - shared) / (layers * layer + head)
 
 
-def training(subject: Subject, where: str, num_members: int) -> float:
-    """Multiplications of a chain-step with a shared minibatch over those of a single step.
+def training(subject: Subject, where: str, num_members: int, *, cached: bool = False) -> float:
+    """Multiplications of a chain-step with a shared minibatch over a single step's; ``cached``: without the trunk.
 
     The gradient of a module's input costs as much as its forward, that of its weight again; the trunk needs neither,
     and the first random layer's query, key and value no gradient of their input.
@@ -32,11 +32,12 @@ def training(subject: Subject, where: str, num_members: int) -> float:
         return 1.0
     layer, projections = _layer(subject), _projections(subject)
     trunk = (subject.fields["num_hidden_layers"] - 1) * layer
+    ours = 0 if cached else trunk
     if where == WHERE[2]:
         own = 3 * layer - projections + 2 * _head(subject)
-        return (trunk / num_members + own) / (trunk + own)
+        return (ours / num_members + own) / (trunk + own)
     own = 2 * (layer - projections) + 2 * _head(subject)
-    return ((trunk + projections) / num_members + own) / (trunk + projections + own)
+    return ((ours + projections) / num_members + own) / (trunk + projections + own)
 
 
 def decode(subject: Subject, where: str, num_members: int, length: int) -> float:

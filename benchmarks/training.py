@@ -24,32 +24,40 @@ from benchmarks.harness import ROOT, Line, Settings, Work, compare, in_child, pe
 from benchmarks.models import WHERE, Subject, tokens
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, SGHMCConfig
 
-ROWS, LENGTH = 4, 128
+ROWS, LENGTH, STEPS_OF_AN_EPOCH = 4, 128, 4
 
 
 def measure(settings: Settings) -> list[Line]:
     """The lines of this group."""
     return [
         chain_step(settings, WHERE[1], limit=0.56),
+        chain_step(settings, WHERE[1], limit=0.46, cached=True),
         chain_step(settings, WHERE[0], limit=1.03),
         _memory(settings),
     ]
 
 
-def chain_step(settings: Settings, where: str, *, limit: float | None = None) -> Line:
-    """A step of the trainer, divided by its chains, in steps of AdamW."""
+def chain_step(settings: Settings, where: str, *, limit: float | None = None, cached: bool = False) -> Line:
+    """A step of the trainer, divided by its chains, in steps of AdamW; ``cached``: after an epoch with trunk memory."""
     count = settings.num_members
     others: dict[str, Work] = {"single": plain_step(settings.subject, where)}
     with Posteriors(settings, where) as posteriors:
-        if posteriors.running:
+        if posteriors.running and not cached:
             others["posteriors"] = posteriors.step
-        seconds = train_interleaved(settings, where, others)
+        seconds = train_interleaved(settings, where, others, cached=cached)
     if "posteriors" in seconds:  # which runs one chain, so that M of them take M times as long
         seconds["posteriors"] = [count * value for value in seconds["posteriors"]]
-    work = f"chain-step of training, {_named(where)}, M={count}"
-    bound = bounds.training(settings.subject, where, count)
-    return compare("training", work, seconds, unit="x AdamW step", limit=limit, bound=bound, times=1 / count,
-                   others=("posteriors",))  # fmt: skip
+    remembered = ", cached trunk output" if cached else ""
+    return compare(
+        "training",
+        f"chain-step of training, {_named(where)}{remembered}, M={count}",
+        seconds,
+        unit="x AdamW step",
+        limit=limit,
+        bound=bounds.training(settings.subject, where, count, cached=cached),
+        times=1 / count,
+        others=("posteriors",),
+    )
 
 
 def _memory(settings: Settings) -> Line:
@@ -72,19 +80,21 @@ def step_memory(subject: list[str], num_chains: int) -> dict[str, int]:
 
 
 def train_interleaved(
-    settings: Settings, where: str, others: Mapping[str, Work], **arguments: Any
+    settings: Settings, where: str, others: Mapping[str, Work], *, cached: bool = False
 ) -> dict[str, list[float]]:
-    """Seconds of the trainer's steps ("ours", the first one left out) and of ``others``, round by round."""
-    clock = StepClock(others, settings.device)
-    make_trainer(settings, where, steps=settings.rounds + 2, callbacks=[clock], **arguments).train()
-    return {"ours": clock.seconds[1:], **{name: values[1:] for name, values in clock.others.items()}}
+    """Seconds of the trainer's steps ("ours") and of ``others``, round by round, after a first one or a first epoch."""
+    first = 1 + (STEPS_OF_AN_EPOCH if cached else 0)
+    clock = StepClock(others, settings.device, first)
+    steps = first + settings.rounds + 1
+    make_trainer(settings, where, steps=steps, callbacks=[clock], trunk_memory_gib=4.0 if cached else 0.0).train()
+    return {"ours": clock.seconds, **clock.others}
 
 
 class StepClock(TrainerCallback):
-    """Times a Trainer's steps from start to start, and in between the works of others."""
+    """Times a Trainer's steps from start to start, and in between the works of others, after ``first`` steps."""
 
-    def __init__(self, works: Mapping[str, Work], device: str) -> None:
-        self.works, self.device = works, device
+    def __init__(self, works: Mapping[str, Work], device: str, first: int) -> None:
+        self.works, self.device, self.first = works, device, first
         self.seconds: list[float] = []
         self.others: dict[str, list[float]] = {name: [] for name in works}
         self.start: float | None = None
@@ -92,23 +102,28 @@ class StepClock(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.start is not None:
             synchronize(self.device)
-            self.seconds.append(time.perf_counter() - self.start)
-            for name, work in self.works.items():
-                self.others[name].append(work())
+            elapsed, others = time.perf_counter() - self.start, {name: work() for name, work in self.works.items()}
+            if state.global_step > self.first:
+                self.seconds.append(elapsed)
+                for name, value in others.items():
+                    self.others[name].append(value)
         synchronize(self.device)
         self.start = time.perf_counter()
 
 
-def make_trainer(settings: Settings, where: str, *, steps: int, **arguments: Any) -> BayesianTrainer:
+def make_trainer(
+    settings: Settings, where: str, *, steps: int, trunk_memory_gib: float = 0.0, **arguments: Any
+) -> BayesianTrainer:
     """SGHMC on LoRA; every step is logged, every fourth one gives a draw."""
     model = settings.subject.trainable(where)
-    ids = tokens(model, ROWS * 4, LENGTH).cpu()
+    ids = tokens(model, ROWS * STEPS_OF_AN_EPOCH, LENGTH).cpu()
     directory = tempfile.mkdtemp(prefix="hf_bayes-benchmark-")
     trainer = BayesianTrainer(
         model=model,
         method=SGHMCConfig(num_chains=settings.num_members, draws_per_chain=max(1, steps // 4), burn_in=0),
         args=BayesianTrainingArguments(
             output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
+            trunk_memory_gib=trunk_memory_gib, map_updates=0,
             learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
             use_cpu=settings.device == "cpu",
         ),
