@@ -251,10 +251,10 @@ class _Members:
 
     def __init__(self, block: Tensor, exponents: Tensor, probs: Tensor, sum_dtype: torch.dtype) -> None:
         self.block, self.exponents, self.probs, self.sum_dtype = block, exponents, probs, sum_dtype
-        exponents.copy_(block)
-        self.peak = exponents.amax(-1, keepdim=True)
+        wide = block if block.dtype == exponents.dtype else exponents.copy_(block)
+        self.peak = wide.amax(-1, keepdim=True)
         # Subtract first: scaled logits of size 1e4 would have lost three digits.
-        torch.exp2(exponents.sub_(self.peak).mul_(_LOG2E), out=probs)
+        torch.exp2(torch.sub(wide, self.peak, out=exponents).mul_(_LOG2E), out=probs)
         norm = probs.sum(-1, keepdim=True)
         self.log_norm = norm.to(sum_dtype).log2()
         self.mean = probs.mul_(norm.reciprocal_()).mean(0)
