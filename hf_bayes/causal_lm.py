@@ -193,6 +193,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 pieces.append(self.spread.predict(logits))
                 if self._trace is not None:
                     self._trace.observe(pieces[-1], logits)
+        if len(pieces) == 1:  # every step of decoding
+            return pieces[0]
         log_probs = torch.cat([piece.log_probs for piece in pieces])
         parts = zip(*(piece.uncertainty for piece in pieces), strict=True)
         return Prediction(log_probs, Uncertainty(*(torch.cat(part) for part in parts)))
