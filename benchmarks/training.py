@@ -120,7 +120,7 @@ def make_trainer(
     directory = tempfile.mkdtemp(prefix="hf_bayes-benchmark-")
     trainer = BayesianTrainer(
         model=model,
-        method=SGHMCConfig(num_chains=settings.num_members, draws_per_chain=max(1, steps // 4), burn_in=0),
+        method=SGHMCConfig(num_chains=settings.num_members, draws_per_chain=max(1, steps // 4), burn_in=0, prior_std=0.05),
         args=BayesianTrainingArguments(
             output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
             trunk_memory_gib=trunk_memory_gib, map_updates=0,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks import bounds, table
 from benchmarks.harness import Line, interleave, ratio
 from benchmarks.models import WHERE, Subject
@@ -74,3 +75,14 @@ def test_counted_bounds_are_those_of_a_count_by_hand() -> None:
     trunk = 7 * 3.2113 + 0.7864
     assert bounds.training(subject, WHERE[1], 8) == pytest.approx((trunk / 8 + own) / (trunk + own), rel=1e-4)
     assert bounds.decode(subject, WHERE[2], 1, 96) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [group for groups in command.GROUPS.values() for group in groups])
+def test_every_group_runs_on_a_tiny_model_and_can_be_shown(group: str, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = ["--shape", "tiny", "--rounds", "1", "--threads", "1", "--output", str(file)]
+    command.main([*options, "--only", group])
+    record = json.loads(file.read_text())
+    assert len(table.render(record).splitlines()) == 4 + len(record["lines"])
+    assert all(line["value"] > 0 for line in record["lines"])
