@@ -118,9 +118,11 @@ def make_trainer(
     model = settings.subject.trainable(where)
     ids = tokens(model, ROWS * STEPS_OF_AN_EPOCH, LENGTH).cpu()
     directory = tempfile.mkdtemp(prefix="hf_bayes-benchmark-")
+    draws = max(1, steps // 4)
+    method = SGHMCConfig(num_chains=settings.num_members, draws_per_chain=draws, burn_in=0, prior_std=0.05)
     trainer = BayesianTrainer(
         model=model,
-        method=SGHMCConfig(num_chains=settings.num_members, draws_per_chain=max(1, steps // 4), burn_in=0, prior_std=0.05),
+        method=method,
         args=BayesianTrainingArguments(
             output_dir=directory, max_steps=steps, per_device_train_batch_size=ROWS, minibatch="shared",
             trunk_memory_gib=trunk_memory_gib, map_updates=0,
