@@ -171,15 +171,17 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         return math.ceil(self.args.num_train_epochs * updates)
 
     def _member_chunks(self, inputs: dict[str, Any]) -> list[slice]:
-        """Which members train together: all where a trunk is shared; else as many as keep passes small.
+        """Which members train together: as many as keep passes small.
 
         Long passes are bound by arithmetic, where folding gains little and costs the activations of every member; short
-        ones by overhead, which folding divides.
+        ones by overhead, which folding divides. A shared trunk runs once for all passes, but for its dropout: then all
+        go in one.
         """
         count = len(self.chains)
         main = next(v for v in inputs.values() if isinstance(v, Tensor))
         rows = main.shape[0] if self._shared else main.shape[0] // count
-        if self._shared and self.bayesian.members.num_trunk_blocks > 0:
+        trunk = self.bayesian.members.trunk
+        if self._shared and trunk.num_blocks > 0 and self.bayesian.training and trunk.has_dropout:
             size = count
         else:
             size = max(1, SMALL_PASS_ROWS // (rows * self.bayesian.num_positions(inputs)))

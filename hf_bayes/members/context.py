@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class Context:
         tensors: {parameter name: [M, *shape]}, views of theta.
         trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
         used: names of the random parameters that have been read.
+        cuts: id -> what a block of the trunk was given, and its first B rows, in the current forward.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class Context:
         self.tensors: dict[str, Tensor] = {}
         self.trunk = False
         self.used: set[str] = set()
+        self.cuts: dict[int, tuple[Any, Any]] = {}
         self._copies: Tensor | None = None
         self._fresh = False
 
@@ -44,6 +47,7 @@ class Context:
     def end(self) -> None:
         """Forget what must not outlive a forward."""
         self._copies, self._fresh = None, False
+        self.cuts = {}
 
     def replayed(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """What surrounds the first and the second run of a checkpointed block: torch's ``context_fn``."""

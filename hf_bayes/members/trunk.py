@@ -98,17 +98,23 @@ class Trunk:
         context = self.context
         if not context.trunk:
             return None
-        folded_rows = context.num_members * context.num_rows
+        folded_rows, cuts = context.num_members * context.num_rows, context.cuts
 
         def cut(value: Any) -> Any:
+            known = cuts.get(id(value))  # masks and positions are the same objects for every block
+            if known is not None:
+                return known[1]
             if isinstance(value, tuple):
-                return tuple(cut(item) for item in value)
-            if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != folded_rows:
+                shorter: Any = tuple(cut(item) for item in value)
+            elif not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != folded_rows:
                 return value
-            # DeBERTa's table of 512 relative distances may meet 512 folded rows; ids and positions are no floats
-            return value if value.ndim == 2 and value.is_floating_point() else value[: context.num_rows]
+            else:
+                # DeBERTa's table of 512 relative distances may meet 512 folded rows; ids and positions are no floats
+                shorter = value if value.ndim == 2 and value.is_floating_point() else value[: context.num_rows]
+            cuts[id(value)] = value, shorter  # holding the value, so that no other gets its id
+            return shorter
 
-        return cut(args), {key: cut(value) for key, value in kwargs.items()}
+        return tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}
 
     def _fan_out(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Repeat the hidden states, the one tensor that the trunk has left at B rows."""
