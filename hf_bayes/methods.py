@@ -13,14 +13,20 @@ from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
 from hf_bayes.config import MethodConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
+from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.samplers.sgld import SGLDConfig
+from hf_bayes.samplers.sgnht import SGNHTConfig
 from hf_bayes.types import Kernel, Problem, Rule
 from hf_bayes.variational.mean_field import MeanFieldConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
     "sghmc": SGHMCConfig,
     "sgld": SGLDConfig,
+    "baoab": BAOABConfig,
+    "sgnht": SGNHTConfig,
+    "sghmc_euler": SGHMCEulerConfig,
     "map": MAPConfig,
     "ensemble": EnsembleConfig,
     "mean_field": MeanFieldConfig,

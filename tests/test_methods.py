@@ -29,8 +29,11 @@ from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.methods import METHODS, build, from_dict
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import generator
+from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.samplers.sgld import SGLDConfig
+from hf_bayes.samplers.sgnht import SGNHTConfig
 from hf_bayes.sampling import SampleResult, sample
 from hf_bayes.types import Evaluation, Kernel, Problem, Rule
 from hf_bayes.variational.mean_field import MeanFieldConfig
@@ -76,9 +79,20 @@ def sgld_law(temperature: float) -> float:
     return exact(temperature) / (1 - 0.1 / 2)
 
 
+def sgnht_law(temperature: float) -> float:
+    return exact(temperature) * (1 - (1.95 - math.sqrt(1.95**2 - 4 * 0.4)) / 4)
+
+
+def sghmc_euler_law(temperature: float) -> float:
+    return exact(temperature) * 0.2 * (1.8 + 0.1) / ((0.2 - 0.1) * (1.8 + 0.05))
+
+
 ROWS = {
     "sghmc": Row(config=SGHMCConfig(momentum=0.8), learning_rate=0.1, law=sghmc_law, cold=True),
     "sgld": Row(config=SGLDConfig(), learning_rate=0.1, law=sgld_law, cold=True),
+    "baoab": Row(config=BAOABConfig(momentum=0.8, scheme="baoa"), learning_rate=0.1, law=exact, cold=True),
+    "sgnht": Row(config=SGNHTConfig(momentum=0.8, thermostat_steps=6.0), learning_rate=0.1, law=sgnht_law),
+    "sghmc_euler": Row(config=SGHMCEulerConfig(momentum=0.8), learning_rate=0.1, law=sghmc_euler_law, cold=True),
     "map": Row(config=MAPConfig(momentum=0.8), learning_rate=0.01, law=None, noise=False, cold=True),
     "ensemble": Row(config=EnsembleConfig(num_chains=5), learning_rate=0.01, law=None, noise=False, cold=True),
     "mean_field": Row(config=MeanFieldConfig(init_std=0.05), learning_rate=0.01, law=exact),
@@ -429,7 +443,7 @@ def test_an_unknown_field_is_refused_with_the_fields_there_are(row: Row) -> None
 
 @pytest.mark.parametrize("values", [{}, {"name": "sghcm"}, {"name": None}, {"name": ["sghmc"]}])
 def test_an_unknown_name_is_refused_with_the_names_there_are(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"unknown method .*the methods are ensemble, hmc, map, "):
+    with pytest.raises(ValueError, match=rf"unknown method .*the methods are {', '.join(sorted(METHODS))}"):
         from_dict(values)
 
 

@@ -63,58 +63,6 @@ def test_the_variance_check_catches_wrong_noise(temperature: float) -> None:
         assert abs(moment_error(draws, position_law(temperature))[0]) > 0.03, name
 
 
-def as_linear_map(config: SGHMCConfig, problem: Problem, curvature: float) -> tuple[Tensor, Tensor]:
-    """A and Q [2, 2] of one update (theta, m) -> A (theta, m) + noise of covariance Q, read off the rule itself."""
-    rule = config.build(problem)
-    still = dataclasses.replace(config, temperature=0.0).build(problem)
-
-    def move(which: object, theta: float, momentum: float) -> Tensor:
-        state = rule.init(torch.tensor([[theta]], dtype=torch.float64), [generator(0)])
-        state = state._replace(momentum=torch.tensor([[momentum]], dtype=torch.float64))
-        evaluation = Evaluation(torch.zeros(1), -curvature * state.theta)
-        state, _ = which.update(state, evaluation, problem.learning_rate, [generator(1)])  # type: ignore[attr-defined]
-        return torch.cat([state.theta[0], state.momentum[0]])
-
-    matrix = torch.stack([move(still, 1.0, 0.0), move(still, 0.0, 1.0)], dim=1)
-    unit = torch.randn(1, generator=generator(1), dtype=torch.float64)
-    noise = move(rule, 0.0, 0.0) / unit
-    return matrix, noise[:, None] * noise
-
-
-def stationary(matrix: Tensor, noise: Tensor) -> Tensor:
-    """[2, 2] the S with S = A S A' + Q."""
-    system = torch.eye(4, dtype=torch.float64) - torch.kron(matrix, matrix)
-    return torch.linalg.solve(system, noise.flatten()).view(2, 2)
-
-
-def moments(step_size: float, *, friction: float, curvature: float, temperature: float) -> tuple[float, float]:
-    """Stationary E theta^2 and E m^2 of the rule at h = ``step_size``."""
-    config = SGHMCConfig(momentum=1 - step_size * friction, temperature=temperature)
-    problem = Problem(num_data=7, prior=FlatPrior(), learning_rate=7 * step_size**2, num_steps=1, burn_in=0, sizes=(1,))
-    covariance = stationary(*as_linear_map(config, problem, curvature))
-    return covariance[0, 0].item(), covariance[1, 1].item()
-
-
-@pytest.mark.parametrize("step_size", [0.05, 0.3, 0.6])
-def test_stationary_moments_are_those_of_the_docstring(step_size: float) -> None:
-    friction, curvature, temperature = 1.3, 2.0, 0.7
-    position, kinetic = moments(step_size, friction=friction, curvature=curvature, temperature=temperature)
-    decay, squared = 1 - step_size * friction, step_size**2 * curvature
-    assert position == pytest.approx(temperature / curvature / (1 - squared / (2 * (1 + decay))), rel=1e-12)
-    assert kinetic == pytest.approx(2 * temperature / (1 + decay - squared / 2), rel=1e-12)
-
-
-def test_stationary_bias_has_order_one_in_momenta_and_two_in_positions() -> None:
-    def bias(step_size: float) -> tuple[float, float]:
-        position, kinetic = moments(step_size, friction=1.0, curvature=1.0, temperature=1.0)
-        return position - 1, kinetic - 1
-
-    (coarse_position, coarse_kinetic), (fine_position, fine_kinetic) = bias(0.02), bias(0.01)
-    # the next order of the expansion is a share h of the leading one
-    assert math.log2(coarse_kinetic / fine_kinetic) == pytest.approx(1, abs=0.02)
-    assert math.log2(coarse_position / fine_position) == pytest.approx(2, abs=0.02)
-
-
 def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_temperature() -> None:
     variance = 2.0 * N  # of the gradient of U, in each coordinate and update
     noise = generator("gradient")
