@@ -243,21 +243,19 @@ def test_any_sized_data_set_can_be_trained_on(tmp_path, data):
 
 # -- the run ---------------------------------------------------------------------------------------------------------
 
+SAMPLER = {"num_chains": 2, "draws_per_chain": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sghmc": {"num_chains": 2, "draws_per_chain": 2},
-    "sgld": {"num_chains": 2, "draws_per_chain": 2},
     "map": {"num_chains": 1},
     "ensemble": {"num_chains": 3},
     "mean_field": {"num_chains": 2},
-    "metropolis": {"num_chains": 2, "draws_per_chain": 2},
-    "hmc": {"num_chains": 2, "draws_per_chain": 2, "num_leapfrog": 2},
+    "hmc": {**SAMPLER, "num_leapfrog": 2},
 }
 
 
 @pytest.mark.parametrize("name", METHODS, ids=str)
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
 def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_start_steps):
-    config = METHODS[name](**SETTINGS[name], warm_start_steps=warm_start_steps)
+    config = METHODS[name](**SETTINGS.get(name, SAMPLER), warm_start_steps=warm_start_steps)
     trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1))
     output = trainer.train()
     posterior = trainer.posterior
