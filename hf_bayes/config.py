@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from hf_bayes import schedules
+from hf_bayes.schedules import Schedule
 from hf_bayes.types import Kernel, Problem, Rule
 
 
@@ -26,6 +29,8 @@ class MethodConfig:
         temper: what T tempers: "posterior" targets exp(-U/T); "likelihood" leaves the prior at T = 1.
         init_jitter: standard deviation of a chain's seeded start around the model's weights, relative to each
             tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B); fresh LoRA factors A are redrawn per chain.
+        schedule: of learning rate and temperature (``hf_bayes.schedules``), or a mapping such as
+            {"name": "cyclical", "ramp_up": 0.2}; None leaves the learning rate to lr_scheduler_type, T constant.
         warm_start_steps: updates of AdamW on U that precede the method (they count as burn-in).
         warm_start_learning_rate: AdamW's step size in these updates.
     """
@@ -40,6 +45,7 @@ class MethodConfig:
     temperature: float = 1.0
     temper: Literal["posterior", "likelihood"] = "posterior"
     init_jitter: float = 0.1
+    schedule: Schedule | None = None
     warm_start_steps: int = 0
     warm_start_learning_rate: float = 1e-3
 
@@ -60,6 +66,10 @@ class MethodConfig:
         for std in stds:
             if std is not None:
                 self._check_number("prior_std", std, minimum=0.0, strict=True)
+        if isinstance(self.schedule, Mapping):
+            object.__setattr__(self, "schedule", schedules.from_dict(self.schedule))
+        if not isinstance(self.schedule, Schedule | None):
+            raise ValueError(f"{self.name}: schedule must be None, a Schedule or a mapping, got {self.schedule!r}")
         self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
 

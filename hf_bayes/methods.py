@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hf_bayes.baselines.ensemble import EnsembleConfig
@@ -18,7 +18,7 @@ from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.samplers.sgld import SGLDConfig
 from hf_bayes.samplers.sgnht import SGNHTConfig
-from hf_bayes.types import Kernel, Problem, Rule
+from hf_bayes.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.variational.mean_field import MeanFieldConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
@@ -61,9 +61,14 @@ def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
     _check(config, problem)
     steps = config.warm_start_steps
     if not steps:
-        return config.build(problem)
+        return _build(config, problem)
     # The method's own adaptation is over when burn-in is: it sees a run that begins after the warm start.
-    method = config.build(problem._replace(num_steps=problem.num_steps - steps, burn_in=problem.burn_in - steps))
+    later = problem._replace(
+        num_steps=problem.num_steps - steps,
+        burn_in=problem.burn_in - steps,
+        draw_steps=_counted_from(steps, problem.draw_steps),
+    )
+    method = _build(config, later)
     warm: dict[str, Any] = {"steps": steps, "learning_rate": config.warm_start_learning_rate, "problem": problem}
     if isinstance(method, Kernel):
         return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
@@ -73,6 +78,45 @@ def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
 def map_rule(config: MethodConfig, problem: Problem) -> Rule:
     """What finds the MAP estimate of a posterior that ``config`` samples."""
     return MAPConfig(temper=config.temper).build(problem)
+
+
+def rate_factor(config: MethodConfig, step: int, draw_steps: range) -> float:
+    """l_t / l_0 of update ``step`` (from 0) of a run, in (0, 1]; a warm start has a learning rate of its own."""
+    begin = config.warm_start_steps
+    if config.schedule is None or step < begin:
+        return 1.0
+    return config.schedule.learning_rate(step - begin, _counted_from(begin, draw_steps))
+
+
+def _counted_from(begin: int, draw_steps: range) -> range:
+    return range(draw_steps.start - begin, draw_steps.stop - begin, draw_steps.step)
+
+
+def _build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
+    """The method under its schedule."""
+    method, schedule, draws = config.build(problem), config.schedule, problem.draw_steps
+    if schedule is None:
+        return method
+    schedule.check(draws)
+    if isinstance(method, Kernel):
+        raise ValueError(f"{config.name} finds its own step size and would ignore schedule={schedule.name!r}")
+    if not schedule.has_ramp:
+        return method
+    try:
+        replace(config, temperature=0.0)
+    except ValueError as error:
+        raise ValueError(f"schedule {schedule.name!r} starts its cycles at T = 0, but {error}") from error
+
+    def at(step: int) -> Rule:
+        warmth = schedule.temperature(step, draws)
+        rule = replace(config, temperature=config.temperature * warmth).build(problem)
+        assert isinstance(rule, Rule)
+        return rule
+
+    def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+        return at(int(state.step[0])).update(state, evaluation, lr, rngs)  # all chains have done the same updates
+
+    return method._replace(init=at(0).init, update=update)
 
 
 def _check(config: MethodConfig, problem: Problem) -> None:

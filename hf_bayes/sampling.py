@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
-from hf_bayes.methods import build
+from hf_bayes.methods import build, rate_factor
 from hf_bayes.rng import generator, randn
 from hf_bayes.schedules import burn_in_steps
 from hf_bayes.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
@@ -83,9 +83,9 @@ def sample(
     """
     _check_method(method, batches)
     start = _starts(theta, method, seed)
-    rates = _rates(learning_rate, num_steps)
     burned = _burn_in(burn_in, num_steps)
-    num_draws = _num_draws(num_steps, burned, thin)
+    draw_steps = _draw_steps(num_steps, burned, thin)
+    rates = _rates(learning_rate, num_steps, method, draw_steps)
     problem = Problem(
         num_data=num_data,
         prior=FlatPrior(),
@@ -93,20 +93,20 @@ def sample(
         num_steps=num_steps,
         burn_in=burned,
         sizes=(start.shape[1],),
+        draw_steps=draw_steps,
     )
     rngs = [generator(seed, "chain", chain, device=start.device) for chain in range(len(start))]
     run = _Run(build(method, problem), _Energy(energy), rngs)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
-    draws = start.new_empty(len(start), num_draws, start.shape[1])
+    draws = start.new_empty(len(start), len(draw_steps), start.shape[1])
     infos: list[Info] = []
 
     with torch.no_grad():
         for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
             info = run.advance(start, step, rates[step], next(stream))
             infos.append(info)
-            done = step + 1 - burned
-            if done > 0 and done % thin == 0:
-                draws[:, done // thin - 1] = run.state.theta
+            if step + 1 in draw_steps:
+                draws[:, draw_steps.index(step + 1)] = run.state.theta
         approximation = run.method.finish(run.state, draws)
     return SampleResult(draws, approximation, _stack(infos, len(start)), run.state)
 
@@ -234,14 +234,19 @@ def _starts(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
     return starts
 
 
-def _rates(learning_rate: float | Callable[[int], float], num_steps: int) -> list[float]:
+def _rates(
+    learning_rate: float | Callable[[int], float], num_steps: int, method: MethodConfig, draw_steps: range
+) -> list[float]:
     """The step size of each update."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
     if not callable(learning_rate):
         if not _positive(learning_rate):
             raise ValueError(f"learning_rate must be a finite number > 0, got {learning_rate!r}")
-        return [float(learning_rate)] * num_steps
+        return [learning_rate * rate_factor(method, step, draw_steps) for step in range(num_steps)]
+    if method.schedule is not None:
+        raise ValueError(
+            f"learning_rate must be a number, the peak, under schedule={method.schedule.name!r} of {method.name}; got "
+            f"{learning_rate!r}: leave one of the two schedules out"
+        )
     rates = [learning_rate(step) for step in range(num_steps)]
     for step, rate in enumerate(rates):
         if not _positive(rate):
@@ -257,22 +262,24 @@ def _positive(value: Any) -> bool:
 
 
 def _burn_in(burn_in: float, num_steps: int) -> int:
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
     whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in == int(burn_in)))
     if isinstance(burn_in, bool) or not whole:
         raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
     return burn_in_steps(burn_in, num_steps)
 
 
-def _num_draws(num_steps: int, burn_in: int, thin: int) -> int:
+def _draw_steps(num_steps: int, burn_in: int, thin: int) -> range:
     if isinstance(thin, bool) or not isinstance(thin, int) or thin < 1:
         raise ValueError(f"thin must be an integer >= 1, got {thin!r}")
-    num_draws = (num_steps - burn_in) // thin
-    if num_draws < 1:
+    draw_steps = range(burn_in + thin, num_steps + 1, thin)
+    if not draw_steps:
         raise ValueError(
             f"would collect 0 draws: {num_steps} updates, the first {burn_in} of them burn-in, one draw per {thin}. "
             "Raise num_steps or lower burn_in or thin"
         )
-    return num_draws
+    return draw_steps
 
 
 def _cycle(batches: Batches) -> Iterator[Any]:

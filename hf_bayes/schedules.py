@@ -1,6 +1,11 @@
-"""When draws are taken."""
+"""When draws are taken, and schedules of step size and temperature that are timed by them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 
 def burn_in_steps(burn_in: float, num_steps: int) -> int:
@@ -8,7 +13,7 @@ def burn_in_steps(burn_in: float, num_steps: int) -> int:
     return int(burn_in * num_steps) if burn_in < 1 else int(burn_in)
 
 
-def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) -> tuple[int, ...]:
+def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) -> range:
     """The updates (counted from 1) after which a draw is taken; the last one is the last update.
 
     Args:
@@ -22,9 +27,133 @@ def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) ->
     spacing = thin if thin is not None else (num_steps - burn_in) // draws
     first = num_steps - spacing * (draws - 1)
     if spacing < 1 or first <= burn_in:
+        collected = max(0, (num_steps - burn_in) // spacing) if spacing > 0 else 0
         raise ValueError(
             f"{num_steps} updates with burn_in={burn_in} and thin={thin} cannot give {draws} draws per chain "
-            f"(would collect {max(0, (num_steps - burn_in) // max(spacing, 1))}): train longer, or lower burn_in, thin "
-            "or draws_per_chain"
+            f"(would collect {collected} samples): train longer, or lower "
+            "burn_in, thin or draws_per_chain"
         )
-    return tuple(first + spacing * i for i in range(draws))
+    return range(first, num_steps + 1, spacing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How learning rate and temperature run, for every rule alike. ``MethodConfig.schedule`` asks for one.
+
+    Steps count updates from 0, those of a warm start left out; ``draws`` are the updates (from 1) that end in a draw.
+    """
+
+    name: str = field(init=False)
+
+    def learning_rate(self, step: int, draws: range) -> float:
+        """l_t / l_0 of an update, in (0, 1]."""
+        raise NotImplementedError(f"{type(self).__name__} has to define learning_rate")
+
+    def temperature(self, step: int, draws: range) -> float:
+        """T_t / T of an update, in [0, 1]."""
+        return 1.0
+
+    @property
+    def has_ramp(self) -> bool:
+        """Whether the temperature ever differs from T."""
+        return False
+
+    def check(self, draws: range) -> None:
+        """Refuse draws that the schedule has no room between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cyclical(Schedule):
+    """Cosine cycles, one draw at the end of each (Zhang et al. 2020; cold_posteriors Algorithm 1).
+
+        C(t) = (cos(pi p) + 1) / 2,  h_t = C(t) h_0,  l_t = C(t)^2 l_0          p in [0, 1): the place in the cycle
+
+    A cycle is the updates from one draw to the next, and burn-in has cycles of the same length: 30 cycles, the first 3
+    of them unused, are draws_per_chain=27 and burn_in=0.1. What is left of a run that is no multiple of it comes first,
+    at the peak.
+
+    Attributes:
+        ramp_up: share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.
+    """
+
+    name: str = field(default="cyclical", init=False)
+    ramp_up: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_number(self, "ramp_up", self.ramp_up, 0 <= _number(self.ramp_up) < 1, "in [0, 1)")
+
+    def learning_rate(self, step: int, draws: range) -> float:
+        return ((math.cos(math.pi * _place(step, draws)) + 1) / 2) ** 2
+
+    def temperature(self, step: int, draws: range) -> float:
+        return min(1.0, _place(step, draws) / self.ramp_up) if self.ramp_up else 1.0
+
+    @property
+    def has_ramp(self) -> bool:
+        return self.ramp_up > 0
+
+    def check(self, draws: range) -> None:
+        if draws.step < 2:
+            raise ValueError(
+                f"schedule 'cyclical' needs cycles of at least 2 updates, got {draws.step} from one draw to the next: "
+                "train longer, lower draws_per_chain or raise thin"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobbinsMonro(Schedule):
+    """Decreasing steps l_t = a (b + t)^-gamma (Welling and Teh 2011; Robbins and Monro 1951), a = l_0 b^gamma.
+
+    sum l_t diverges and sum l_t^2 does not: chains forget where they began while the discretisation's bias goes to
+    zero. Draws have equal weights.
+
+    Attributes:
+        offset: b, updates; the learning rate has fallen by 2^-gamma after b of them.
+        exponent: gamma in (1/2, 1].
+    """
+
+    name: str = field(default="robbins_monro", init=False)
+    offset: float
+    exponent: float = 0.55
+
+    def __post_init__(self) -> None:
+        _check_number(self, "offset", self.offset, 0 < _number(self.offset) < math.inf, "> 0")
+        _check_number(self, "exponent", self.exponent, 0.5 < _number(self.exponent) <= 1, "in (1/2, 1]")
+
+    def learning_rate(self, step: int, draws: range) -> float:
+        return (1 + step / self.offset) ** -self.exponent
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"cyclical": Cyclical, "robbins_monro": RobbinsMonro}
+
+
+def from_dict(values: Mapping[str, Any]) -> Schedule:
+    """The schedule that ``dataclasses.asdict`` made into values.
+
+    Raises:
+        ValueError: for an unknown name or field, a missing field or a refused value.
+    """
+    name = values.get("name")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ValueError(f"schedule must be a mapping with a name of {', '.join(SCHEDULES)}, got {name!r}")
+    own = {key: value for key, value in values.items() if key != "name"}
+    known = {item.name: item for item in fields(SCHEDULES[name]) if item.init}
+    needed = {key for key, item in known.items() if item.default is MISSING}
+    if not needed <= set(own) <= set(known):
+        raise ValueError(f"schedule {name!r} must be given {', '.join(known)} and nothing else, got {sorted(own)}")
+    return SCHEDULES[name](**own)
+
+
+def _place(step: int, draws: range) -> float:
+    """In [0, 1): the place of an update in its cycle; 0 before the first whole cycle."""
+    begin = draws.start % draws.step
+    return (step - begin) % draws.step / draws.step if step >= begin else 0.0
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _check_number(schedule: Schedule, name: str, value: Any, fine: bool, bound: str) -> None:
+    if not fine:
+        raise ValueError(f"schedule {schedule.name!r}: {name} must be a finite number {bound}, got {value!r}")

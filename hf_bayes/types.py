@@ -85,6 +85,7 @@ class Problem(NamedTuple):
         num_steps: updates in the whole run.
         burn_in: updates before the first draw; adaptation ends there.
         sizes: number of elements of each random tensor, in the order of theta (sum = d).
+        draw_steps: the updates (counted from 1) that end in a draw.
     """
 
     num_data: float
@@ -93,6 +94,7 @@ class Problem(NamedTuple):
     num_steps: int
     burn_in: int
     sizes: tuple[int, ...]
+    draw_steps: range = range(0)
 
 
 class Rule(NamedTuple):

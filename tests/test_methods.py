@@ -35,6 +35,7 @@ from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.samplers.sgld import SGLDConfig
 from hf_bayes.samplers.sgnht import SGNHTConfig
 from hf_bayes.sampling import SampleResult, sample
+from hf_bayes.schedules import RobbinsMonro
 from hf_bayes.types import Evaluation, Kernel, Problem, Rule
 from hf_bayes.variational.mean_field import MeanFieldConfig
 
@@ -391,6 +392,7 @@ def changed(row: Row) -> MethodConfig:
         burn_in=30,
         thin=2,
         init_jitter=0.3,
+        schedule=RobbinsMonro(offset=9.0),
         warm_start_steps=3,
         warm_start_learning_rate=0.02,
     )
@@ -414,6 +416,7 @@ BAD = {
     "temperature": [-1.0, math.nan, math.inf, "cold", True],
     "temper": ["prior", None],
     "init_jitter": [-0.1, math.nan],
+    "schedule": ["cosine", 3, {"name": "linear"}],
     "warm_start_steps": [-1, 1.5],
     "warm_start_learning_rate": [0.0, -1e-3, math.nan],
 }

@@ -11,6 +11,7 @@ from hf_bayes.energy import FlatPrior, GaussianPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.sampling import sample
+from hf_bayes.schedules import Cyclical
 from hf_bayes.types import Evaluation, Problem
 
 N, LR, BETA = 10, 0.1, 0.9  # U = N |theta|^2 / 2: l * lambda_max of U / N is 0.1
@@ -101,30 +102,26 @@ def test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum(
         assert (state.theta[0] - weights.detach()).abs().max() < 1e-12
 
 
-def cyclical(step: int, *, peak: float, length: int) -> float:
-    """l0 C(t)^2 with C from 1 to nearly 0 within a cycle."""
-    return peak * (0.5 * (1 + math.cos(math.pi * (step % length) / length))) ** 2
-
-
 class TestCyclicalSchedule:
     """256 coordinates of 64 chains through two cycles; curvature small enough for the law's limit h^2 lambda -> 0."""
 
     PEAK, LENGTH, NUM_STEPS = 0.01, 150, 300
 
     def rates(self) -> list[float]:
-        return [cyclical(step, peak=self.PEAK, length=self.LENGTH) for step in range(self.NUM_STEPS)]
+        draws = range(self.LENGTH, self.NUM_STEPS + 1, self.LENGTH)
+        return [self.PEAK * Cyclical().learning_rate(step, draws) for step in range(self.NUM_STEPS)]
 
     TOLERANCE = 0.06  # 4 standard errors of 16 384 coordinates are 4.4 %; the law itself moves by 5 % in a cycle
 
     def test_keeps_the_kinetic_temperature_at_its_law(self) -> None:
-        rates = self.rates()
         info = sample(
             gaussian,
             math.sqrt(1 / N) * torch.randn(64, 256, generator=generator("start")),
-            SGHMCConfig(),
+            SGHMCConfig(schedule=Cyclical()),
             num_steps=self.NUM_STEPS,
-            learning_rate=lambda step: rates[step],
+            learning_rate=self.PEAK,
             num_data=N,
+            thin=self.LENGTH,
         ).info
         ratio = info["kinetic_temperature"].mean(1) / info["kinetic_temperature_law"].mean(1)
         assert (ratio - 1).abs().max() < self.TOLERANCE
