@@ -31,14 +31,14 @@ class ChainOptimizer(torch.optim.Optimizer):
         rngs: Sequence[torch.Generator],
         *,
         lr: float,
-        draw_steps: Sequence[int],
+        draw_steps: range,
         chains: range,
         burn_in: int = 0,
         warm_start: int = 0,
     ) -> None:
         super().__init__([model.theta], {"lr": lr})
         self.model, self.method, self.rngs, self.chains = model, method, list(rngs), chains
-        self.draw_steps = frozenset(draw_steps)
+        self.draw_steps = draw_steps
         self.warm_start = warm_start
         self.state_of_chains: Any = None
         self._pending: tuple[Any, Info] | None = None

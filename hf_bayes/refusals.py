@@ -6,7 +6,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, SchedulerType
 
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
@@ -35,6 +35,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             f"{method.name} needs weight_decay=0 (got {args.weight_decay}): the prior is part of the method and would "
             "be counted twice. Set prior_std in the method's config (weight decay w on the mean loss is "
             "prior_std = 1/sqrt(N w))"
+        )
+    if method.schedule is not None and args.lr_scheduler_type != "constant":
+        raise ValueError(
+            f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} and {method.name}'s own "
+            f"schedule={method.schedule.name!r} are two schedules: leave one of them out"
         )
     if args.n_gpu > 1:
         raise ValueError(

@@ -101,7 +101,9 @@ class ReportingMixin(_Trainer):
         chains = self.optimizer_of_chains
         if chains is not None and chains.unmoved is not None:
             lost, chains.unmoved = float(chains.unmoved.max()), None
-            if self.method.temperature > 0 and lost > MAX_UNMOVED:
+            schedule = self.method.schedule
+            noisy = self.method.temperature > 0 and not (schedule and schedule.has_ramp)  # a ramp begins without noise
+            if noisy and lost > MAX_UNMOVED:
                 self._warn(
                     "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
                     "rounding. Raise learning_rate (%g)",

@@ -7,12 +7,14 @@ import inspect
 import logging
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
@@ -23,7 +25,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.members.trunk import TrunkMemory
-from hf_bayes.methods import build
+from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Draws
@@ -114,10 +116,16 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             args, config, bayesian = self.args, self.method, self.bayesian
             steps = self._num_steps()
             burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
-            schedule = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
+            draws = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
             prior = build_prior(config, bayesian.layout, self._start)
             self.problem = Problem(
-                self.num_data, prior.to(bayesian.theta), args.learning_rate, steps, burn_in, bayesian.layout.sizes
+                num_data=self.num_data,
+                prior=prior.to(bayesian.theta),
+                learning_rate=args.learning_rate,
+                num_steps=steps,
+                burn_in=burn_in,
+                sizes=bayesian.layout.sizes,
+                draw_steps=draws,
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
@@ -125,7 +133,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 build(config, self.problem),
                 [generator(args.seed, "chain", chain, device=args.device) for chain in self.chains],
                 lr=args.learning_rate,
-                draw_steps=schedule,
+                draw_steps=draws,
                 chains=self.chains,
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
@@ -145,11 +153,16 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         self.accelerator.prepare_model = prepare_model
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Trainer's schedule, looked through to its end.
+        """The method's schedule if it has one; else Trainer's, looked through to its end.
 
         Raises:
             ValueError: naming the step at which it leaves [0, learning_rate].
         """
+        chains = self._chains_optimizer
+        if self.method.schedule is not None:
+            factor = partial(rate_factor, self.method, draw_steps=chains.draw_steps)
+            self.lr_scheduler = LambdaLR(chains, factor)
+            return self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         for factor in getattr(scheduler, "lr_lambdas", ())[:1]:
             for step in range(num_training_steps):
