@@ -260,7 +260,7 @@ class ChainOptimizer(torch.optim.Optimizer):
                 continue
             row = int(bad.nonzero()[0, 0])
             culprit = f"chain {self.chains[row]}"
-            if value.ndim > 1:
+            if value.ndim > 1 and value.shape[1] == self.model.layout.dim:
                 tensors = self.model.layout.unflatten(value[row])
                 culprit += ", " + next(name for name, part in tensors.items() if not bool(part.isfinite().all()))
             raise FloatingPointError(

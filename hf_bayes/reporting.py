@@ -57,11 +57,11 @@ class ReportingMixin(_Trainer):
         layout, chains, config = self.bayesian.layout, len(self.chains), self.method
         steps, accumulation = self._num_steps(), self.args.gradient_accumulation_steps
         state = self._chains_optimizer.template_fields()
-        matrices = 2 + sum(1 for value in state.values() if value.ndim == 2)  # theta and its gradient beside the state
         size = layout.dim * chains * self.bayesian.theta.element_size()
+        held = 2 * size + sum(value.nbytes for value in state.values())  # theta and its gradient beside the state
         self._say(
             "%s: %d chains x %s random parameters in %d tensors; %.1f MB of chain state, draws %.1f MB",
-            config.name, chains, f"{layout.dim:,}", len(layout.names), matrices * size / 2**20,
+            config.name, chains, f"{layout.dim:,}", len(layout.names), held / 2**20,
             config.draws_per_chain * size / 2**20,
         )  # fmt: skip
         seconds = self._time_one_micro_batch()
