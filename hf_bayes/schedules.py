@@ -36,6 +36,15 @@ def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) ->
     return range(first, num_steps + 1, spacing)
 
 
+def place_in_cycle(step: int, draws: range) -> int:
+    """Updates since the cycle of update ``step`` (from 0) began; a cycle ends in each draw, the next one follows it.
+
+    Negative before the first whole cycle of the run.
+    """
+    begin = draws.start % draws.step
+    return (step - begin) % draws.step if step >= begin else step - begin
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """How learning rate and temperature run, for every rule alike. ``MethodConfig.schedule`` asks for one.
@@ -83,10 +92,15 @@ class Cyclical(Schedule):
         _check_number(self, "ramp_up", self.ramp_up, 0 <= _number(self.ramp_up) < 1, "in [0, 1)")
 
     def learning_rate(self, step: int, draws: range) -> float:
-        return ((math.cos(math.pi * _place(step, draws)) + 1) / 2) ** 2
+        return ((math.cos(math.pi * self._share(step, draws)) + 1) / 2) ** 2
 
     def temperature(self, step: int, draws: range) -> float:
-        return min(1.0, _place(step, draws) / self.ramp_up) if self.ramp_up else 1.0
+        return min(1.0, self._share(step, draws) / self.ramp_up) if self.ramp_up else 1.0
+
+    @staticmethod
+    def _share(step: int, draws: range) -> float:
+        """p."""
+        return max(0, place_in_cycle(step, draws)) / draws.step
 
     @property
     def has_ramp(self) -> bool:
@@ -142,12 +156,6 @@ def from_dict(values: Mapping[str, Any]) -> Schedule:
     if not needed <= set(own) <= set(known):
         raise ValueError(f"schedule {name!r} must be given {', '.join(known)} and nothing else, got {sorted(own)}")
     return SCHEDULES[name](**own)
-
-
-def _place(step: int, draws: range) -> float:
-    """In [0, 1): the place of an update in its cycle; 0 before the first whole cycle."""
-    begin = draws.start % draws.step
-    return (step - begin) % draws.step / draws.step if step >= begin else 0.0
 
 
 def _number(value: Any) -> float:

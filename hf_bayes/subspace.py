@@ -160,3 +160,14 @@ def _output_head(model: nn.Module) -> nn.Module:
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
     return next((module for path, module in model.named_modules() if path.split(".")[-1] == name), None)
+
+
+def per_tensor_mean(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """[M, d] -> [M, S]: the mean over each of S random tensors, which have ``sizes`` elements."""
+    return torch.stack([part.mean(1) for part in values.split(sizes, dim=1)], dim=1)
+
+
+def per_element(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """[M, S] -> [M, d]: a number of each random tensor, on all of its elements."""
+    parts = [value.expand(-1, size) for value, size in zip(values.split(1, dim=1), sizes, strict=True)]
+    return torch.cat(parts, dim=1)

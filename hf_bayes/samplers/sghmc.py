@@ -14,14 +14,21 @@ Stationary law for U = lambda theta^2 / 2, constant l, b = beta (solve the three
     E theta^2 = (T / lambda) / (1 - h^2 lambda / (2 (1 + b)))        E m^2 = 2 T / (1 + b - h^2 lambda / 2)
 
 A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T. As h^2 lambda -> 0 the target exp(-U / T) is
-left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0.
+left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0. Weak order 1 in h.
+
+``preconditioner="layerwise"`` gives each tensor a mass M, estimated anew in every cycle (``preconditioner``):
+
+    n_t = beta_t n_{t-1} - h_t M^(-1/2) grad U(theta_{t-1}) + sqrt(2 gamma h_t T) R_t         eqs 8-9, n = M^(-1/2) m
+    theta_t = theta_{t-1} + h_t M^(-1/2) n_t                                                  eq. 10
+
+which is the same chain in theta M^(1/2): lambda / M takes the place of lambda in the stationary law.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +37,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.preconditioner import Layerwise
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -44,30 +52,61 @@ class SGHMCState(NamedTuple):
     """[M] int64 updates done."""
 
 
+class PreconditionedSGHMCState(NamedTuple):
+    """SGHMC's state and its layerwise preconditioner."""
+
+    theta: Tensor
+    """[M, d]"""
+    momentum: Tensor
+    """[M, d] n = M^(-1/2) m: variance about T."""
+    step: Tensor
+    """[M] int64 updates done, those of estimates included."""
+    mass: Tensor
+    """[M, S] M of each tensor."""
+    squares: Tensor
+    """[M, S] what the estimate under way (or the last one) has summed up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SGHMCConfig(MethodConfig):
     """Symplectic Euler SGHMC. At T = 0 and constant learning rate it is ``torch.optim.SGD(momentum=beta)``.
 
     Attributes:
         momentum: beta in [0, 1), SGD's meaning; the friction is (1 - beta) sqrt(N / l_0). 0 gives SGLD.
+        preconditioner: "layerwise" gives each tensor a mass M (Algorithm 4), "identity" is M = I.
+        preconditioner_batches: K, updates that an estimate of the masses takes; theta does not move in them.
+        preconditioner_period: updates from the beginning of one estimate to the next; None begins one with each
+            cycle, that is after each draw.
     """
 
     name: ClassVar[str] = "sghmc"
     momentum: float = 0.9
+    preconditioner: Literal["identity", "layerwise"] = "identity"
+    preconditioner_batches: int = 32
+    preconditioner_period: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        self._check_choice("preconditioner", self.preconditioner, ("identity", "layerwise"))
+        self._check_count("preconditioner_batches", self.preconditioner_batches, minimum=1)
+        if self.preconditioner_period is not None:
+            self._check_count("preconditioner_period", self.preconditioner_period, minimum=1)
 
     def build(self, problem: Problem) -> Rule:
         peak, temperature = problem.learning_rate, self.temperature
         friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
 
-        def init(theta: Tensor, rngs: Rngs) -> SGHMCState:
-            step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            return SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step)
+        layerwise = None
+        if self.preconditioner == "layerwise":
+            layerwise = Layerwise(problem, self.preconditioner_batches, self.preconditioner_period)
 
-        def update(state: SGHMCState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGHMCState, Info]:
+        def init(theta: Tensor, rngs: Rngs) -> Any:
+            step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            state = SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step)
+            return state if layerwise is None else PreconditionedSGHMCState(*state, *layerwise.start(theta))
+
+        def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
             h = math.sqrt(lr / problem.num_data)
             decay = 1 - h * friction
             if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
@@ -77,18 +116,24 @@ class SGHMCConfig(MethodConfig):
                     "Make the learning rate the schedule's largest value"
                 )
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
+            step_size: float | Tensor = h
+            if layerwise is not None:
+                seen = layerwise.batches_seen(int(state.step[0]))  # all chains have done the same updates
+                if seen is not None:
+                    return layerwise.observe(state, gradient, seen), diagnose(state.momentum, state, gradient, decay)
+                step_size = h * layerwise.scale(state.mass)
             noise = math.sqrt(2 * friction * h * temperature) * randn(rngs, state.theta)
-            momentum = decay * state.momentum - h * gradient + noise
-            theta = state.theta + h * momentum
-            return SGHMCState(theta, momentum, state.step + 1), _diagnose(momentum, state.theta, gradient, decay)
+            momentum = decay * state.momentum - step_size * gradient + noise
+            moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
+            return moved, diagnose(momentum, state, gradient, decay)
 
-        def _diagnose(momentum: Tensor, theta: Tensor, gradient: Tensor, decay: float) -> Info:
+        def diagnose(momentum: Tensor, state: Any, gradient: Tensor, decay: float) -> Info:
             kinetic = momentum.square().mean(1)
             return {
                 "kinetic_temperature": kinetic,
                 # the limit h^2 lambda -> 0 of E m^2; under a schedule m follows it within 1 / (1 - decay^2) updates
                 "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),
-                "configurational_temperature": (theta * gradient).mean(1),  # eq. 43; T in the mean, eq. 44
+                "configurational_temperature": (state.theta * gradient).mean(1),  # eq. 43; T in the mean, eq. 44
             }
 
         return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
