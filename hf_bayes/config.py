@@ -73,6 +73,11 @@ class MethodConfig:
         self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
 
+    @property
+    def needs_grad_variance(self) -> bool:
+        """Whether evaluations must come with ``grad_variance``."""
+        return False
+
     def build(self, problem: Problem) -> Rule | Kernel:
         """The method's rule or kernel for this problem."""
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
@@ -98,6 +103,10 @@ class MethodConfig:
         if not fine or value < minimum or value >= maximum or (strict and value == minimum):
             bound = f"{'>' if strict else '>='} {minimum:g}" + ("" if maximum == math.inf else f" and < {maximum:g}")
             raise ValueError(f"{self.name}: {field} must be a finite number {bound}, got {value!r}")
+
+    def _check_flag(self, field: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.name}: {field} must be true or false, got {value!r}")
 
     def _check_choice(self, field: str, value: Any, choices: tuple[str, ...]) -> None:
         if value not in choices:

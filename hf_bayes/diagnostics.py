@@ -131,6 +131,7 @@ class Diagnostics:
         num_moves: accept-reject moves of a chain after burn-in.
         rhat: the largest over the quantities watched; NaN if it could not be computed.
         ess: the smallest over the quantities watched, of all chains together.
+        noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain.
     """
 
     dim: int
@@ -142,9 +143,10 @@ class Diagnostics:
     num_moves: int | None = None
     rhat: float | None = None
     ess: float | None = None
+    noise_ratio: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kinetic_temperature", "acceptance", "divergences"):
+        for name in ("kinetic_temperature", "acceptance", "divergences", "noise_ratio"):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_chains:
                 raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_bayes.model import BayesianModel
 from hf_bayes.spread import SpreadMembers
+from hf_bayes.subspace import per_tensor_mean
 from hf_bayes.types import Evaluate, Evaluation, Info, Kernel, Rule
 
 
@@ -35,6 +36,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         chains: range,
         burn_in: int = 0,
         warm_start: int = 0,
+        measure_noise: bool = False,
     ) -> None:
         super().__init__([model.theta], {"lr": lr})
         self.model, self.method, self.rngs, self.chains = model, method, list(rngs), chains
@@ -57,6 +59,11 @@ class ChainOptimizer(torch.optim.Optimizer):
         """Where the other chains are, if these are not all."""
         self._grad: Tensor | None = None
         self._loss: Tensor | None = None
+        self.measure_noise = measure_noise
+        self._squares: Tensor | None = None
+        """[M, S]: sum over micro-batches of the mean squared gradient of each tensor."""
+        self._micro_batches: Tensor | None = None
+        """[M]: how many."""
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -72,6 +79,13 @@ class ChainOptimizer(torch.optim.Optimizer):
             self._loss = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
         self._grad[members] += grad
         self._loss[members] += loss
+        if self.measure_noise:
+            sizes = self.model.layout.sizes
+            if self._squares is None or self._micro_batches is None:
+                self._squares = theta.new_zeros(len(theta), len(sizes))
+                self._micro_batches = theta.new_zeros(len(theta))
+            self._squares[members] += per_tensor_mean(grad.square(), sizes)
+            self._micro_batches[members] += 1
 
     @property
     def loss(self) -> Tensor:
@@ -95,6 +109,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         assert self._loss is not None
         total(self._grad)
         total(self._loss)
+        if self._squares is not None and self._micro_batches is not None:
+            total(self._squares)
+            total(self._micro_batches)
         self._scale = scale
 
     def _take_evaluation(self) -> Evaluation:
@@ -102,10 +119,22 @@ class ChainOptimizer(torch.optim.Optimizer):
         assert self._grad is not None
         assert self._loss is not None
         scale = torch.as_tensor(self._scale, dtype=torch.float64, device=self._grad.device)
+        variance = self._grad_variance(scale)
         grad = self._grad.mul_(-scale.to(self._grad.dtype).view(-1, 1))
-        evaluation = Evaluation((-scale * self._loss).to(grad.dtype), grad)
-        self._grad = self._loss = None
+        evaluation = Evaluation((-scale * self._loss).to(grad.dtype), grad, variance)
+        self._grad = self._loss = self._squares = self._micro_batches = None
         return evaluation
+
+    def _grad_variance(self, scale: Tensor) -> Tensor | None:
+        """[M, S]: of the sum of k micro-batches' gradients g_i, k / (k - 1) sum (g_i - mean g)^2; as if rows were drawn
+        with replacement, 1 / (1 - share of the data in an update) too large for an epoch's."""
+        if self._squares is None or self._micro_batches is None:
+            return None
+        assert self._grad is not None
+        count = self._micro_batches[:, None]
+        of_sum = per_tensor_mean(self._grad.square(), self.model.layout.sizes)
+        of_batches = count / (count - 1) * (self._squares - of_sum / count)
+        return scale.to(of_sum).view(-1, 1) ** 2 * of_batches.clamp_min(0)
 
     _scale: float | Tensor = 1.0
 

@@ -41,6 +41,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} and {method.name}'s own "
             f"schedule={method.schedule.name!r} are two schedules: leave one of them out"
         )
+    if method.needs_grad_variance and args.gradient_accumulation_steps < 2:
+        raise ValueError(
+            f"{method.name} measures the noise of its gradient between the micro-batches of an update and needs "
+            f"gradient_accumulation_steps >= 2, got {args.gradient_accumulation_steps}: split the batch"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             "nn.DataParallel is refused: it would average chains. Use accelerate launch, or CUDA_VISIBLE_DEVICES=0"

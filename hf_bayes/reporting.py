@@ -149,6 +149,7 @@ class ReportingMixin(_Trainer):
             num_moves=moves if "acceptance" in means else None,
             rhat=float(rhat(values).max()) if enough else None,
             ess=float(ess(values).min()) if enough else None,
+            noise_ratio=means.get("noise_ratio"),
         )
         summary = diagnostics.summary()
         verdict = summary["verdict"]

@@ -194,6 +194,12 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
             f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
             f"into the energy and leave {setting} out"
         )
+    if method.needs_grad_variance:
+        raise ValueError(
+            f"sample takes one gradient per update and cannot tell its noise, which {method.name} asks for: use "
+            "BayesianTrainer with gradient_accumulation_steps >= 2, or leave measure_gradient_noise and "
+            "correct_gradient_noise out"
+        )
     if method.temper != "posterior":
         raise ValueError(
             f"sample cannot tell the prior from the rest of the energy, so it cannot leave it untempered: got "

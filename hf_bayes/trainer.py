@@ -137,6 +137,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 chains=self.chains,
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
+                measure_noise=config.needs_grad_variance,
             )
             if self.mesh.chain_size > 1:
                 self.optimizer_of_chains.spread = SpreadMembers(self.mesh.chain_group)

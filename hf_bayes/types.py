@@ -25,10 +25,13 @@ class Evaluation(NamedTuple):
     Attributes:
         log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch.
         grad_log_lik: [M, d] its gradient; None where only the value was asked for.
+        grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
+            the S random tensors; None unless the method asked for it (``MethodConfig.needs_grad_variance``).
     """
 
     log_lik: Tensor
     grad_log_lik: Tensor | None
+    grad_variance: Tensor | None = None
 
 
 class State(Protocol):
