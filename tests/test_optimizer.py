@@ -30,7 +30,14 @@ def chains(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int = 2,
     problem = Problem(100.0, prior, 0.01, 5, burn_in, model.layout.sizes)
     rngs = [generator(seed, "chain", chain) for chain in range(CHAINS)]
     return ChainOptimizer(
-        model, build(config, problem), rngs, lr=0.01, draw_steps=draw_steps, chains=range(CHAINS), burn_in=burn_in
+        model,
+        build(config, problem),
+        rngs,
+        lr=0.01,
+        draw_steps=draw_steps,
+        chains=range(CHAINS),
+        burn_in=burn_in,
+        measure_noise=config.needs_grad_variance,
     )
 
 
@@ -109,6 +116,26 @@ def test_an_evaluation_is_the_scaled_sum_of_its_micro_batches(per_chain):
     torch.testing.assert_close(found.log_lik, -2 * scales * losses.sum(0))
     torch.testing.assert_close(found.grad_log_lik, -2 * scales[:, None] * grads.sum(0))
     assert optimizer.begins_update
+    assert found.grad_variance is None
+
+
+def test_the_variance_of_a_gradient_is_that_of_a_sum_of_independent_micro_batches():
+    optimizer = chains(SGHMCConfig(measure_gradient_noise=True))
+    sizes = optimizer.model.layout.sizes
+    spread = torch.cat([torch.full((size,), 1.0 + tensor) for tensor, size in enumerate(sizes)])
+    grads = 5 + spread * torch.randn(8, *optimizer.model.theta.shape, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor([2.5, 1.0, 4.0])
+    for processes in (1, 2):  # the second as if two processes saw the same
+        for grad in grads:
+            optimizer.accumulate(slice(0, 2), torch.zeros(2), grad[:2])
+            optimizer.accumulate(slice(2, 3), torch.zeros(1), grad[2:])
+        optimizer.complete(lambda tensor, times=processes: tensor.mul_(times), scale)
+        found = optimizer._take_evaluation().grad_variance
+        count, seen = 8 * processes, torch.cat([grads] * processes)
+        expected = [scale**2 * count * part.var(0).mean(1) for part in seen.split(sizes, dim=2)]
+        torch.testing.assert_close(
+            found, torch.stack(expected, 1), rtol=1e-4, atol=0.0
+        )  # of 25 + 1, some digits cancel
 
 
 def test_draws_are_taken_at_their_steps_and_stay_as_they_were():

@@ -80,8 +80,19 @@ def outcomes(num_rows: int) -> Tensor:
     return 0.5 * torch.randn(num_rows, COORDINATES, generator=torch.Generator().manual_seed(1))
 
 
-def measure(tmp_path: Any, num_rows: int, batch: int, accumulation: int, **changes: Any) -> float:
+def measure(
+    tmp_path: Any, num_rows: int, batch: int, accumulation: int, *, correct: bool = False, **changes: Any
+) -> float:
     """Variance of theta over chains and draws, averaged over coordinates."""
+    trainer = train(tmp_path, num_rows, batch, accumulation, correct_gradient_noise=correct, **changes)
+    draws = torch.stack(trainer.optimizer_of_chains.draws).double()
+    mode = 0.5 * outcomes(num_rows).double().mean(0)  # prior and likelihood weigh the same
+    return float((draws - mode).square().mean())
+
+
+def train(
+    tmp_path: Any, num_rows: int, batch: int, accumulation: int, *, correct_gradient_noise: bool, **changes: Any
+) -> Any:
     y = outcomes(num_rows)
     trainer = runs.trainer(
         tmp_path,
@@ -93,6 +104,8 @@ def measure(tmp_path: Any, num_rows: int, batch: int, accumulation: int, **chang
             momentum=MOMENTUM,
             prior_std=NOISE_STD / math.sqrt(num_rows),  # as strong as the likelihood: a prior counted twice shows
             init_jitter=0.0,
+            measure_gradient_noise=accumulation > 1,
+            correct_gradient_noise=correct_gradient_noise,
         ),
         model=mean_model(),
         train=Numbers(num_rows),
@@ -107,18 +120,24 @@ def measure(tmp_path: Any, num_rows: int, batch: int, accumulation: int, **chang
         **changes,
     )
     trainer.train()
-    draws = torch.stack(trainer.optimizer_of_chains.draws).double()
-    mode = 0.5 * y.double().mean(0)  # prior and likelihood weigh the same
-    return float((draws - mode).square().mean())
+    return trainer
 
 
-def law(num_rows: int, rows_per_update: int, *, minibatch_noise: bool = True) -> float:
+def law(num_rows: int, rows_per_update: int, *, minibatch_noise: bool = True, correct: bool = False) -> float:
     """The same, exactly (but for the start, forgotten by then); permutations make it depend a little on the update."""
     s2 = float(outcomes(num_rows).double().var(0, correction=0).mean())
-    return sum(_law_at(step, num_rows, rows_per_update, s2 * minibatch_noise) for step in DRAW_STEPS) / len(DRAW_STEPS)
+    taken_off = LEARNING_RATE / num_rows * gradient_variance(num_rows, rows_per_update) if correct else 0.0
+    laws = [_law_at(step, num_rows, rows_per_update, s2 * minibatch_noise, taken_off) for step in DRAW_STEPS]
+    return sum(laws) / len(laws)
 
 
-def _law_at(step: int, num_rows: int, rows_per_update: int, s2: float) -> float:
+def gradient_variance(num_rows: int, rows_per_update: int) -> float:
+    """V of rows drawn with replacement, as rows of one permutation tell it: without bias."""
+    s2 = float(outcomes(num_rows).double().var(0).mean())
+    return (num_rows / NOISE_STD**2) ** 2 * s2 / rows_per_update
+
+
+def _law_at(step: int, num_rows: int, rows_per_update: int, s2: float, taken_off: float = 0.0) -> float:
     n, h = num_rows, math.sqrt(LEARNING_RATE / num_rows)
     curvature = 2 * n / NOISE_STD**2
     # response of theta to a kick of the momentum k updates ago: m' = b m - h lam theta + kick, theta' = theta + h m'
@@ -128,7 +147,7 @@ def _law_at(step: int, num_rows: int, rows_per_update: int, s2: float) -> float:
         response.append(theta)
         momentum = MOMENTUM * momentum - h * curvature * theta
     weights = torch.tensor(response[::-1], dtype=torch.float64)  # update by update
-    thermal = 2 * (1 - MOMENTUM) * weights.square().sum()
+    thermal = (2 * (1 - MOMENTUM) - taken_off) * weights.square().sum()
     of_rows = (weights * h * n / NOISE_STD**2 / rows_per_update).repeat_interleave(rows_per_update)
     spread = sum(w.square().sum() - w.sum().square() / n for w in of_rows.split(n)) * n / (n - 1)
     return float(thermal + s2 * spread)
@@ -179,3 +198,19 @@ def test_prior_added_once_per_micro_batch_is_caught(tmp_path, monkeypatch):
 
 def test_law_without_minibatch_noise_is_caught(tmp_path):
     assert abs(measure(tmp_path, 192, 8, 1) / law(192, 8, minibatch_noise=False) - 1) > 0.1
+
+
+def test_noise_of_the_gradient_is_measured(tmp_path):
+    trainer = train(tmp_path, 192, 4, 4, correct_gradient_noise=False)
+    ratios = trainer.posterior.config.diagnostics["noise_ratio"]
+    assert len(ratios) == CHAINS
+    inverse = 1 / trainer.optimizer_of_chains.info["noise_ratio"].double()
+    injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
+    # 512 coordinates x 3 degrees of freedom x 16 chains: 4 standard errors are 4 * sqrt(2 / 24576) = 3.6 %
+    assert float(inverse.mean()) == pytest.approx(gradient_variance(192, 16) / injected, rel=0.036)
+
+
+def test_corrected_variance_is_that_of_the_law_with_less_noise_injected(tmp_path):
+    got = measure(tmp_path, 192, 4, 4, correct=True)
+    assert got == pytest.approx(law(192, 16, correct=True), rel=0.05)
+    assert abs(got / law(192, 16) - 1) > 0.1  # the broken twin: no correction

@@ -30,10 +30,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.gradient_noise import LangevinConfig, noise_ratio
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -49,7 +49,7 @@ class BAOABState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BAOABConfig(MethodConfig):
+class BAOABConfig(LangevinConfig):
     """Langevin dynamics of weak order 2, whose variance on a Gaussian is exact at any stable learning rate.
 
     Attributes:
@@ -90,6 +90,9 @@ class BAOABConfig(MethodConfig):
                 "kinetic_temperature": kinetic,
                 "kinetic_temperature_law": torch.full_like(kinetic, temperature),  # x -> 0; exact for baoa
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
+                **noise_ratio(
+                    evaluation.grad_variance, problem, injected=(1 - decay**2) * temperature, squared_step=h**2
+                ),
             }
             return BAOABState(theta, refreshed, state.step + 1), info
 

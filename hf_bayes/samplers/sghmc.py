@@ -13,7 +13,8 @@ Stationary law for U = lambda theta^2 / 2, constant l, b = beta (solve the three
 
     E theta^2 = (T / lambda) / (1 - h^2 lambda / (2 (1 + b)))        E m^2 = 2 T / (1 + b - h^2 lambda / 2)
 
-A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T. As h^2 lambda -> 0 the target exp(-U / T) is
+A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T, unless ``correct_gradient_noise`` injects h^2 V
+less. As h^2 lambda -> 0 the target exp(-U / T) is
 left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0. Weak order 1 in h.
 
 ``preconditioner="layerwise"`` gives each tensor a mass M, estimated anew in every cycle (``preconditioner``):
@@ -33,10 +34,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std
 from hf_bayes.samplers.preconditioner import Layerwise
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
@@ -68,7 +69,7 @@ class PreconditionedSGHMCState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGHMCConfig(MethodConfig):
+class SGHMCConfig(CorrectedLangevinConfig):
     """Symplectic Euler SGHMC. At T = 0 and constant learning rate it is ``torch.optim.SGD(momentum=beta)``.
 
     Attributes:
@@ -116,16 +117,22 @@ class SGHMCConfig(MethodConfig):
                     "Make the learning rate the schedule's largest value"
                 )
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
+            injected = 2 * friction * h * temperature
+            noise_std: float | Tensor = math.sqrt(injected)
             step_size: float | Tensor = h
+            variance = evaluation.grad_variance
             if layerwise is not None:
                 seen = layerwise.batches_seen(int(state.step[0]))  # all chains have done the same updates
                 if seen is not None:
                     return layerwise.observe(state, gradient, seen), diagnose(state.momentum, state, gradient, decay)
                 step_size = h * layerwise.scale(state.mass)
-            noise = math.sqrt(2 * friction * h * temperature) * randn(rngs, state.theta)
-            momentum = decay * state.momentum - step_size * gradient + noise
+                variance = None if variance is None else variance / state.mass
+            if self.correct_gradient_noise:
+                noise_std = remaining_std(variance, problem, injected=injected, squared_step=h**2)
+            momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
             moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
-            return moved, diagnose(momentum, state, gradient, decay)
+            ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)
+            return moved, diagnose(momentum, state, gradient, decay) | ratio
 
         def diagnose(momentum: Tensor, state: Any, gradient: Tensor, decay: float) -> Info:
             kinetic = momentum.square().mean(1)

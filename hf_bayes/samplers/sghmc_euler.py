@@ -26,10 +26,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -45,7 +45,7 @@ class SGHMCEulerState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGHMCEulerConfig(MethodConfig):
+class SGHMCEulerConfig(CorrectedLangevinConfig):
     """Euler-Maruyama SGHMC, the form of the posteriors library.
 
     Attributes:
@@ -73,14 +73,18 @@ class SGHMCEulerConfig(MethodConfig):
             h = math.sqrt(lr / problem.num_data)
             decay = 1 - h * friction
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
-            noise = math.sqrt(2 * friction * h * temperature) * randn(rngs, state.theta)
+            injected = 2 * friction * h * temperature
+            noise_std: float | Tensor = math.sqrt(injected)
+            if self.correct_gradient_noise:
+                noise_std = remaining_std(evaluation.grad_variance, problem, injected=injected, squared_step=h**2)
             theta = state.theta + h * state.momentum
-            momentum = decay * state.momentum - h * gradient + noise
+            momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
             kinetic = momentum.square().mean(1)
             info = {
                 "kinetic_temperature": kinetic,
                 "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),  # x -> 0
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
+                **noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=h**2),
             }
             return SGHMCEulerState(theta, momentum, state.step + 1), info
 

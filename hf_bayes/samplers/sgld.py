@@ -21,10 +21,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.gradient_noise import LangevinConfig, noise_ratio
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -38,7 +38,7 @@ class SGLDState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLDConfig(MethodConfig):
+class SGLDConfig(LangevinConfig):
     """Langevin dynamics without momentum. At T = 0 it is ``torch.optim.SGD``, step for step."""
 
     name: ClassVar[str] = "sgld"
@@ -54,6 +54,8 @@ class SGLDConfig(MethodConfig):
             theta = state.theta - step_size * gradient + noise
             # cold_posteriors eq. 43; T in the mean (eq. 44)
             info = {"configurational_temperature": (state.theta * gradient).mean(1)}
+            injected = 2 * step_size * self.temperature
+            info |= noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=step_size**2)
             return SGLDState(theta, state.step + 1), info
 
         return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))

@@ -32,10 +32,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
+from hf_bayes.samplers.gradient_noise import LangevinConfig, noise_ratio
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -53,7 +53,7 @@ class SGNHTState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGNHTConfig(MethodConfig):
+class SGNHTConfig(LangevinConfig):
     """SGHMC that finds its friction: the kinetic temperature is T under gradient noise of unknown size.
 
     Attributes:
@@ -101,6 +101,9 @@ class SGNHTConfig(MethodConfig):
                 "kinetic_temperature_law": torch.full_like(kinetic, temperature),
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
                 "friction_ratio": friction / injected,  # what it is above 1 takes gradient noise and curvature out
+                **noise_ratio(
+                    evaluation.grad_variance, problem, injected=2 * injected * h * temperature, squared_step=h**2
+                ),
             }
             return SGNHTState(state.theta + h * moving, momentum, friction, state.step + 1), info
 
