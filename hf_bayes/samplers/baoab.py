@@ -78,9 +78,9 @@ class BAOABConfig(LangevinConfig):
             h = math.sqrt(lr / problem.num_data)
             decay = self.momentum ** math.sqrt(lr / peak)
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
-            between = state.momentum - h / 2 * gradient
-            if self.scheme == "baoab":  # no update came before the first, and left it half a kick
-                between = torch.where(state.step[:, None] > 0, between, state.momentum)
+            # no update came before the first one of BAOAB, and left it half a kick
+            kicked = (state.step > 0).to(gradient)[:, None] if self.scheme == "baoab" else 1.0
+            between = state.momentum - h / 2 * kicked * gradient
             momentum = between - h / 2 * gradient
             noise = math.sqrt((1 - decay**2) * temperature) * randn(rngs, state.theta)
             refreshed = decay * momentum + noise
