@@ -97,6 +97,26 @@ def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence
     return temperature_law * float(low) / dim, temperature_law * float(high) / dim
 
 
+def share_within_interval(
+    temperatures: Tensor, sizes: Sequence[int], temperature_law: Tensor, *, confidence: float = 0.99
+) -> Tensor:
+    """[M]: share of the tensors of each chain whose kinetic temperature lies in its ``kinetic_temperature_interval``.
+
+    It is the confidence itself if momenta have their law; cold_posteriors (app. I.1) compares tensor by tensor, because
+    one that is too hot does not show in the mean over millions of coordinates.
+
+    Args:
+        temperatures: [M, S] of each chain and tensor, at one update.
+        sizes: number of elements of each tensor.
+        temperature_law: [M] expected.
+        confidence: c.
+    """
+    bounds = {size: kinetic_temperature_interval(size, 1.0, confidence=confidence) for size in set(sizes)}
+    low, high = torch.tensor([bounds[size] for size in sizes]).to(temperatures).unbind(1)
+    relative = temperatures / temperature_law.to(temperatures)[:, None]
+    return ((low <= relative) & (relative <= high)).double().mean(1)
+
+
 def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> Tensor:
     """[M]: root mean square over coordinates of (theta - theta0) / prior_std; [M, d] each, ``prior_std`` broadcasts."""
     return ((theta - theta0) / prior_std).square().mean(1).sqrt()
@@ -126,6 +146,7 @@ class Diagnostics:
         distance: distance each chain moved from its start, in prior standard deviations (``distance_moved``).
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
+        kinetic_share: ``share_within_interval`` of each chain after the last update, 99 % where all is well.
         acceptance: mean acceptance probability of each chain after burn-in.
         divergences: divergent trajectories (or non-finite proposals) of each chain after burn-in.
         num_moves: accept-reject moves of a chain after burn-in.
@@ -138,6 +159,7 @@ class Diagnostics:
     distance: Sequence[float]
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
+    kinetic_share: Sequence[float] | None = None
     acceptance: Sequence[float] | None = None
     divergences: Sequence[int] | None = None
     num_moves: int | None = None
@@ -146,7 +168,7 @@ class Diagnostics:
     noise_ratio: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kinetic_temperature", "acceptance", "divergences", "noise_ratio"):
+        for name in ("kinetic_temperature", "acceptance", "divergences", "noise_ratio", "kinetic_share"):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_chains:
                 raise ValueError(

@@ -12,12 +12,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat
+from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat, share_within_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.priors import lora_prior_ratio
+from hf_bayes.subspace import per_tensor_mean
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -133,7 +134,11 @@ class ReportingMixin(_Trainer):
         Args:
             draws: [M, S, d].
         """
-        found = self._of_all_chains({**self._chains_optimizer.mean_info(), **self._distances()})
+        found = self._of_all_chains({
+            **self._chains_optimizer.mean_info(),
+            **self._distances(),
+            **self._kinetic_share(),
+        })
         means = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)
@@ -144,6 +149,7 @@ class ReportingMixin(_Trainer):
             distance=means["distance_moved"],
             kinetic_temperature=means.get("kinetic_temperature"),
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
+            kinetic_share=means.get("kinetic_share"),
             acceptance=means.get("acceptance"),
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
@@ -155,6 +161,15 @@ class ReportingMixin(_Trainer):
         verdict = summary["verdict"]
         unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
         return {**summary, "converged": None if unknown else verdict == "converged"}
+
+    def _kinetic_share(self) -> dict[str, Tensor]:
+        """Of methods whose state has a momentum and whose info has its law."""
+        state, info = self._chains_optimizer.state_of_chains, self._chains_optimizer.info
+        law = info.get("kinetic_temperature_law")
+        if law is None or not hasattr(state, "momentum") or not bool((law > 0).all()):
+            return {}
+        sizes = self.bayesian.layout.sizes
+        return {"kinetic_share": share_within_interval(per_tensor_mean(state.momentum.square(), sizes), sizes, law)}
 
     @torch.no_grad()
     def _probe(self, draws: Tensor) -> Tensor:

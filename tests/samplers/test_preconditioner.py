@@ -154,6 +154,7 @@ def test_a_trainer_estimates_the_masses_of_its_tensors_and_resumes_within_an_est
     assert mass.shape == (2, len(whole.bayesian.layout.names))
     assert mass.amin(1).tolist() == [1.0, 1.0]
     assert mass.amax() > 1.5
+    assert all(0 < share <= 1 for share in whole.posterior.config.diagnostics["kinetic_share"])
     resumed = runs.trainer(tmp_path, config, max_steps=10)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert runs.equal(whole.posterior.approximation, resumed.posterior.approximation)
