@@ -49,22 +49,22 @@ def block(device: str) -> str:
     return render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
 
 
-def replaced(document: str, device: str, text: str) -> str:
-    """``document`` with ``text`` between the markers of a device.
+def replaced(document: str, name: str, text: str) -> str:
+    """``document`` with ``text`` between the markers of a table.
 
     Raises:
         ValueError: if a marker is missing.
     """
-    begin, end = markers(device)
+    begin, end = markers(name)
     if begin not in document or end not in document:
-        raise ValueError(f"docs/benchmarks.md has lost its markers {begin} and {end}: put them back")
+        raise ValueError(f"the document has lost its markers {begin} and {end}: put them back")
     before, rest = document.split(begin, 1)
     return f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}"
 
 
-def markers(device: str) -> tuple[str, str]:
-    """What surrounds the table of a device."""
-    return f"<!-- {device}: begin -->", f"<!-- {device}: end -->"
+def markers(name: str) -> tuple[str, str]:
+    """What surrounds a table."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
 def write() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bounds, table
+from benchmarks import bounds, scaling, table
 from benchmarks.harness import Line, interleave, ratio
 from benchmarks.models import WHERE, Subject
 
@@ -15,6 +15,12 @@ from benchmarks.models import WHERE, Subject
 def test_the_document_shows_the_numbers_that_were_measured(device: str) -> None:
     document = table.DOCUMENT.read_text()
     assert document == table.replaced(document, device, table.block(device)), "run python -m benchmarks.table"
+
+
+def test_the_document_shows_the_scaling_that_was_measured() -> None:
+    document, file = scaling.DOCUMENT.read_text(), table.RESULTS / "scaling.json"
+    text = scaling.render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
+    assert document == table.replaced(document, "scaling", text), "run python -m benchmarks.scaling"
 
 
 def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
