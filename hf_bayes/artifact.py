@@ -5,7 +5,7 @@ Layout of the directory::
     README.md  posterior_config.json  manifest.json
     adapter_config.json  adapter_model.safetensors        LoRA: a plain peft adapter, see ``Posterior.representative``
     members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
-    covariance.safetensors                                Gaussian: means and stds by parameter name
+    covariance.safetensors                                Gaussian: means and covariances by parameter name
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from hf_bayes import hub, storage
 from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, Adapter, adapter_key, partner_key, plain_adapter_config
-from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.covariance import COVARIANCES
+from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
 from hf_bayes.storage import POSTERIOR, Content
 from hf_bayes.subspace import Layout
@@ -254,7 +255,7 @@ class Posterior:
         return self.approximation.theta if isinstance(self.approximation, Draws) else self.approximation.means
 
     def _check_theta(self) -> None:
-        kind = "draws" if isinstance(self.approximation, Draws) else "gaussian"
+        kind = self.approximation.kind
         if kind != self.config.approximation:
             raise ValueError(f"the approximation is {kind}, the config says {self.config.approximation}")
         rows = self._rows
@@ -302,12 +303,7 @@ class Posterior:
         if self.adapter_config is not None:
             files |= self._member_files(self.representative)
         if isinstance(self.approximation, Gaussian):
-            pieces = {"means": self.approximation.means, "stds": self.approximation.stds}
-            files[GAUSSIAN] = {
-                f"{kind}.{name}": tensor
-                for kind, rows in pieces.items()
-                for name, tensor in self.layout.unflatten(rows).items()
-            }
+            files[GAUSSIAN] = _gaussian_tensors(self.approximation, self.layout)
         files["README.md"] = hub.render_card(config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id)
         return files
 
@@ -361,7 +357,7 @@ def member_folder(index: int) -> str:
 def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
     files = {ADAPTER_CONFIG, ADAPTER} if adapter else {TENSORS}
     expected = {CONFIG} | (files if adapter else set())
-    if config.approximation == "gaussian":
+    if config.approximation in GAUSSIANS:
         return expected | {GAUSSIAN}
     return expected | {f"{member_folder(index)}/{name}" for index in range(config.num_members) for name in files}
 
@@ -385,18 +381,30 @@ def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, ada
     return theta_of
 
 
+def _gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
+    """name -> [K, ...]"""
+    means = {f"means.{name}": value for name, value in layout.unflatten(gaussian.means).items()}
+    components = [covariance.tensors(layout) for covariance in gaussian.covariances]
+    return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
+
+
 def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
     layout = config.layout
-    expected = {f"{kind}.{name}" for kind in ("means", "stds") for name in layout.names}
-    missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
-    if missing or extra:
-        raise ValueError(f"{GAUSSIAN}: missing tensors {missing}, unknown tensors {extra}")
+    structure = COVARIANCES[GAUSSIANS[config.approximation]]
+    means = {f"means.{name}" for name in layout.names}
     _check_dtypes(GAUSSIAN, tensors)
     try:
-        means, stds = (
-            layout.flatten({name: tensors[f"{kind}.{name}"] for name in layout.names}) for kind in ("means", "stds")
-        )
-        return Gaussian(means, stds)
+        if missing := sorted(means - set(tensors)):
+            raise ValueError(f"missing tensors {missing}")
+        rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
+        if rows.ndim != 2 or any(value.ndim == 0 or len(value) != len(rows) for value in tensors.values()):
+            raise ValueError(f"every tensor must have one entry for each of the {len(rows)} components")
+        rest = {name: value for name, value in tensors.items() if name not in means}
+        covariances = [
+            structure.from_tensors({name: value[index] for name, value in rest.items()}, layout)
+            for index in range(len(rows))
+        ]
+        return Gaussian(rows, tuple(covariances))
     except ValueError as error:
         raise ValueError(f"{GAUSSIAN}: {error}") from error
 

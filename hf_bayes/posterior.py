@@ -9,6 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_bayes.covariance import COVARIANCES, Covariance, Diagonal, log_normal
+
+GAUSSIANS = {"gaussian": "diagonal", **{f"gaussian_{kind}": kind for kind in COVARIANCES if kind != "diagonal"}}
+"""What a Gaussian calls itself -> the structure of its covariance."""
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -57,45 +62,65 @@ class Draws:
         return self.theta[torch.arange(num_members) * stored // num_members]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gaussian:
-    """An equally weighted mixture of K diagonal Gaussians; K = 1 is a Gaussian.
+    """An equally weighted mixture of K Gaussians; K = 1 is a Gaussian.
 
     Attributes:
         means: [K, d].
-        stds: [K, d], positive.
+        covariances: K of one kind.
     """
 
-    kind: ClassVar[str] = "gaussian"
     means: Tensor
-    stds: Tensor
+    covariances: tuple[Covariance, ...]
+
+    @classmethod
+    def diagonal(cls, means: Tensor, stds: Tensor) -> Gaussian:
+        """Of independent elements: means and stds [K, d]."""
+        if means.ndim != 2 or means.shape != stds.shape:
+            raise ValueError(
+                f"Gaussian needs means and stds of one shape [K, d], got {list(means.shape)} and {list(stds.shape)}"
+            )
+        return cls(means, tuple(Diagonal(std) for std in stds))
+
+    def __post_init__(self) -> None:
+        kinds, sizes = {c.kind for c in self.covariances}, [c.dim for c in self.covariances]
+        if self.means.ndim != 2 or sizes != [self.means.shape[1]] * len(self.means) or len(kinds) != 1:
+            raise ValueError(
+                f"Gaussian needs means [K, d] and K covariances of one kind over d elements, got "
+                f"{list(self.means.shape)} and {sorted(kinds)} over {sizes}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """As the posterior's file names it: "gaussian" of a diagonal one, else with the structure's name behind."""
+        structure = self.covariances[0].kind
+        return "gaussian" if structure == "diagonal" else f"gaussian_{structure}"
 
     @property
     def num_stored(self) -> int:
         """0: a Gaussian stores no draws."""
         return 0
 
-    def __post_init__(self) -> None:
-        if self.means.ndim != 2 or self.means.shape != self.stds.shape:
-            raise ValueError(
-                f"Gaussian needs means and stds of one shape [K, d], got {list(self.means.shape)} and "
-                f"{list(self.stds.shape)}"
-            )
-        if not bool((self.stds > 0).all()):
-            raise ValueError("Gaussian needs positive stds")
-
     @property
     def mean(self) -> Tensor:
         """[d]"""
         return self.means.mean(0)
 
+    @property
+    def stds(self) -> Tensor:
+        """[K, d]: of each element, within each component."""
+        return torch.stack([covariance.variance for covariance in self.covariances]).sqrt()
+
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
         """[num_members, d]: member i from component i mod K."""
-        component = torch.arange(num_members, device=self.means.device) % len(self.means)
-        noise = torch.randn(
+        count = len(self.means)
+        draws = torch.randn(
             (num_members, self.means.shape[1]), generator=generator, dtype=self.means.dtype, device=self.means.device
         )
-        return self.means[component] + self.stds[component] * noise
+        for index, (mean, covariance) in enumerate(zip(self.means, self.covariances, strict=True)):
+            draws[index::count] = mean + covariance.root(draws[index::count])
+        return draws
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """[M, d] -> [M], normalised."""
@@ -104,9 +129,10 @@ class Gaussian:
     def grad(self, theta: Tensor) -> Tensor:
         """[M, d] -> [M, d], the gradient of ``log_prob``."""
         responsibility = self._component_log_probs(theta).softmax(1)
-        own = (self.means - theta[:, None]) / self.stds.square()
-        return (responsibility[..., None] * own).sum(1)
+        parts = zip(self.means, self.covariances, responsibility.unbind(1), strict=True)
+        pulls = [share[:, None] * covariance.precision_product(mean - theta) for mean, covariance, share in parts]
+        return torch.stack(pulls).sum(0)
 
     def _component_log_probs(self, theta: Tensor) -> Tensor:
-        z = (theta[:, None] - self.means) / self.stds
-        return -0.5 * z.square().sum(-1) - self.stds.log().sum(-1) - 0.5 * theta.shape[1] * math.log(2 * math.pi)
+        components = zip(self.means, self.covariances, strict=True)
+        return torch.stack([log_normal(covariance, theta - mean) for mean, covariance in components], 1)

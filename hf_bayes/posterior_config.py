@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes.adapters import TASKS
+from hf_bayes.posterior import GAUSSIANS
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
 
@@ -42,7 +43,7 @@ class PosteriorConfig:
         format_version: of this file.
         task: one of ``adapters.TASKS``.
         method: ``MethodConfig.to_dict()``.
-        approximation: "draws" or "gaussian".
+        approximation: "draws", or one of ``posterior.GAUSSIANS``: "gaussian" (diagonal), "gaussian_kronecker" ...
         parameters: [name, shape] of each random tensor as the user's model names it, in the order of theta.
         num_members: stored draws; 0 for a Gaussian.
         member_chains: the chain of each draw; empty for a Gaussian. Left empty, ``Posterior`` fills it in.
@@ -116,7 +117,8 @@ class PosteriorConfig:
     def _check(self) -> None:
         _require(self.format_version == FORMAT_VERSION, "format_version", self.format_version, f"{FORMAT_VERSION}")
         _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
-        _require(self.approximation in ("draws", "gaussian"), "approximation", self.approximation, "draws or gaussian")
+        known = ["draws", *GAUSSIANS]
+        _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
         for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):

@@ -7,7 +7,7 @@ log-likelihoods are in nats on the full data set; nothing here is divided by N.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class Prior(Protocol):
 class Approximation(Protocol):
     """What a run ends in: something that fills the member axis. ``posterior.Draws`` and ``posterior.Gaussian`` are."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str: ...
 
     @property
     def num_stored(self) -> int: ...

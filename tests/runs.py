@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, default_data_collator
 
 from hf_bayes.config import MethodConfig
+from hf_bayes.posterior import Gaussian
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from tests.models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
@@ -90,5 +90,5 @@ def trainer(
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two approximations hold the same bits."""
-    tensors = [{k: v for k, v in vars(x).items() if isinstance(v, Tensor)} for x in (a, b)]
-    return tensors[0].keys() == tensors[1].keys() and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())
+    tensors = [[x.means, x.stds] if isinstance(x, Gaussian) else [x.theta, x.chain] for x in (a, b)]
+    return type(a) is type(b) and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))

@@ -333,7 +333,7 @@ def test_equal_draws_of_two_chains_are_refused_and_of_one_chain_are_a_rejected_m
         (Draws(torch.zeros(2, 25), torch.arange(2)), {}, "2 draws, but num_members is 3"),
         (Draws(torch.randn(3, 7), torch.arange(3)), {}, "theta has 7 columns, the parameters have 25"),
         (Draws(torch.randn(3, 25).bfloat16(), torch.arange(3)), {}, "must be float32 or float64"),
-        (Gaussian(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config says draws"),
+        (Gaussian.diagonal(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config says draws"),
         (Draws(torch.randn(3, 25), torch.arange(3)), {"member_chains": [0, 0, 0]}, "the config says"),
     ],
 )
@@ -435,7 +435,7 @@ def test_gaussian_without_spread_is_refused(tmp_path: Path) -> None:
     gaussian().save_pretrained(tmp_path)
     edit_tensors(tmp_path / "covariance.safetensors", lambda t: t.update({k: v - 9 for k, v in t.items()}))
     sign(tmp_path)
-    with pytest.raises(ValueError, match=r"covariance\.safetensors: Gaussian needs positive stds"):
+    with pytest.raises(ValueError, match=r"covariance\.safetensors: a diagonal Gaussian needs positive stds"):
         Posterior.from_pretrained(tmp_path)
 
 

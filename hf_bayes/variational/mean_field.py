@@ -127,7 +127,7 @@ class MeanFieldConfig(MethodConfig):
             return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": new.log_std.mean(1).exp()}
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
-            return Gaussian(state.theta, state.log_std.exp())
+            return Gaussian.diagonal(state.theta, state.log_std.exp())
 
         return Rule(init, locate, update, finish)
 

@@ -71,7 +71,7 @@ def gaussian(components: int = 1, *, adapter: bool = False, seed: int = 0, **cha
     parameters = LORA if adapter else PLAIN
     means = theta(components, parameters, seed)
     return Posterior(
-        Gaussian(means, 0.1 + theta(components, parameters, seed + 1).abs()),
+        Gaussian.diagonal(means, 0.1 + theta(components, parameters, seed + 1).abs()),
         config(approximation="gaussian", num_members=0, parameters=parameters, seed=seed, **changes),
         ADAPTER_CONFIG if adapter else None,
     )
@@ -81,7 +81,12 @@ def equal(one: Posterior, other: Posterior) -> bool:
     """Bitwise, with their configs."""
     if one.config != other.config or one.adapter_config != other.adapter_config:
         return False
-    fields = [vars(one.approximation), vars(other.approximation)]
-    return fields[0].keys() == fields[1].keys() and all(
-        torch.equal(fields[0][key], fields[1][key]) for key in fields[0]
+    files = [posterior._files(None) for posterior in (one, other)]
+    tensors = [{k: v for k, v in flat(content).items() if isinstance(v, torch.Tensor)} for content in files]
+    return type(one.approximation) is type(other.approximation) and (
+        tensors[0].keys() == tensors[1].keys() and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())
     )
+
+
+def flat(files: dict[str, Any]) -> dict[str, Any]:
+    return {f"{file}/{key}": v for file, c in files.items() if isinstance(c, dict) for key, v in c.items()}

@@ -145,7 +145,8 @@ def test_a_prior_counted_twice_is_caught() -> None:
 
 
 def test_the_prior_may_be_another_posterior() -> None:
-    prior = Gaussian(torch.full((1, 5), 0.5, dtype=torch.float64), torch.full((1, 5), 0.8, dtype=torch.float64))
+    mean, std = (torch.full((1, 5), value, dtype=torch.float64) for value in (0.5, 0.8))
+    prior = Gaussian.diagonal(mean, std)
     q, same = (fit_with_prior(MeanFieldConfig(), p, likelihood) for p in (prior, PRIOR))
     assert torch.allclose(q.means, same.means, atol=1e-6)
     assert torch.allclose(q.stds, same.stds, atol=1e-6)

@@ -1,0 +1,380 @@
+"""Covariances of a Gaussian over theta that are never formed: diagonal, Kronecker, low rank plus diagonal, full.
+
+Each answers the same five questions about Sigma [d, d]: a root for sampling, products with Sigma and with its inverse,
+the marginal variances, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_bayes.subspace import Layout
+
+
+class Covariance(ABC):
+    """Sigma [d, d], symmetric and positive definite."""
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """d"""
+
+    @abstractmethod
+    def root(self, noise: Tensor) -> Tensor:
+        """[..., d] -> [..., d]: L noise with L L' = Sigma. Of standard normals it makes draws around zero."""
+
+    @abstractmethod
+    def product(self, vectors: Tensor) -> Tensor:
+        """[..., d] -> [..., d]: Sigma v."""
+
+    @abstractmethod
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        """[..., d] -> [..., d]: Sigma^-1 v."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """[d]: the diagonal of Sigma."""
+
+    @property
+    @abstractmethod
+    def log_det(self) -> Tensor:
+        """log det Sigma, a scalar."""
+
+    @abstractmethod
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        """What a file holds of it; names end in those of the parameters."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Self:
+        """The inverse of ``tensors``.
+
+        Raises:
+            ValueError: for missing or unknown names, wrong shapes, or numbers that are no covariance's.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Covariance):
+    """diag(std^2).
+
+    Attributes:
+        std: [d], positive.
+    """
+
+    kind: ClassVar[str] = "diagonal"
+    std: Tensor
+
+    def __post_init__(self) -> None:
+        if self.std.ndim != 1 or not bool((self.std > 0).all()):
+            raise ValueError(f"a diagonal Gaussian needs positive stds of shape [d], got {_faults(self.std)}")
+
+    @property
+    def dim(self) -> int:
+        return len(self.std)
+
+    def root(self, noise: Tensor) -> Tensor:
+        return self.std * noise
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self.std.square() * vectors
+
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        return vectors / self.std.square()
+
+    @property
+    def variance(self) -> Tensor:
+        return self.std.square()
+
+    @property
+    def log_det(self) -> Tensor:
+        return 2 * self.std.log().sum()
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        return {f"stds.{name}": value for name, value in layout.unflatten(self.std).items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Diagonal:
+        _check_names(tensors, [f"stds.{name}" for name in layout.names])
+        return cls(layout.flatten({name: tensors[f"stds.{name}"] for name in layout.names}))
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock:
+    """The covariance of one matrix [m, n], row by row: (left (x) right) diag(variances) (left (x) right)'.
+
+    Attributes:
+        left: [m, m] orthonormal columns; None is the identity.
+        right: [n, n] likewise.
+        variances: [m, n] the eigenvalues, positive.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    variances: Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.variances.shape
+        if len(shape) != 2 or not bool((self.variances > 0).all()):
+            raise ValueError(f"a Kronecker block needs positive variances [m, n], got {_faults(self.variances)}")
+        for name, basis, side in (("left", self.left, shape[0]), ("right", self.right, shape[1])):
+            if basis is not None and basis.shape != (side, side):
+                raise ValueError(f"{name} must be {[side, side]}, got {list(basis.shape)}")
+
+    def rotate(self, matrices: Tensor) -> Tensor:
+        """[..., m, n] into the eigenbasis: left' V right."""
+        matrices = matrices if self.left is None else self.left.mT @ matrices
+        return matrices if self.right is None else matrices @ self.right
+
+    def rotate_back(self, matrices: Tensor) -> Tensor:
+        """[..., m, n] out of the eigenbasis: left V right'."""
+        matrices = matrices if self.left is None else self.left @ matrices
+        return matrices if self.right is None else matrices @ self.right.mT
+
+    @property
+    def marginal(self) -> Tensor:
+        """[m, n] variance of each element."""
+        values = self.variances if self.left is None else self.left.square() @ self.variances
+        return values if self.right is None else values @ self.right.square().mT
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker(Covariance):
+    """One block for each random tensor: Kronecker, or diagonal (its stds) where a tensor has none.
+
+    Attributes:
+        blocks: in the order of theta.
+    """
+
+    kind: ClassVar[str] = "kronecker"
+    blocks: tuple[KroneckerBlock | Tensor, ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [len(b) if isinstance(b, Tensor) else b.variances.numel() for b in self.blocks]
+
+    @property
+    def dim(self) -> int:
+        return sum(self.sizes)
+
+    def root(self, noise: Tensor) -> Tensor:
+        return self._map(noise, lambda variance, v: variance.sqrt() * v, back_only=True)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self._map(vectors, lambda variance, v: variance * v)
+
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        return self._map(vectors, lambda variance, v: v / variance)
+
+    @property
+    def variance(self) -> Tensor:
+        return torch.cat([b.square() if isinstance(b, Tensor) else b.marginal.flatten() for b in self.blocks])
+
+    @property
+    def log_det(self) -> Tensor:
+        return torch.stack(
+            [2 * b.log().sum() if isinstance(b, Tensor) else b.variances.log().sum() for b in self.blocks]
+        ).sum()
+
+    def _map(self, vectors: Tensor, scale: object, *, back_only: bool = False) -> Tensor:
+        """Apply ``scale(variances, coordinates)`` in the eigenbasis of each block."""
+        assert callable(scale)
+        pieces = []
+        for block, piece in zip(self.blocks, vectors.split(self.sizes, -1), strict=True):
+            if isinstance(block, Tensor):
+                pieces.append(scale(block.square(), piece))
+                continue
+            matrices = piece.unflatten(-1, block.variances.shape)
+            matrices = matrices if back_only else block.rotate(matrices)
+            pieces.append(block.rotate_back(scale(block.variances, matrices)).flatten(-2))
+        return torch.cat(pieces, -1)
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        found = {}
+        for name, shape, block in zip(layout.names, layout.shapes, self.blocks, strict=True):
+            if isinstance(block, Tensor):
+                found[f"stds.{name}"] = block.view(shape)
+                continue
+            found[f"variances.{name}"] = block.variances
+            found |= {f"{s}.{name}": b for s, b in (("left", block.left), ("right", block.right)) if b is not None}
+        return found
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Kronecker:
+        blocks: list[KroneckerBlock | Tensor] = []
+        used: list[str] = []
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            key = f"stds.{name}" if f"stds.{name}" in tensors else f"variances.{name}"
+            used.append(key)
+            if key not in tensors:
+                raise ValueError(f"missing tensors {[key]} (or stds.{name})")
+            if tuple(tensors[key].shape) != shape:
+                raise ValueError(f"{key}: expected shape {list(shape)}, got {list(tensors[key].shape)}")
+            if key.startswith("stds."):
+                blocks.append(Diagonal(tensors[key].flatten()).std)
+                continue
+            bases = [f"{side}.{name}" for side in ("left", "right") if f"{side}.{name}" in tensors]
+            used += bases
+            blocks.append(KroneckerBlock(tensors.get(f"left.{name}"), tensors.get(f"right.{name}"), tensors[key]))
+            for basis in bases:
+                _check_orthonormal(basis, tensors[basis])
+        _check_names(tensors, used)
+        return cls(tuple(blocks))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Covariance):
+    """The inverse of diag(std^-2) + a positive matrix of rank r: S (I - Q diag(g / (1 + g)) Q') S, S = diag(std).
+
+    Attributes:
+        std: [d], positive: what the covariance is where the data say nothing.
+        basis: [d, r] Q, orthonormal columns.
+        gain: [r] g >= 0: precision gained along each column, in units of S^-2.
+    """
+
+    kind: ClassVar[str] = "low_rank"
+    std: Tensor
+    basis: Tensor
+    gain: Tensor
+
+    def __post_init__(self) -> None:
+        if self.std.ndim != 1 or not bool((self.std > 0).all()):
+            raise ValueError(f"a low-rank covariance needs positive stds of shape [d], got {_faults(self.std)}")
+        if self.basis.shape != (len(self.std), len(self.gain)) or not bool((self.gain >= 0).all()):
+            raise ValueError(
+                f"a low-rank covariance needs a basis [d, r] and r gains >= 0, got {list(self.basis.shape)} and "
+                f"{_faults(self.gain)}"
+            )
+
+    @property
+    def dim(self) -> int:
+        return len(self.std)
+
+    def _stretch(self, vectors: Tensor, factor: Tensor) -> Tensor:
+        """(I + Q diag(factor - 1) Q') v"""
+        return vectors + ((vectors @ self.basis) * (factor - 1)) @ self.basis.mT
+
+    def root(self, noise: Tensor) -> Tensor:
+        return self.std * self._stretch(noise, (1 + self.gain).rsqrt())
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self.std * self._stretch(self.std * vectors, 1 / (1 + self.gain))
+
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        return self._stretch(vectors / self.std, 1 + self.gain) / self.std
+
+    @property
+    def variance(self) -> Tensor:
+        return self.std.square() * (1 - self.basis.square() @ (self.gain / (1 + self.gain)))
+
+    @property
+    def log_det(self) -> Tensor:
+        return 2 * self.std.log().sum() - self.gain.log1p().sum()
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        found = {f"stds.{name}": value for name, value in layout.unflatten(self.std).items()}
+        found |= {f"basis.{name}": value for name, value in layout.unflatten(self.basis.mT).items()}
+        return found | {"gain": self.gain}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> LowRank:
+        _check_names(tensors, ["gain", *(f"{kind}.{name}" for kind in ("stds", "basis") for name in layout.names)])
+        std, basis = (layout.flatten({n: tensors[f"{kind}.{n}"] for n in layout.names}) for kind in ("stds", "basis"))
+        _check_orthonormal("basis", basis.mT)
+        return cls(std, basis.mT, tensors["gain"])
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Covariance):
+    """A dense covariance, by its precision.
+
+    Attributes:
+        precision_cholesky: [d, d] lower triangular C with C C' = Sigma^-1, its diagonal positive.
+    """
+
+    kind: ClassVar[str] = "full"
+    precision_cholesky: Tensor
+
+    def __post_init__(self) -> None:
+        factor = self.precision_cholesky
+        square = factor.ndim == 2 and factor.shape[0] == factor.shape[1]
+        if not square or not bool((factor.diagonal() > 0).all()) or bool(factor.triu(1).any()):
+            raise ValueError(
+                "a full covariance needs a lower triangular [d, d] factor of its precision with a positive diagonal, "
+                f"got {_faults(factor.diagonal()) if square else list(factor.shape)}"
+            )
+
+    @property
+    def dim(self) -> int:
+        return len(self.precision_cholesky)
+
+    def root(self, noise: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.precision_cholesky, noise, upper=False, left=False)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self.root(torch.linalg.solve_triangular(self.precision_cholesky.mT, vectors, upper=True, left=False))
+
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        return (vectors @ self.precision_cholesky) @ self.precision_cholesky.mT
+
+    @cached_property
+    def variance(self) -> Tensor:  # type: ignore[override]
+        return torch.cholesky_inverse(self.precision_cholesky).diagonal()
+
+    @property
+    def log_det(self) -> Tensor:
+        return -2 * self.precision_cholesky.diagonal().log().sum()
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        return {"precision_cholesky": self.precision_cholesky}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Full:
+        _check_names(tensors, ["precision_cholesky"])
+        factor = tensors["precision_cholesky"]
+        if factor.shape != (layout.dim, layout.dim):
+            raise ValueError(f"precision_cholesky: expected shape {[layout.dim] * 2}, got {list(factor.shape)}")
+        return cls(factor)
+
+
+COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagonal, Kronecker, LowRank, Full)}
+"""By the name that a posterior's file uses."""
+
+
+def dense(covariance: Covariance, like: Tensor) -> Tensor:
+    """[d, d]: Sigma itself, in the dtype and on the device of ``like``; for small d."""
+    return covariance.product(torch.eye(covariance.dim, dtype=like.dtype, device=like.device))
+
+
+def log_normal(covariance: Covariance, difference: Tensor) -> Tensor:
+    """[..., d] -> [...]: log N(difference; 0, Sigma), normalised."""
+    distance = (difference * covariance.precision_product(difference)).sum(-1)
+    return -0.5 * (distance + covariance.log_det + covariance.dim * math.log(2 * math.pi))
+
+
+def _check_names(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+    missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or extra:
+        raise ValueError(f"missing tensors {missing}, unknown tensors {extra}")
+
+
+def _check_orthonormal(name: str, basis: Tensor) -> None:
+    error = float((basis.mT @ basis - torch.eye(basis.shape[-1], dtype=basis.dtype)).abs().max()) if len(basis) else 0.0
+    if not error < 1e-3:  # float32 eigenvectors are orthonormal to about 1e-6
+        raise ValueError(f"{name} has no orthonormal columns (off by {error:.1g}): it is no eigenbasis")
+
+
+def _faults(values: Tensor) -> str:
+    bad = int((~(values > 0)).sum())
+    return f"shape {list(values.shape)}, {bad} of {values.numel()} not positive"
