@@ -142,11 +142,11 @@ class KroneckerBlock:
         matrices = matrices if self.left is None else self.left @ matrices
         return matrices if self.right is None else matrices @ self.right.mT
 
-    @property
-    def marginal(self) -> Tensor:
-        """[m, n] variance of each element."""
-        values = self.variances if self.left is None else self.left.square() @ self.variances
-        return values if self.right is None else values @ self.right.square().mT
+
+def marginal(left: Tensor | None, right: Tensor | None, values: Tensor) -> Tensor:
+    """[m, n]: the diagonal of (left (x) right) diag(values) (left (x) right)'."""
+    values = values if left is None else left.square() @ values
+    return values if right is None else values @ right.square().mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,12 @@ class Kronecker(Covariance):
 
     @property
     def variance(self) -> Tensor:
-        return torch.cat([b.square() if isinstance(b, Tensor) else b.marginal.flatten() for b in self.blocks])
+        return torch.cat(
+            [
+                b.square() if isinstance(b, Tensor) else marginal(b.left, b.right, b.variances).flatten()
+                for b in self.blocks
+            ]
+        )
 
     @property
     def log_det(self) -> Tensor:
@@ -329,7 +334,7 @@ class Full(Covariance):
         return (vectors @ self.precision_cholesky) @ self.precision_cholesky.mT
 
     @cached_property
-    def variance(self) -> Tensor:  # type: ignore[override]
+    def variance(self) -> Tensor:
         return torch.cholesky_inverse(self.precision_cholesky).diagonal()
 
     @property

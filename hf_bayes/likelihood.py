@@ -28,6 +28,27 @@ class Likelihood(Protocol):
         """Shapes that labels of logits of shape ``answers`` [..., C] may have."""
         ...
 
+    def score(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits [n, C] and labels of n terms -> [n, C]: the gradient of ``log_prob`` in the logits."""
+        ...
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """logits [n, C] -> labels drawn from the model, by inverting their distribution at ``uniforms``.
+
+        Args:
+            uniforms: on [0, 1), of the shape that labels have: [n], or [n, C] where ``labels_per_output``.
+        """
+        ...
+
+    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
+        """logits [n, C] -> [n, C]: column ``output`` of a root of each term's Fisher information in the logits."""
+        ...
+
+    @property
+    def labels_per_output(self) -> bool:
+        """Whether a label has a value for each output, rather than being the index of one."""
+        ...
+
 
 @dataclass(frozen=True)
 class Categorical:
@@ -44,6 +65,27 @@ class Categorical:
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers[:-1],)
 
+    def score(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.one_hot(labels, logits.shape[-1]) - widened(logits).softmax(-1)
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        steps = widened(logits).softmax(-1).double().cumsum(-1)
+        # the last class whatever rounding has left of 1
+        return torch.searchsorted(steps, (uniforms.double() * steps[:, -1])[:, None], right=True)[:, 0].clamp_max(
+            logits.shape[-1] - 1
+        )
+
+    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
+        # diag(p) - p p' = sum_c p_c (e_c - p)(e_c - p)'
+        probs = widened(logits).softmax(-1)
+        away = -probs
+        away[:, output] += 1
+        return probs[:, output, None].sqrt() * away
+
+    @property
+    def labels_per_output(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class Bernoulli:
@@ -58,6 +100,22 @@ class Bernoulli:
 
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers,)
+
+    def score(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return labels.to(widened(logits).dtype) - widened(logits).sigmoid()
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        return (uniforms < widened(logits).sigmoid()).to(widened(logits).dtype)
+
+    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
+        probs = widened(logits).sigmoid()[:, output]
+        root = torch.zeros_like(widened(logits))
+        root[:, output] = (probs * (1 - probs)).sqrt()
+        return root
+
+    @property
+    def labels_per_output(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -81,6 +139,24 @@ class Normal:
 
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers, answers[:-1]) if answers[-1] == 1 else (answers,)
+
+    def score(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widened(logits)
+        return (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std**2
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        # a uniform of exactly 0 would be minus infinity
+        noise = torch.special.ndtri(uniforms.double().clamp_min(2.0**-60)).to(widened(logits).dtype)
+        return widened(logits) + self.noise_std * noise
+
+    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
+        root = torch.zeros_like(widened(logits))
+        root[:, output] = 1 / self.noise_std
+        return root
+
+    @property
+    def labels_per_output(self) -> bool:
+        return True
 
 
 def widened(logits: Tensor) -> Tensor:

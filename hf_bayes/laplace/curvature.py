@@ -1,0 +1,264 @@
+"""H, the curvature of -log p(D | theta) on the full data, in the structures that a posterior can be made of.
+
+The posterior's precision is H + tau with tau the prior's, elementwise. T is as in docs/scale.md: tempering the
+posterior gives the covariance T (H + tau)^-1, tempering the likelihood (H / T + tau)^-1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from hf_bayes.covariance import Covariance, Diagonal, Full, Kronecker, KroneckerBlock, LowRank, marginal
+
+
+class Curvature(ABC):
+    """H [d, d], symmetric. ``precision`` is tau, [d] or a scalar tensor, everywhere below."""
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """d"""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """factor * H"""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """[d, d]; for small d."""
+
+    @property
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """[d]"""
+
+    @abstractmethod
+    def log_det(self, precision: Tensor) -> Tensor:
+        """log det(H + tau), differentiable in tau; NaN or infinite where H + tau is not positive definite."""
+
+    @abstractmethod
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Covariance:
+        """temperature * (H + tau)^-1.
+
+        Raises:
+            ValueError: if H + tau is not positive definite.
+        """
+
+
+def temper(curvature: Curvature, precision: Tensor, *, temperature: float, what: str) -> Covariance:
+    """The posterior's covariance at T: T (H + tau)^-1 for ``what="posterior"``, (H / T + tau)^-1 for "likelihood"."""
+    if what == "likelihood":
+        return curvature.scaled(1 / temperature).covariance(precision)
+    return curvature.covariance(precision, temperature=temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalCurvature(Curvature):
+    """diag(values)."""
+
+    kind: ClassVar[str] = "diagonal"
+    values: Tensor
+    """[d]"""
+
+    @property
+    def dim(self) -> int:
+        return len(self.values)
+
+    def scaled(self, factor: float) -> DiagonalCurvature:
+        return DiagonalCurvature(factor * self.values)
+
+    def dense(self) -> Tensor:
+        return torch.diag(self.values)
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def log_det(self, precision: Tensor) -> Tensor:
+        return (self.values + precision).log().sum()
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Diagonal:
+        return Diagonal((temperature / _positive(self.values + precision)).sqrt())
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerFactors:
+    """H of one matrix [m, n], row by row: (left (x) right) diag(eigenvalues) (left (x) right)'.
+
+    Attributes:
+        left: [m, m] eigenvectors of its factor; None if the factor is diagonal.
+        right: [n, n] likewise.
+        eigenvalues: [m, n]: products of the factors' (K-FAC), or the second moments in their basis (EK-FAC).
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    eigenvalues: Tensor
+
+    def posterior(self, precision: Tensor) -> Tensor:
+        """[m, n]: eigenvalues of H + tau. Of a tau that varies within the matrix, its diagonal in this basis is taken.
+
+        That diagonal is the closest to tau, in Frobenius norm, that keeps the basis; of a constant tau it is tau.
+        """
+        if precision.ndim == 0:
+            return self.eigenvalues + precision
+        spread = precision.view(self.eigenvalues.shape)
+        spread = spread if self.left is None else self.left.square().mT @ spread
+        return self.eigenvalues + (spread if self.right is None else spread @ self.right.square())
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerCurvature(Curvature):
+    """One block for each random tensor: Kronecker factors, or the diagonal [n] where a tensor has none."""
+
+    kind: ClassVar[str] = "kronecker"
+    blocks: tuple[KroneckerFactors | Tensor, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(b) if isinstance(b, Tensor) else b.eigenvalues.numel() for b in self.blocks]
+
+    @property
+    def dim(self) -> int:
+        return sum(self.sizes)
+
+    def scaled(self, factor: float) -> KroneckerCurvature:
+        return KroneckerCurvature(
+            tuple(
+                factor * b if isinstance(b, Tensor) else KroneckerFactors(b.left, b.right, factor * b.eigenvalues)
+                for b in self.blocks
+            )
+        )
+
+    def dense(self) -> Tensor:
+        parts = []
+        for block in self.blocks:
+            if isinstance(block, Tensor):
+                parts.append(torch.diag(block))
+                continue
+            m, n = block.eigenvalues.shape
+            eyes = (torch.eye(size, dtype=block.eigenvalues.dtype) for size in (m, n))
+            left, right = (eye if b is None else b for eye, b in zip(eyes, (block.left, block.right), strict=True))
+            basis = torch.kron(left.contiguous(), right.contiguous())
+            parts.append(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.mT)
+        return torch.block_diag(*parts)
+
+    @property
+    def diagonal(self) -> Tensor:
+        return torch.cat(
+            [b if isinstance(b, Tensor) else marginal(b.left, b.right, b.eigenvalues).flatten() for b in self.blocks]
+        )
+
+    def _posterior(self, precision: Tensor) -> list[Tensor]:
+        spread = [precision] * len(self.blocks) if precision.ndim == 0 else precision.split(self.sizes)
+        pairs = zip(self.blocks, spread, strict=True)
+        return [block + tau if isinstance(block, Tensor) else block.posterior(tau) for block, tau in pairs]
+
+    def log_det(self, precision: Tensor) -> Tensor:
+        return torch.stack([values.log().sum() for values in self._posterior(precision)]).sum()
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Kronecker:
+        blocks: list[KroneckerBlock | Tensor] = []
+        for block, values in zip(self.blocks, self._posterior(precision), strict=True):
+            variances = temperature / _positive(values)
+            if isinstance(block, Tensor):
+                blocks.append(variances.sqrt())
+            else:
+                blocks.append(KroneckerBlock(block.left, block.right, variances))
+        return Kronecker(tuple(blocks))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankCurvature(Curvature):
+    """U U'."""
+
+    kind: ClassVar[str] = "low_rank"
+    columns: Tensor
+    """[d, r] U"""
+
+    @property
+    def dim(self) -> int:
+        return len(self.columns)
+
+    def scaled(self, factor: float) -> LowRankCurvature:
+        return LowRankCurvature(factor**0.5 * self.columns)
+
+    def dense(self) -> Tensor:
+        return self.columns @ self.columns.mT
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.columns.square().sum(1)
+
+    def log_det(self, precision: Tensor) -> Tensor:
+        precision = precision.expand(self.dim)
+        inner = self.columns.mT @ (self.columns / precision[:, None])  # matrix determinant lemma
+        return precision.log().sum() + torch.logdet(inner + torch.eye(len(inner), dtype=inner.dtype).to(inner.device))
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> LowRank:
+        scale = _positive(precision.expand(self.dim)).sqrt()
+        basis, singular, _ = torch.linalg.svd(self.columns / scale[:, None], full_matrices=False)
+        return LowRank(temperature**0.5 / scale, basis, singular.square())
+
+
+@dataclass(frozen=True, eq=False)
+class FullCurvature(Curvature):
+    """Dense."""
+
+    kind: ClassVar[str] = "full"
+    matrix: Tensor
+    """[d, d]"""
+
+    @property
+    def dim(self) -> int:
+        return len(self.matrix)
+
+    def scaled(self, factor: float) -> FullCurvature:
+        return FullCurvature(factor * self.matrix)
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal()
+
+    def _posterior(self, precision: Tensor) -> Tensor:
+        return self.matrix + torch.diag(precision.expand(self.dim))
+
+    def log_det(self, precision: Tensor) -> Tensor:
+        factor, info = torch.linalg.cholesky_ex(self._posterior(precision))
+        return torch.where(info == 0, 2 * factor.diagonal().log().sum(), torch.nan)
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Full:
+        precisions = self._posterior(precision)
+        factor, info = torch.linalg.cholesky_ex(precisions)
+        if int(info) or not bool(factor.isfinite().all()):
+            lowest = float(torch.linalg.eigvalsh(precisions)[0]) if bool(precisions.isfinite().all()) else float("nan")
+            raise ValueError(_not_positive(f"its lowest eigenvalue is {lowest:.3g}"))
+        return Full(factor / temperature**0.5)
+
+
+def _positive(values: Tensor) -> Tensor:
+    bad = ~((values > 0) & values.isfinite())
+    if bool(bad.any()):
+        lowest = float(values.nan_to_num(nan=-float("inf")).min())
+        raise ValueError(
+            _not_positive(f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {lowest:.3g}")
+        )
+    return values
+
+
+def _not_positive(detail: str) -> str:
+    return (
+        f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. A Hessian is "
+        "indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never negative, or lower "
+        "prior_std, which adds 1 / prior_std^2 to every eigenvalue"
+    )

@@ -1,0 +1,356 @@
+"""One pass over the data at a fixed theta: log-likelihood, gradient and curvature. The model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
+from hf_bayes.laplace.cells import CurvatureSpec
+from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
+from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
+from hf_bayes.likelihood import IGNORE, Likelihood
+from hf_bayes.members.plain import plain
+from hf_bayes.members.taps import Share, Taps
+from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.model import BayesianModel
+from hf_bayes.rng import generator
+
+MAX_HESSIAN = 2048
+"""d past which a Hessian, d backward passes of a batch, is refused."""
+
+PULLS_AT_ONCE = 4
+"""Pulls whose gradients at the backbone's output are held together, so that the head runs once for them."""
+
+Batches = Callable[[], Iterable[dict[str, Any]]]
+
+
+class Survey(NamedTuple):
+    """What a pass found, on the scale of the full data.
+
+    Attributes:
+        curvature: H of -log p(D | theta).
+        log_lik: log p(D | theta) in nats.
+        gradient: [d] of log p(D | theta); None if nobody asked.
+        num_rows: examples or sequences.
+        num_terms: likelihood terms.
+        fallbacks: {parameter: why it is kept diagonally}.
+    """
+
+    curvature: Curvature
+    log_lik: float
+    gradient: Tensor | None
+    num_rows: int
+    num_terms: int
+    fallbacks: dict[str, str]
+
+
+def survey(
+    model: BayesianModel,
+    theta: Tensor,
+    batches: Batches,
+    spec: CurvatureSpec,
+    *,
+    scale: float = 1.0,
+    gradient: bool = True,
+    seed: int = 0,
+    context: Callable[[], AbstractContextManager] = nullcontext,
+) -> Survey:
+    """Look at the data from theta.
+
+    Dropout is off meanwhile. Memory is that of a training step with the batch (of a random head: plus the logits of one
+    row) and of what the structure keeps.
+
+    Args:
+        theta: [d].
+        batches: gives the data, in the same order each time it is called; labels as the model takes them.
+        spec: estimator and structure.
+        scale: nats of the result per nat of a term: N over the number of terms, where N is not that number.
+        gradient: find the gradient, too: half a training step more, except for ``ef_sequence``.
+        seed: of labels and signs; they do not depend on batches.
+        context: entered around forwards, for autocast.
+    Raises:
+        ValueError: before the pass, for a cell of estimator and structure that does not exist; for data without terms
+            or with gradients that are not finite.
+    """
+    spec.check()
+    if spec.estimator == "hessian":
+        with plain(model.members, theta) as random:
+            return _hessian(model, theta, random, batches, spec, scale, context)
+    looked = _look(model, theta, batches, spec, None, gradient=gradient, seed=seed, context=context)
+    if spec.structure == "kronecker_corrected":
+        basis = looked.curvature
+        assert isinstance(basis, KroneckerCurvature)
+        again = _look(model, theta, batches, spec, basis, gradient=False, seed=seed, context=context)
+        looked = looked._replace(curvature=again.curvature)
+    return looked._replace(
+        curvature=looked.curvature.scaled(scale),
+        log_lik=scale * looked.log_lik,
+        gradient=None if looked.gradient is None else scale * looked.gradient,
+    )
+
+
+def _look(
+    model: BayesianModel,
+    theta: Tensor,
+    batches: Batches,
+    spec: CurvatureSpec,
+    basis: KroneckerCurvature | None,
+    *,
+    gradient: bool,
+    seed: int,
+    context: Callable[[], AbstractContextManager],
+) -> Survey:
+    layout = model.layout
+    with plain(model.members, theta):
+        taps = Taps(model.model, layout.names)
+        if basis is None:
+            accumulator, fallbacks = spec.accumulator(layout, theta, taps.taps)
+        else:
+            accumulator, fallbacks = CorrectedSum(layout, theta, basis), {}
+        slope = GradientSum(layout, theta) if gradient else None
+        kind = _CausalPass if isinstance(model, BayesianModelForCausalLM) else _OutputPass
+        one = kind(model, taps, spec.build_estimator(), accumulator, slope, seed)
+        with taps.open(), torch.enable_grad():
+            for batch in batches():
+                for part in _single_rows(batch) if any(tap.tied for tap in taps.taps) else [batch]:
+                    with context():
+                        one.look(part)
+    if one.num_terms == 0:
+        raise ValueError("the data hold no likelihood term (all labels are -100 after the causal shift): check labels")
+    total = None if slope is None else slope.total()
+    for what, value in (("log-likelihood", torch.tensor(one.log_lik)), ("gradient", total)):
+        if value is not None and not bool(value.isfinite().all()):
+            raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
+    return Survey(accumulator.result(), one.log_lik, total, one.num_rows, one.num_terms, fallbacks)
+
+
+class _Pass:
+    """Pulls of one batch after the other."""
+
+    def __init__(
+        self,
+        model: Any,
+        taps: Taps,
+        estimator: Estimator,
+        accumulator: Accumulator,
+        slope: GradientSum | None,
+        seed: int,
+    ) -> None:
+        self.model, self.taps, self.estimator = model, taps, estimator
+        self.likelihood: Likelihood = model.likelihood
+        self.accumulator, self.slope = accumulator, slope
+        self.rngs = [generator(seed, "labels", index) for index in range(estimator.num_draws)]
+        self.num_rows, self.num_terms, self.log_lik = 0, 0, 0.0
+
+    def look(self, batch: dict[str, Any]) -> None:
+        raise AssertionError("a pass defines look")
+
+    def _begin(self, batch: dict[str, Any], num_terms: int) -> None:
+        rows = num_rows_of(batch)
+        self.taps.begin(rows, batch.get("attention_mask"))
+        self.accumulator.begin(rows)
+        self.num_rows += rows
+        self.num_terms += num_terms
+
+    def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
+        """Every pull of a batch, and who is told of it."""
+        count = self.estimator.num_pulls(num_outputs, num_ordinals)
+        pulls: list[tuple[Estimator, int, list[Accumulator]]] = [
+            (self.estimator, index, [self.accumulator]) for index in range(count)
+        ]
+        if self.slope is None:
+            return pulls
+        if isinstance(self.estimator, EmpiricalFisherOfRows):
+            return [(self.estimator, 0, [self.accumulator, self.slope])]
+        return [*pulls, (EmpiricalFisherOfRows(), 0, [self.slope])]
+
+    def _uniforms(self, labels: Tensor, num_outputs: int) -> Tensor:
+        """[S, n] or [S, n, C]: each sample's stream goes on from term to term, so batches do not matter."""
+        shape = (len(labels), num_outputs) if self.likelihood.labels_per_output else (len(labels),)
+        drawn = [torch.rand(shape, generator=rng, dtype=torch.float64) for rng in self.rngs]
+        return torch.stack(drawn).to(labels.device) if drawn else labels.new_zeros(0, *shape)
+
+    def _listen(self, accumulators: list[Accumulator], *, first: bool) -> None:
+        def consume(share: Share) -> None:
+            for accumulator in accumulators:
+                accumulator.add(share)
+
+        self.taps.consume, self.taps.first = consume, first
+
+
+class _OutputPass(_Pass):
+    """Classifiers and regressors: one term a row."""
+
+    def look(self, batch: dict[str, Any]) -> None:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        wanted = self.likelihood.is_term(labels)
+        self._begin(inputs, int(wanted.sum()))
+        logits = self.model.members.forward(inputs).logits
+        labels = labels.masked_fill(labels == IGNORE, 0) if not labels.is_floating_point() else labels
+        terms = Terms(
+            logits.detach(),
+            labels,
+            torch.zeros(len(labels), dtype=torch.int64, device=labels.device),
+            self._uniforms(labels, logits.shape[-1]),
+        )
+        log_probs = self.likelihood.log_prob(terms.logits[None], labels[None])[0]
+        self.log_lik += float(log_probs[wanted].double().sum())
+        pulls = self._pulls(logits.shape[-1], 1)
+        for number, (estimator, index, accumulators) in enumerate(pulls):
+            self._listen(accumulators, first=number == 0)
+            cotangent = estimator.cotangent(index, terms, self.likelihood) * wanted[:, None]
+            torch.autograd.backward(
+                logits, cotangent.to(logits.dtype), inputs=[self.taps.anchor], retain_graph=number + 1 < len(pulls)
+            )
+            for accumulator in accumulators:
+                accumulator.end_pull()
+
+
+class _CausalPass(_Pass):
+    """Causal language models: backbone once, head on a few positions at a time, as in training."""
+
+    def look(self, batch: dict[str, Any]) -> None:
+        head, inputs = self.model.head, {**batch, "use_cache": False}
+        labels = nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=IGNORE)
+        inputs.pop("logits_to_keep", None)
+        is_term = self.likelihood.is_term(labels)
+        ordinals = is_term.cumsum(1) - 1
+        self._begin(inputs, int(is_term.sum()))
+        hidden, output = head.hidden(inputs)
+        rows, length = labels.shape
+        flat = hidden.reshape(1, rows * length, -1)
+        index = is_term.flatten().nonzero()[:, 0]
+        targets, orders = labels.flatten()[index], ordinals.flatten()[index]
+        vocabulary = self.model.core.get_output_embeddings().weight.shape[0]
+        uniforms = self._uniforms(targets, vocabulary)
+        pulls = self._pulls(vocabulary, int(is_term.sum(1).max()))
+        random_head = not _within(head.backbone, self.taps)
+        size = 1 if random_head else PULLS_AT_ONCE
+        for start in range(0, len(pulls), size):
+            group = pulls[start : start + size]
+            cotangents = [torch.zeros_like(flat) for _ in group]
+            for number, part in enumerate(self._chunks(index, length, head.chunk_size(hidden), by_row=random_head)):
+                if not len(part):
+                    continue
+                self._pull_head(flat, output, index[part], Terms(torch.empty(0), targets[part], orders[part],
+                                uniforms[:, part]), group, cotangents, first=start == 0,
+                                row=number if random_head else None)  # fmt: skip
+            for number, ((_, _, accumulators), cotangent) in enumerate(zip(group, cotangents, strict=True)):
+                self._listen(accumulators, first=start + number == 0)
+                if hidden.requires_grad:
+                    torch.autograd.backward(
+                        hidden,
+                        cotangent.view_as(hidden),
+                        inputs=[self.taps.anchor],
+                        retain_graph=start + number + 1 < len(pulls),
+                    )
+                for accumulator in accumulators:
+                    accumulator.end_pull()
+
+    def _pull_head(
+        self, flat: Tensor, output: Any, index: Tensor, terms: Terms, group: list, cotangents: list[Tensor],
+        *, first: bool, row: int | None,
+    ) -> None:  # fmt: skip
+        """Logits of some positions, their log-likelihood, and the pulls of ``group`` down to the hidden states."""
+        piece = flat[:, index].detach().requires_grad_()
+        with nullcontext() if row is None else self.taps.one_row(row):
+            logits = self.model.head.logits(piece, output)
+            terms = terms._replace(logits=logits.detach()[0])
+            if first:
+                log_probs = self.likelihood.log_prob(terms.logits[None], terms.labels[None])
+                self.log_lik += float(log_probs.double().sum())
+            for number, (estimator, pull, accumulators) in enumerate(group):
+                self._listen(accumulators, first=first and number == 0)
+                cotangent = estimator.cotangent(pull, terms, self.likelihood).to(logits.dtype)
+                inputs = [piece] if row is None else [piece, self.taps.anchor]
+                piece.grad = None
+                torch.autograd.backward(logits, cotangent[None], inputs=inputs, retain_graph=number + 1 < len(group))
+                assert piece.grad is not None
+                cotangents[number][:, index] = piece.grad
+
+    @staticmethod
+    def _chunks(index: Tensor, length: int, size: int, *, by_row: bool) -> Iterator[Tensor]:
+        """Positions in ``index`` of each chunk: of a random head one row at a time, else ``size`` at a time."""
+        places = torch.arange(len(index), device=index.device)
+        if not by_row:
+            yield from places.split(max(1, size))
+            return
+        owner = index // length
+        for row in range(int(owner.max()) + 1 if len(owner) else 0):
+            yield places[owner == row]
+
+
+def _within(backbone: nn.Module, taps: Taps) -> bool:
+    """Whether all taps are in the backbone."""
+    inside = {id(module) for module in backbone.modules()}
+    return all(id(tap.module) in inside for tap in taps.taps)
+
+
+def _single_rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A tensor that two modules own needs the gradient of each row whole: rows go one by one."""
+    rows = num_rows_of(batch)
+    for row in range(rows):
+        yield {
+            k: v[row : row + 1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()
+        }
+
+
+def _hessian(
+    model: BayesianModel,
+    theta: Tensor,
+    random: dict[str, nn.Parameter],
+    batches: Batches,
+    spec: CurvatureSpec,
+    scale: float,
+    context: Callable[[], AbstractContextManager],
+) -> Survey:
+    """Column by column, through the gradient's own graph."""
+    dim = model.layout.dim
+    if dim > MAX_HESSIAN:
+        raise ValueError(
+            f"estimator='hessian' takes a backward pass for each of {dim} elements; the limit is {MAX_HESSIAN}: use "
+            "estimator='ggn', or a smaller subspace"
+        )
+    causal, parameters = isinstance(model, BayesianModelForCausalLM), list(random.values())
+    matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
+    log_lik, num_rows, num_terms = 0.0, 0, 0
+    for parameter in parameters:
+        parameter.requires_grad_()
+    try:
+        # other attention kernels have no second derivative
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            for batch in batches():
+                inputs = {**batch, "use_cache": False} if causal else dict(batch)
+                labels = inputs.pop("labels")
+                labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE) if causal else labels
+                with context():
+                    logits = model.members.forward(inputs).logits
+                labels = labels.flatten() if causal else labels
+                value = model.likelihood.log_prob(logits.view(1, -1, logits.shape[-1]), labels[None]).sum()
+                first = torch.autograd.grad(value, parameters, create_graph=True)
+                flat = torch.cat([g.flatten() for g in first])
+                for column in range(dim):
+                    second = torch.autograd.grad(flat[column], parameters, retain_graph=True, allow_unused=True)
+                    pairs = zip(second, parameters, strict=True)
+                    filled = [torch.zeros_like(p) if g is None else g for g, p in pairs]
+                    matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
+                slope += flat.detach().to(slope)
+                log_lik += float(value.detach())
+                num_rows += num_rows_of(inputs)
+                num_terms += int(model.likelihood.is_term(labels).sum())
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+    matrix = (matrix + matrix.mT) / 2
+    curvature: Curvature = FullCurvature(matrix)
+    if spec.structure == "diagonal":
+        curvature = DiagonalCurvature(matrix.diagonal().clone())
+    return Survey(curvature.scaled(scale), scale * log_lik, scale * slope, num_rows, num_terms, {})
