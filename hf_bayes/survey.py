@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
 from hf_bayes.laplace.cells import CurvatureSpec
-from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
+from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature, on_cpu
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
 from hf_bayes.likelihood import IGNORE, Likelihood
 from hf_bayes.members.plain import plain
@@ -82,7 +82,9 @@ def survey(
     spec.check()
     if spec.estimator == "hessian":
         with plain(model.members, theta) as random:
-            return _hessian(model, theta, random, batches, spec, scale, context)
+            found = _hessian(model, theta, random, batches, spec, scale, context)
+        assert found.gradient is not None
+        return found._replace(curvature=on_cpu(found.curvature), gradient=found.gradient.cpu())
     looked = _look(model, theta, batches, spec, None, gradient=gradient, seed=seed, context=context)
     if spec.structure == "kronecker_corrected":
         basis = looked.curvature
@@ -90,9 +92,9 @@ def survey(
         again = _look(model, theta, batches, spec, basis, gradient=False, seed=seed, context=context)
         looked = looked._replace(curvature=again.curvature)
     return looked._replace(
-        curvature=looked.curvature.scaled(scale),
+        curvature=on_cpu(looked.curvature.scaled(scale)),
         log_lik=scale * looked.log_lik,
-        gradient=None if looked.gradient is None else scale * looked.gradient,
+        gradient=None if looked.gradient is None else scale * looked.gradient.cpu(),
     )
 
 

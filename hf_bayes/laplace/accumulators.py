@@ -8,8 +8,8 @@ shared as in Eschenhagen et al. 2023 (the g of one pull are of the row's summed 
     expand   H = (sum_np g g') (x) (sum_np a a') / (number of positions np)
     reduce   H = (sum_n (sum_p g)(sum_p g)') (x) (sum_n abar abar') / (number of rows n),   abar the mean over positions
 
-Padding is no position. A classifier's head that scores every token has one position a row, the one that is read; a causal
-model's head has one for each likelihood term.
+Padding is no position. A classifier's head that scores every token has one position a row, the one that is read; a
+causal model's head has one for each likelihood term.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Accumulator(ABC):
     @abstractmethod
     def add(self, share: Any) -> None: ...
 
-    def end_pull(self) -> None:
+    def end_pull(self) -> None:  # noqa: B027  sums over modules need not know
         """All modules of a pull, over all rows of the batch, have been added."""
 
     @abstractmethod
     def result(self) -> Curvature: ...
 
-    def begin(self, num_rows: int) -> None:
+    def begin(self, num_rows: int) -> None:  # noqa: B027
         """A batch of ``num_rows`` rows begins."""
 
     def _zeros(self) -> dict[str, Tensor]:

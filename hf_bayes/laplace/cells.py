@@ -13,9 +13,10 @@ from hf_bayes.subspace import Layout
 
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
+_NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
 _UNDEFINED = {
-    "kronecker": "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such",
-    "kronecker_corrected": "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such",
+    "kronecker": _NO_SUM,
+    "kronecker_corrected": _NO_SUM,
     "low_rank": "a low-rank curvature is a sum of squares, and a Hessian has negative eigenvalues",
 }
 """Structures that a Hessian has not, and why."""

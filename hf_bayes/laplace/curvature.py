@@ -7,8 +7,8 @@ posterior gives the covariance T (H + tau)^-1, tempering the likelihood (H / T +
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -246,6 +246,17 @@ class FullCurvature(Curvature):
         return Full(factor / temperature**0.5)
 
 
+def on_cpu(value: Any) -> Any:
+    """A curvature, or a part of one, with its tensors in main memory."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(on_cpu(item) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{field.name: on_cpu(getattr(value, field.name)) for field in fields(value)})
+
+
 def _positive(values: Tensor) -> Tensor:
     bad = ~((values > 0) & values.isfinite())
     if bool(bad.any()):
@@ -258,7 +269,7 @@ def _positive(values: Tensor) -> Tensor:
 
 def _not_positive(detail: str) -> str:
     return (
-        f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. A Hessian is "
-        "indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never negative, or lower "
+        f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. A Hessian "
+        "is indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never negative, or lower "
         "prior_std, which adds 1 / prior_std^2 to every eigenvalue"
     )

@@ -1,7 +1,7 @@
 """Estimators of the curvature of -log p(D | theta): what is pulled back through the model, one backward at a time.
 
-An estimator names, for every likelihood term, cotangents c_k of its logits; the pull k of a row (an example, a sequence)
-is g_k = sum_terms J_term' c_k, and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
+An estimator names, for every likelihood term, cotangents c_k of its logits; pull k of a row (an example, a sequence) is
+g_k = sum_terms J_term' c_k, and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
 
     ggn          c ~ p: the score at a label that the model draws (Monte Carlo, Kunstner et al. 2019), or with
                  num_samples=None each column of a root of the term's Fisher information (exact)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 
 from hf_bayes.members.engine import Members
 
@@ -15,13 +17,15 @@ from hf_bayes.members.engine import Members
 def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
     """Own forwards and parameters until the end of the block, ``row`` [d] written into the random ones.
 
-    The model is in evaluation mode meanwhile (dropout would be another likelihood), except that checkpointed blocks go on
-    checkpointing. Modes, values and member forwards are put back.
+    The model is in evaluation mode meanwhile (dropout would be another likelihood), except that checkpointed blocks go
+    on checkpointing. Modes, values and member forwards are put back.
 
     Yields:
         {name: the random parameter}; none of them requires grad.
     """
-    context, modes = members.context, [(module, module.training) for module in members.model.modules()]
+    functions: list[tuple[Any, Any]] = []
+    context = members.context
+    modes: list[tuple[Any, bool]] = [(module, module.training) for module in members.model.modules()]
     found = dict(members.model.named_parameters(remove_duplicate=False))
     random = {name: found[name] for name in members.layout.names}
     before = {name: parameter.data for name, parameter in random.items()}
@@ -37,6 +41,9 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
         for module, _ in modes:
             if _checkpoints(module):
                 module.training = True  # the flag of this module alone: those within it stay in evaluation mode
+                functions.append((module, module._gradient_checkpointing_func))
+                # the members' context can be entered once, and several backward passes recompute a block several times
+                module._gradient_checkpointing_func = partial(functions[-1][1], context_fn=noop_context_fn)
         yield random
     finally:
         for name, parameter in random.items():
@@ -45,6 +52,8 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
         for item in members.stacked:
             item.install()
         members.trunk.install()
+        for module, function in functions:
+            module._gradient_checkpointing_func = function
         for module, mode in modes:
             module.training = mode
 

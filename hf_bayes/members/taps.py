@@ -1,8 +1,8 @@
 """Taps on the modules that own random parameters: what went in and the gradient of what came out, as backward passes.
 
-A tap is an identity in the graph whose backward hands (input, output gradient) to a consumer and forgets them. Its input
-is a saved tensor like any other, so activation checkpointing drops and recomputes it. Random parameters need no gradient
-of their own: everything that is made of one is made of (input, output gradient), row by row.
+A tap is an identity in the graph whose backward hands (input, output gradient) to a consumer and forgets them. Its
+input is a saved tensor like any other, so activation checkpointing drops and recomputes it. Random parameters need no
+gradient of their own: everything that is made of one is made of (input, output gradient), row by row.
 
 For the same model the ready-made libraries do less here: curvlinops (matrix-free products, K-FAC on nn.Linear) knows
 neither Conv1D, norms and embeddings nor peft's factors, differentiates the loss of whole batches in its own loop, and
@@ -124,7 +124,8 @@ class Taps:
         """A leaf that every tapped output depends on: backward towards it runs the taps and computes nothing else."""
         self.consume: Callable[[Share], None] | None = None
         self.first = True
-        self._num_rows, self._rows, self._valid = 1, slice(None), None
+        self._num_rows, self._rows = 1, slice(None)
+        self._valid: Tensor | None = None
         self._one_row = False
         self._seen: list[tuple[Any, int]] = []
         self._sources: dict[int, int] = {}
@@ -215,7 +216,7 @@ class _Identity(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         ctx.taps.deliver(ctx.index, ctx.source, x, g)
         return None, None, None, None, g, g.new_zeros(())

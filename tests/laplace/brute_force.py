@@ -56,22 +56,18 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def problem(family: str, part: str, task: str) -> Problem:
     """Fewer than 400 random parameters, float64."""
+    size = 8 if part == "lora" else 4
     small: dict[str, Any] = {"vocab_size": 9, "max_position_embeddings": 16}
     model: PreTrainedModel
     if family == "llama":
-        model = models.tiny_llama(dtype=torch.float64, hidden_size=8 if part == "lora" else 4, intermediate_size=6,
-                                  num_attention_heads=2, num_key_value_heads=1, bos_token_id=1, eos_token_id=2, **small)  # fmt: skip
+        small |= {"intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = models.tiny_llama(dtype=torch.float64, hidden_size=size, **small)
     elif family == "gpt2":
-        size = 8 if part == "lora" else 4
-        model = models.tiny_gpt2(
-            dtype=torch.float64, n_embd=size, n_positions=16, vocab_size=9, tie_word_embeddings=False
-        )
+        small = {"vocab_size": 9, "n_positions": 16, "tie_word_embeddings": False}
+        model = models.tiny_gpt2(dtype=torch.float64, n_embd=size, **small)
     else:
-        outputs = 1 if task == "regression" else 3
-        size = 8 if part == "lora" else 4
-        model = models.tiny_bert(
-            dtype=torch.float64, num_labels=outputs, hidden_size=size, intermediate_size=6, **small
-        )
+        small |= {"num_labels": 1 if task == "regression" else 3, "intermediate_size": 6}
+        model = models.tiny_bert(dtype=torch.float64, hidden_size=size, **small)
     core, head = model, model.lm_head if task == "lm" else model.classifier
     if part == "lora":
         modules = {"llama": ["q_proj", "k_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"]}[family]

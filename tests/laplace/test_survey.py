@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_bayes.attaching import attach
-from hf_bayes.laplace.cells import CurvatureSpec
+from hf_bayes.laplace.accumulators import KroneckerSum
+from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec, table
+from hf_bayes.laplace.estimators import ESTIMATORS
 from hf_bayes.rng import generator
 from hf_bayes.survey import Survey, survey
+from tests import models
 from tests.laplace import brute_force
 from tests.laplace.brute_force import Problem, Row, problem
 
@@ -22,7 +26,7 @@ PROBLEMS = [
 ]
 problems = pytest.mark.parametrize(("family", "part", "task"), PROBLEMS, ids=["-".join(p) for p in PROBLEMS])
 TOLERANCE = {"llama": 1e-5}
-"""Relative to the largest entry. Llama-like models compute their norms in float32; the others are float64 throughout."""
+"""Relative to the largest entry. Llama-like models compute norms in float32; the others are float64 throughout."""
 
 _CACHE: dict[Any, tuple[Problem, list[Row]]] = {}
 
@@ -85,3 +89,229 @@ def test_kfac_is_its_dense_definition(
     expected = brute_force.kfac(made, rows, pulls(made, rows, estimator, samples), sharing)
     found = run(made, estimator=estimator, num_samples=samples, structure="kronecker", sharing=sharing, gradient=False)
     assert error(found.curvature.dense(), expected) < TOLERANCE.get(family, 1e-7)
+
+
+def test_the_comparison_catches_wrong_curvatures() -> None:
+    """Broken twins: the wrong square, the wrong labels, the wrong N, other weight sharing."""
+    made, rows = looked("gpt2", "lora", "lm")
+    per_token = brute_force.outer(rows, pulls(made, rows, "ef_token", None))
+    per_row = brute_force.outer(rows, pulls(made, rows, "ef_sequence", 1))
+    assert error(run(made, estimator="ef_sequence", structure="full").curvature.dense(), per_token) > 0.01
+    assert error(run(made, estimator="ef_token", num_samples=None, structure="full").curvature.dense(), per_row) > 0.01
+    assert error(run(made, estimator="ggn", num_samples=2, seed=1, structure="full").curvature.dense(),
+                 brute_force.outer(rows, pulls(made, rows, "ggn", 2))) > 0.01  # fmt: skip
+    doubled = run(made, estimator="ef_sequence", structure="full", scale=2.0)
+    assert error(doubled.curvature.dense(), 2 * per_row) < 1e-7
+    assert error(doubled.curvature.dense(), per_row) > 0.01
+    reduce = brute_force.kfac(made, rows, pulls(made, rows, "ef_sequence", 1), "reduce")
+    assert error(run(made, estimator="ef_sequence", structure="kronecker").curvature.dense(), reduce) > 0.01
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("family", "task"), [("gpt2", "lm"), ("bert", "classes")])
+def test_batches_do_not_matter(family: str, task: str, structure: str) -> None:
+    made, _ = looked(family, "lora", task)
+    whole = run(made, batch=3, structure=structure, num_samples=2)
+    for size in (1, 2):
+        parts = run(made, batch=size, structure=structure, num_samples=2)
+        assert error(parts.curvature.dense(), whole.curvature.dense()) < 1e-9  # float64 sums in another order
+        assert parts.log_lik == pytest.approx(whole.log_lik, rel=1e-12)
+
+
+def test_random_signs_average_to_the_token_fisher_and_drawn_labels_to_the_ggn() -> None:
+    made, _ = looked("gpt2", "head", "lm")
+    for estimator in ("ef_token", "ggn"):
+        exact = run(made, estimator=estimator, num_samples=None, structure="full", gradient=False).curvature.dense()
+        mean = run(made, estimator=estimator, num_samples=400, structure="full", gradient=False).curvature.dense()
+        # an outer product differs from its mean about as much as its mean is large; 3 rows x 400 draws
+        assert float((mean - exact).norm() / exact.norm()) < 4 / (3 * 400) ** 0.5
+        other = run(made, estimator="ef_sequence", structure="full", gradient=False).curvature.dense()
+        assert float((other - exact).norm() / exact.norm()) > 4 / (3 * 400) ** 0.5  # the broken twin
+
+
+@pytest.mark.parametrize(("family", "part", "task"), [("gpt2", "head", "lm"), ("bert", "block", "classes")])
+def test_corrected_eigenvalues_are_second_moments_in_the_basis_of_kfac(family: str, part: str, task: str) -> None:
+    made, rows = looked(family, part, task)
+    moments = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    found = run(made, structure="kronecker_corrected", num_samples=2)
+    plain = run(made, structure="kronecker", num_samples=2)
+    start = 0
+    for block, uncorrected in zip(found.curvature.blocks, plain.curvature.blocks, strict=True):  # type: ignore[attr-defined]
+        size = len(block) if isinstance(block, Tensor) else block.eigenvalues.numel()
+        own = moments[start : start + size, start : start + size]
+        if own.abs().max() < 1e-20:  # the bias of BERT's keys does nothing
+            start += size
+            continue
+        if isinstance(block, Tensor):
+            assert error(block, own.diagonal()) < 1e-7
+        else:
+            assert torch.equal(block.left, uncorrected.left)
+            basis = torch.kron(block.left.contiguous(), block.right.contiguous())
+            assert error(block.eigenvalues.flatten(), (basis.T @ own @ basis).diagonal()) < 1e-7
+            assert error(uncorrected.eigenvalues.flatten(), (basis.T @ own @ basis).diagonal()) > 0.01
+        start += size
+
+
+@pytest.mark.parametrize(("family", "part", "task"), [("gpt2", "head", "lm"), ("bert", "lora", "regression")])
+def test_the_hessian_is_that_of_autograd(family: str, part: str, task: str) -> None:
+    made, _ = looked(family, part, task)
+    layout, named = made.layout, dict(made.model.named_parameters())
+    start = layout.flatten({name: named[name].detach() for name in layout.names})
+
+    def minus_log_lik(theta: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for row in made.rows:
+            inputs = {"input_ids": row["input_ids"], "attention_mask": torch.ones_like(row["input_ids"])}
+            logits = torch.func.functional_call(made.model, layout.unflatten(theta), (), inputs).logits
+            if task == "regression":
+                total = total + 0.5 * ((row["labels"] - logits) / brute_force.NOISE).square().sum()
+            else:
+                wanted = row["labels"][0, 1:]
+                total = total + torch.nn.functional.cross_entropy(logits[0, :-1], wanted, reduction="sum")
+        return total
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = torch.autograd.functional.hessian(minus_log_lik, start)
+    found = run(made, estimator="hessian", structure="full").curvature.dense()
+    assert error(found, expected) < 1e-7
+    diagonal = run(made, estimator="hessian", structure="diagonal").curvature.dense()
+    assert error(diagonal, torch.diag(expected.diagonal())) < 1e-7
+
+
+def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
+    made = problem("gpt2", "head", "lm")
+    made.model.transformer.wte.weight = made.model.lm_head.weight  # type: ignore[union-attr]
+    made.head = torch.nn.Identity()
+    made.subspace = "wte"
+    rows = brute_force.look(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
+    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    assert error(run(made, structure="full", num_samples=2).curvature.dense(), expected) < 1e-7
+    for structure in ("diagonal", "kronecker"):
+        found = run(made, structure=structure, num_samples=2)
+        assert error(found.curvature.dense(), torch.diag(expected.diagonal())) < 1e-7
+    assert found.fallbacks == {"transformer.wte.weight": "tied: two modules own it"}
+
+
+def test_a_long_side_gets_a_diagonal_factor() -> None:
+    made, rows = looked("gpt2", "head", "lm")
+    own = pulls(made, rows, "ggn", 2)
+    g = torch.cat([row.pull(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
+    x = torch.cat([row.inputs["lm_head.weight"] for row in rows])
+    found = run(made, structure="kronecker", num_samples=2, max_factor=4)
+    assert found.curvature.blocks[0].left is None  # type: ignore[attr-defined]
+    expected = torch.kron(torch.diag(g.square().sum(0)), x.T @ x / len(x))
+    assert error(found.curvature.dense(), expected) < 1e-7
+    assert "longer than max_factor=4" in found.fallbacks["lm_head.weight"]
+
+
+def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = looked("llama", "lora", "lm")
+    sources: dict[str, int] = {}
+    add = KroneckerSum.add
+
+    def spy(self: KroneckerSum, share: Any) -> None:
+        sources[share.tap.path.split("self_attn.")[1]] = share.source
+        add(self, share)
+
+    monkeypatch.setattr(KroneckerSum, "add", spy)
+    run(made, structure="kronecker", gradient=False)
+    inputs = {sources[f"{name}_proj.lora_A.default"] for name in "qkv"}
+    assert len(inputs) == 1
+    assert len(set(sources.values())) == 4  # and the input of each B
+
+
+def test_dropout_is_off_in_the_pass_and_the_model_is_given_back_as_it_was() -> None:
+    without = run(looked("gpt2", "lora", "lm")[0], num_samples=2)
+    made = problem("gpt2", "lora", "lm")
+    for module in made.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    with attach(made.model, subspace=made.subspace) as model:
+        model.train()
+        theta = model.theta[0].detach()
+        before = {name: (value.clone(), value.requires_grad) for name, value in made.model.named_parameters()}
+        forwards = [vars(module).get("forward") for module in made.model.modules()]
+        spec = CurvatureSpec(num_samples=2)
+        found = [survey(model, theta + shift, made.batches(3), spec) for shift in (0, 0, 1)]
+        assert all(module.training for module in made.model.modules())
+        assert [vars(module).get("forward") for module in made.model.modules()] == forwards
+        for name, value in made.model.named_parameters():
+            assert torch.equal(value, before[name][0])
+            assert value.requires_grad == before[name][1]
+            assert value.grad is None
+    assert torch.equal(found[0].curvature.dense(), found[1].curvature.dense())
+    assert error(found[0].curvature.dense(), without.curvature.dense()) < 1e-12
+    assert error(found[2].curvature.dense(), without.curvature.dense()) > 0.01  # theta counts, not the model's weights
+
+
+@pytest.mark.parametrize("part", ["lora", "block"])
+def test_activation_checkpointing_changes_nothing_and_recomputes(part: str) -> None:
+    made = problem("llama", part, "lm")
+    blocks = made.model.get_submodule("base_model.model.model.layers" if part == "lora" else "model.layers")
+    calls = []
+    handle = blocks[1].self_attn.register_forward_hook(lambda *args: calls.append(1))  # type: ignore[index,union-attr]
+    found = []
+    for checkpointing in (False, True):
+        with attach(made.model, subspace=made.subspace) as model:
+            if checkpointing:
+                models.switch_on_checkpointing(model)
+            calls.clear()
+            found.append(survey(model, model.theta[0].detach(), made.batches(3), CurvatureSpec(structure="kronecker")))
+            runs = len(calls)
+        assert runs == (3 if checkpointing else 1)  # once forward, once for each of two backward passes
+    handle.remove()
+    assert error(found[1].curvature.dense(), found[0].curvature.dense()) < 1e-12
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_bfloat16_base_with_float32_factors_gives_float32_curvature(structure: str) -> None:
+    wide, narrow = problem("llama", "lora", "lm"), problem("llama", "lora", "lm")
+    for name, parameter in narrow.model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
+    expected, found = (run(made, estimator="ef_sequence", structure=structure) for made in (wide, narrow))
+    assert found.curvature.dense().dtype == torch.float32
+    assert found.curvature.dense().isfinite().all()
+    # bfloat16 has 8 bits: a few per cent after two blocks
+    assert float(found.curvature.diagonal.sum() / expected.curvature.diagonal.sum()) == pytest.approx(1, abs=0.1)
+
+
+# -- cells --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("estimator", "structure"), list(itertools.product(ESTIMATORS, STRUCTURES)))
+def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> None:
+    row = next(line for line in table().splitlines() if line.startswith(f"| {estimator} "))
+    exists = row.split("|")[2 + STRUCTURES.index(structure)].strip() == "yes"
+    spec = CurvatureSpec(estimator=estimator, structure=structure)
+    made, _ = looked("bert", "head", "classes")
+    if exists:
+        assert run(made, estimator=estimator, structure=structure).curvature.dim == made.layout.dim
+    else:
+        with pytest.raises(ValueError, match=f"there is no structure='{structure}' of estimator='{estimator}'"):
+            spec.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"estimator": "fisher"}, "estimator must be one of ggn, ef_sequence, ef_token, hessian, got 'fisher'"),
+        ({"structure": "block"}, "structure must be one of"),
+        ({"sharing": "mean"}, "sharing must be 'expand' or 'reduce'"),
+    ],
+)
+def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(looked("bert", "head", "classes")[0], **changes)
+
+
+def test_what_is_too_large_is_refused_before_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = looked("gpt2", "head", "lm")
+    for name, limit, changes, message in (
+        ("hf_bayes.laplace.estimators.MAX_PULLS", 10, {"num_samples": None}, "27 > 10: set num_samples=1"),
+        ("hf_bayes.laplace.accumulators.MAX_FULL", 10, {"structure": "full"}, "36 x 36; the limit is 10"),
+        ("hf_bayes.survey.MAX_HESSIAN", 10, {"estimator": "hessian"}, "each of 36 elements; the limit is 10"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, limit)
+            with pytest.raises(ValueError, match=message):
+                run(made, **changes)
