@@ -21,7 +21,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.refusals import is_stream
-from hf_bayes.types import Problem
+from hf_bayes.types import Approximation, Problem
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -29,6 +29,42 @@ else:
     _Trainer = object
 
 _KEPT_METRICS = ("nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity")
+
+
+def to_posterior(
+    model: BayesianModel,
+    approximation: Approximation,
+    method: MethodConfig,
+    *,
+    subspace: str,
+    num_data: float,
+    data_unit: str,
+    tokenizer: Any,
+    seed: int,
+    diagnostics: dict[str, Any],
+) -> Posterior:
+    """What a method made of the random parameters of ``model``, with all that is needed to use it."""
+    layout = model.layout
+    noise_std = getattr(model.likelihood, "noise_std", None)
+    return Posterior(
+        approximation=approximation,  # type: ignore[arg-type]
+        adapter_config=base_model.adapter_config(model.model),
+        config=PosteriorConfig(
+            task=model.task,
+            method=method.to_dict(),
+            approximation=approximation.kind,
+            parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            num_members=approximation.num_stored,
+            subspace=subspace,
+            prior={"std": method.prior_std if method.prior_std is not None else 1.0, "mean": method.prior_mean},
+            num_data=num_data,
+            data_unit=data_unit,
+            base_model=base_model.describe(model.model, model.core, layout, tokenizer),
+            head=base_model.describe_head(model.core, noise_std),
+            seed=seed,
+            diagnostics=diagnostics,
+        ),
+    )
 
 
 class SavingMixin(_Trainer):
@@ -161,25 +197,16 @@ class SavingMixin(_Trainer):
         )
 
     def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any]) -> Posterior:
-        args, bayesian, config = self.args, self.bayesian, self.method
-        return Posterior(
-            approximation=approximation,
-            adapter_config=base_model.adapter_config(bayesian.model),
-            config=PosteriorConfig(
-                task=self.bayesian.task,
-                method=config.to_dict(),
-                approximation=approximation.kind,
-                parameters=[[n, list(s)] for n, s in zip(bayesian.layout.names, bayesian.layout.shapes, strict=True)],
-                num_members=approximation.num_stored,
-                subspace=self.subspace,
-                prior={"std": config.prior_std if config.prior_std is not None else 1.0, "mean": config.prior_mean},
-                num_data=self.num_data,
-                data_unit=args.data_unit,
-                base_model=base_model.describe(bayesian.model, bayesian.core, bayesian.layout, self.processing_class),
-                head=base_model.describe_head(bayesian.core, args.noise_std),
-                seed=args.seed,
-                diagnostics=diagnostics,
-            ),
+        return to_posterior(
+            self.bayesian,
+            approximation,
+            self.method,
+            subspace=self.subspace,
+            num_data=self.num_data,
+            data_unit=self.args.data_unit,
+            tokenizer=self.processing_class,
+            seed=self.args.seed,
+            diagnostics=diagnostics,
         )
 
     # -- checkpoints: private hooks of Trainer, whose signatures a test pins -------------------------------------
