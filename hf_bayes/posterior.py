@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -136,3 +137,8 @@ class Gaussian:
     def _component_log_probs(self, theta: Tensor) -> Tensor:
         components = zip(self.means, self.covariances, strict=True)
         return torch.stack([log_normal(covariance, theta - mean) for mean, covariance in components], 1)
+
+
+def joined(parts: Sequence[Gaussian]) -> Gaussian:
+    """The mixture of all components, each of one weight."""
+    return Gaussian(torch.cat([part.means for part in parts]), tuple(c for part in parts for c in part.covariances))

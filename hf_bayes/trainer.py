@@ -28,7 +28,7 @@ from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
-from hf_bayes.posterior import Draws
+from hf_bayes.posterior import Draws, joined
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter, refuse_other_weights
 from hf_bayes.reporting import ReportingMixin
@@ -38,9 +38,10 @@ from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
 from hf_bayes.storage import check_writable
+from hf_bayes.survey import Survey, survey
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.training_data import TrainingDataMixin
-from hf_bayes.types import Evaluation, Kernel, Problem
+from hf_bayes.types import Approximation, Evaluation, Kernel, Problem, Rule
 
 logger = logging.getLogger(__name__)
 
@@ -354,15 +355,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             self._warn("training stopped before the first draw: the chains' current states are taken as draws")
             chains.draws = [chains.state_of_chains.theta.detach().cpu().clone()]
         draws = torch.stack(chains.draws, 1)
-        approximation = chains.method.finish(chains.state_of_chains, draws)
-        if not isinstance(approximation, Draws):  # it stores no members to be dealt out: every process holds it all
-            everywhere = self.mesh.gather_chains
-            state = chains.state_of_chains
-            state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
-            approximation, chains.spread = chains.method.finish(state, draws), None
-        else:
-            approximation = dataclasses.replace(approximation, chain=approximation.chain + self.chains.start)
-        self._posterior = self._to_posterior(approximation, self._diagnostics(draws))
+        approximation, report = self._approximate(draws)
+        self._posterior = self._to_posterior(approximation, {**self._diagnostics(draws), **report})
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:
             self._warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
@@ -370,6 +364,43 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             )
         chains.finished = self._posterior.sample(None, generator(self.args.seed, "members")).to(self.args.device)
         chains.eval()
+
+    def _approximate(self, draws: Tensor) -> tuple[Approximation, dict[str, Any]]:
+        """What the method makes of its chains, and its report. One that stores no members is whole in every process."""
+        chains, method = self._chains_optimizer, self._chains_optimizer.method
+        if isinstance(method, Rule) and method.revise is not None:
+            # each process passes over the data for its own chains; processes that share chains find the same
+            parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
+            chains.spread = None
+            names = parts[0].report
+            return joined([p.approximation for p in parts]), {n: [v for p in parts for v in p.report[n]] for n in names}
+        approximation = method.finish(chains.state_of_chains, draws)
+        if isinstance(approximation, Draws):
+            return dataclasses.replace(approximation, chain=approximation.chain + self.chains.start), {}
+        everywhere = self.mesh.gather_chains
+        state = chains.state_of_chains
+        state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
+        chains.spread = None
+        return method.finish(state, draws), {}
+
+    def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Survey:
+        """One pass over the training data at ``theta`` [d], for a method that asks for it."""
+        dataset, collate = self._training_data()
+
+        def batches() -> Iterator[dict[str, Any]]:
+            loader = DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)
+            return (self._prepare_inputs(batch) for batch in loader)
+
+        return survey(
+            self.bayesian,
+            theta.to(self.args.device),
+            batches,
+            what,
+            scale=self.num_data / self.num_terms,
+            gradient=gradient,
+            seed=self.args.seed,
+            context=self.compute_loss_context_manager,
+        )
 
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):

@@ -101,6 +101,26 @@ class Problem(NamedTuple):
     draw_steps: range = range(0)
 
 
+class Look(Protocol):
+    """One more pass over the data after the last update, for a method that asks for it (``Rule.revise``)."""
+
+    def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        """What is found at ``theta`` [d]: of ``laplace.cells.CurvatureSpec`` a ``survey.Survey``."""
+        ...
+
+
+class Revision(NamedTuple):
+    """What a method makes of a pass over the data.
+
+    Attributes:
+        approximation: the result of the run.
+        report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
+    """
+
+    approximation: Approximation
+    report: dict[str, list[Any]]
+
+
 class Rule(NamedTuple):
     """One gradient per update: SG-MCMC, VI, MAP.
 
@@ -109,12 +129,15 @@ class Rule(NamedTuple):
         locate: (state, rngs) -> (theta [M, d] at which the gradient is wanted, state); once per update.
         update: (state, evaluation, lr, rngs) -> (state, info), with lr the step size of this update.
         finish: (state, draws [M, S, d]) -> Approximation.
+        revise: (state, draws, look) -> Revision: in place of ``finish`` where there are data to look at; None if the
+            method has no use for it.
     """
 
     init: Callable[[Tensor, Rngs], Any]
     locate: Callable[[Any, Rngs], tuple[Tensor, Any]]
     update: Callable[[Any, Evaluation, float, Rngs], tuple[Any, Info]]
     finish: Callable[[Any, Tensor], Approximation]
+    revise: Callable[[Any, Tensor, Look], Revision] | None = None
 
 
 class Kernel(NamedTuple):

@@ -19,7 +19,19 @@ from torch import Tensor
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import energy, grad_energy
 from hf_bayes.posterior import Draws
-from hf_bayes.types import Evaluate, Evaluation, Info, Kernel, Problem, Rngs, Rule, locate_at_theta
+from hf_bayes.types import (
+    Approximation,
+    Evaluate,
+    Evaluation,
+    Info,
+    Kernel,
+    Look,
+    Problem,
+    Revision,
+    Rngs,
+    Rule,
+    locate_at_theta,
+)
 
 BETA_1 = 0.9
 BETA_2 = 0.999
@@ -69,17 +81,18 @@ class MAPConfig(MethodConfig):
 
     def build(self, problem: Problem) -> Rule:
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
-            return _descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
+            return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
 
-        return Rule(_begin, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws[:, -1:]))
+        return Rule(begin, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws[:, -1:]))
 
 
-def _begin(theta: Tensor, rngs: Rngs) -> MAPState:
+def begin(theta: Tensor, rngs: Rngs) -> MAPState:
+    """AdamW before its first step."""
     step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
     return MAPState(theta, torch.zeros_like(theta), torch.zeros_like(theta), step)
 
 
-def _descend(
+def descend(
     state: MAPState, evaluation: Evaluation, problem: Problem, lr: float, *, momentum: float, prior_weight: float
 ) -> tuple[MAPState, Info]:
     """One step of AdamW on U / N."""
@@ -102,7 +115,7 @@ def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem
     """
 
     def init(theta: Tensor, rngs: Rngs) -> Any:
-        return _warming(_begin(theta, rngs), rule.init(theta, _throwaway(rngs)))
+        return _warming(begin(theta, rngs), rule.init(theta, _throwaway(rngs)))
 
     def locate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         if _is_warming(state, steps):
@@ -114,13 +127,20 @@ def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem
         if not _is_warming(state, steps):
             inner, info = rule.update(_inner(state), evaluation, lr, rngs)
             return _sampling(state, inner), info
-        warm, info = _descend(
+        warm, info = descend(
             _optimiser(state), evaluation, problem, learning_rate, momentum=BETA_1, prior_weight=prior_weight
         )
         state = _warming(warm, _inner(state))
         return (_sampling(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
 
-    return Rule(init, locate, update, lambda state, draws: rule.finish(_inner(state), draws))
+    def revise(state: Any, draws: Tensor, look: Look) -> Revision:
+        assert rule.revise is not None
+        return rule.revise(_inner(state), draws, look)
+
+    def finish(state: Any, draws: Tensor) -> Approximation:
+        return rule.finish(_inner(state), draws)
+
+    return Rule(init, locate, update, finish, None if rule.revise is None else revise)
 
 
 def warm_start_kernel(
@@ -129,13 +149,13 @@ def warm_start_kernel(
     """``warm_start`` for a kernel: each of the first ``steps`` moves is one evaluation and one step of AdamW."""
 
     def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> Any:
-        return _warming(_begin(theta, rngs), kernel.init(theta, evaluate, _throwaway(rngs)))
+        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, _throwaway(rngs)))
 
     def step(state: Any, evaluate: Evaluate, rngs: Rngs) -> tuple[Any, Info]:
         if not _is_warming(state, steps):
             inner, info = kernel.step(_inner(state), evaluate, rngs)
             return _sampling(state, inner), info
-        warm, info = _descend(
+        warm, info = descend(
             _optimiser(state),
             evaluate(state.theta),
             problem,
