@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         BayesianModelForSequenceClassification,
         BayesianModelForTokenClassification,
     )
+    from hf_bayes.laplace_fit import fit_laplace
     from hf_bayes.methods import METHODS
     from hf_bayes.pipelines import pipeline
     from hf_bayes.records import UncertaintyStreamer
@@ -42,6 +43,7 @@ _WHERE = {
     "BayesianTrainer": "trainer",
     "BayesianTrainerMixin": "trainer",
     "BayesianTrainingArguments": "training_arguments",
+    "fit_laplace": "laplace_fit",
     "decompose": "uncertainty",
     "mixture": "uncertainty",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "UncertaintyStreamer",
     "attach",
     "decompose",
+    "fit_laplace",
     "mixture",
     "pipeline",
     "print_record",

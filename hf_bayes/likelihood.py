@@ -66,7 +66,9 @@ class Categorical:
         return (answers[:-1],)
 
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.one_hot(labels, logits.shape[-1]) - widened(logits).softmax(-1)
+        away = -widened(logits).softmax(-1)
+        away[torch.arange(len(labels), device=labels.device), labels] += 1
+        return away
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         steps = widened(logits).softmax(-1).double().cumsum(-1)

@@ -11,6 +11,7 @@ from typing import Any
 from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
 from hf_bayes.config import MethodConfig
+from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.samplers.baoab import BAOABConfig
@@ -32,6 +33,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "mean_field": MeanFieldConfig,
     "metropolis": MetropolisConfig,
     "hmc": HMCConfig,
+    "laplace": LaplaceConfig,
 }
 
 

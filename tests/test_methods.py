@@ -24,6 +24,7 @@ from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
+from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.methods import METHODS, build, from_dict
@@ -101,6 +102,9 @@ ROWS = {
         config=MetropolisConfig(target_acceptance=0.3), learning_rate=0.3, law=exact, shape=(128, 2), num_steps=1000
     ),
     "hmc": Row(config=HMCConfig(num_leapfrog=4), learning_rate=0.1, law=exact, shape=(8, 32), num_steps=300),
+    "laplace": Row(
+        config=LaplaceConfig(structure="kronecker", num_samples=2), learning_rate=0.01, law=None, noise=False
+    ),
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())

@@ -1,0 +1,178 @@
+"""Laplace approximation: a Gaussian around each chain's MAP (MacKay 1992; posteriors section 3.1 and app. A.1).
+
+    N(theta*, T (H + tau)^-1),   H the curvature of -log p(D | theta) at theta*, tau the prior's precision
+
+with covariance (H / T + tau)^-1 for ``temper="likelihood"``. The chains run ``map`` (AdamW on U / N) to the end; one
+pass over the data then finds H (``estimators``, ``accumulators``). Around several chains it is an equally weighted
+mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where log p(D | theta) is quadratic.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hf_bayes.baselines.map import BETA_1, MAPState, begin, descend
+from hf_bayes.config import MethodConfig
+from hf_bayes.covariance import Covariance
+from hf_bayes.energy import GaussianPrior
+from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
+from hf_bayes.laplace.curvature import temper
+from hf_bayes.laplace.estimators import ESTIMATORS
+from hf_bayes.laplace.evidence import SCOPES, Expansion, maximise
+from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.subspace import Layout
+from hf_bayes.types import Evaluation, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
+
+MAX_DISPLACEMENT = 1.0
+"""Root mean square distance from theta* to the Gaussian's own maximum, in its standard deviations, that is no MAP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceConfig(MethodConfig):
+    """Laplace approximation around each chain's MAP; ends in one Gaussian per chain.
+
+    Attributes:
+        estimator: "ggn", "ef_sequence", "ef_token" or "hessian".
+        structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full".
+        num_samples: label draws ("ggn") or random signs ("ef_token") per row; None is exact, at a backward pass for
+            each term and output.
+        sharing: K-FAC over positions: "expand" or "reduce".
+        max_factor: longest side of a Kronecker factor that is not diagonal.
+        rank: of "low_rank".
+        momentum: AdamW's beta_1 on the way to the MAP.
+        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, None keeps it. The MAP
+            stays where ``prior_std`` put it.
+        prior_scope: one fitted precision for the "model", for each "tensor" or each "element".
+        check_gradient: find the gradient at the MAP in the pass, at half a training step more.
+    """
+
+    name: ClassVar[str] = "laplace"
+    num_chains: int = 1
+    init_jitter: float = 0.0
+    estimator: str = "ggn"
+    structure: str = "diagonal"
+    num_samples: int | None = 1
+    sharing: str = "expand"
+    max_factor: int = 4096
+    rank: int = 32
+    momentum: float = BETA_1
+    fit_prior: str | None = None
+    prior_scope: str = "model"
+    check_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise ValueError(
+                f"{self.name}: temperature must be > 0, got {self.temperature}: at T = 0 the covariance is 0 and its "
+                'mean the MAP. Use method="map"'
+            )
+        if self.draws_per_chain != 1:
+            raise ValueError(
+                f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one Gaussian. "
+                "Use num_chains for a mixture"
+            )
+        self._check_choice("estimator", self.estimator, ESTIMATORS)
+        self._check_choice("structure", self.structure, STRUCTURES)
+        self._check_choice("sharing", self.sharing, ("expand", "reduce"))
+        if self.fit_prior is not None:
+            self._check_choice("fit_prior", self.fit_prior, ("evidence",))
+        self._check_choice("prior_scope", self.prior_scope, SCOPES)
+        if self.num_samples is not None:
+            self._check_count("num_samples", self.num_samples, minimum=1)
+        for field in ("max_factor", "rank"):
+            self._check_count(field, getattr(self, field), minimum=1)
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        self.spec.check()
+
+    @property
+    def spec(self) -> CurvatureSpec:
+        """Estimator and structure."""
+        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "rank")
+        return CurvatureSpec(**{field: getattr(self, field) for field in fields})
+
+    def build(self, problem: Problem) -> Rule:
+        def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
+            return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
+
+        def finish(state: MAPState, draws: Tensor) -> Draws:
+            warnings.warn(
+                "laplace made no pass over the data: these are the chains' MAP points, with no spread. An energy has "
+                "no likelihood terms to find a curvature from; BayesianTrainer and fit_laplace do",
+                stacklevel=3,
+            )
+            return Draws.from_chains(draws[:, -1:])
+
+        def revise(state: MAPState, draws: Tensor, look: Look) -> Revision:
+            return self.revise(draws[:, -1], look, problem)
+
+        return Rule(begin, locate_at_theta, update, finish, revise)
+
+    def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
+        """The Gaussian around each row of ``theta`` [M, d], and what the pass found."""
+        covariances, notes = [], []
+        for row in theta:
+            covariance, note = self._around(row, look, problem)
+            covariances.append(covariance)
+            notes.append(note)
+        return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes})
+
+    def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
+        found = look(theta, self.spec, gradient=self.check_gradient)
+        mean, precision = prior_moments(problem.prior, theta)
+        power = 1 / self.temperature if self.temper == "likelihood" else 1.0  # of the likelihood
+        expansion = Expansion(found.curvature.scaled(power), power * found.log_lik, theta - mean)
+        note: dict[str, Any] = {"log_lik": found.log_lik}
+        if self.fit_prior == "evidence":
+            layout = Layout(tuple(map(str, range(len(problem.sizes)))), tuple((size,) for size in problem.sizes))
+            precision = maximise(expansion, precision, self.prior_scope, layout)
+            note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
+        if bool((precision > 0).all()):  # a flat prior has no evidence
+            note["log_evidence"] = float(expansion.log_evidence(precision))
+        covariance = temper(found.curvature, precision, temperature=self.temperature, what=self.temper)
+        if found.gradient is not None:
+            slope = power * found.gradient - precision * (theta - mean)
+            untempered = 1.0 if self.temper == "likelihood" else self.temperature
+            note |= _how_far(slope, covariance, untempered)
+        if found.fallbacks:
+            note["diagonal"] = dict(found.fallbacks)
+        return covariance, note
+
+
+def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and precision [d] of a prior whose elements are independent.
+
+    Raises:
+        ValueError: for another prior.
+    """
+    if not isinstance(prior, GaussianPrior):
+        raise ValueError(f"laplace needs a GaussianPrior, got {type(prior).__name__}: it adds its precision to H")
+    return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
+
+
+def _how_far(slope: Tensor, covariance: Covariance, temperature: float) -> dict[str, float]:
+    """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds."""
+    square = float((slope * covariance.product(slope[None])[0]).sum()) / temperature / len(slope)
+    norm, step = float(slope.norm()), math.sqrt(max(square, 0.0))
+    if step > MAX_DISPLACEMENT:
+        warnings.warn(
+            f"the weights are no MAP: the gradient of log p(theta | D) has norm {norm:.3g}, and the Gaussian's maximum "
+            f"is {step:.2g} standard deviations away in root mean square (a MAP: below {MAX_DISPLACEMENT:g}). The "
+            "curvature is that of this point all the same. Train longer, lower the learning rate, or let prior_std fit "
+            "the weights"
+        )
+    return {"gradient_norm": norm, "displacement": step}
+
+
+def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:
+    """For the report: the one, one for each tensor, or least, median and greatest of all elements."""
+    if scope == "model":
+        return float(precision[0])
+    if scope == "tensor":
+        return [float(part[0]) for part in precision.split(sizes)]
+    return [float(precision.min()), float(precision.median()), float(precision.max())]

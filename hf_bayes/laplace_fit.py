@@ -1,0 +1,193 @@
+"""``fit_laplace``: a model that is trained already -> a posterior, in one pass over the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, default_data_collator
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.attaching import attach
+from hf_bayes.batches import count_terms
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.config import MethodConfig
+from hf_bayes.likelihood import Categorical
+from hf_bayes.methods import METHODS
+from hf_bayes.model import BayesianModel
+from hf_bayes.posterior import Gaussian
+from hf_bayes.priors import build_prior
+from hf_bayes.refusals import refuse_frozen_adapter
+from hf_bayes.rng import generator
+from hf_bayes.saving import to_posterior
+from hf_bayes.survey import Survey, survey
+from hf_bayes.types import Look, Problem
+
+NUM_MEMBERS = 10
+"""Draws that a candidate prior is judged by."""
+
+
+def fit_laplace(
+    model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
+    data: Any,
+    method: MethodConfig | None = None,
+    *,
+    collate: Callable | None = None,
+    batch_size: int = 8,
+    num_data: float | None = None,
+    data_unit: str = "token",
+    subspace: str = "trainable",
+    noise_std: float | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    prior_stds: Sequence[float] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    seed: int = 0,
+) -> Posterior:
+    """The Laplace approximation around weights that are there: of a finished adapter, or of each draw of a posterior.
+
+    The model is given back as it was. Its weights should maximise the posterior under the method's prior; how far they
+    are from that is measured, stored, and warned of.
+
+    Args:
+        model: a transformers or peft model; or a ``BayesianModel``, or the directory of a posterior, around each of
+            whose members there will be a Gaussian: a mixture.
+        data: sized; rows for ``collate``, with labels. The data that the weights were trained on.
+        method: ``LaplaceConfig(...)``; None is the default one.
+        collate: rows -> a batch of tensors with ``labels``; None is transformers' default collator.
+        batch_size: rows of a forward; the result does not depend on it.
+        num_data: N, if it is not the number of likelihood terms in the data.
+        data_unit: "token", or "sequence": N counts rows.
+        subspace: see ``subspace.select``; of a BayesianModel it is known.
+        noise_std: of a regression head.
+        tokenizer: whose fingerprint the posterior stores.
+        heldout: rows like ``data``: choose ``prior_std`` among ``prior_stds`` by their negative log-likelihood under
+            draws from the Gaussian. Not together with ``fit_prior``.
+        prior_stds: candidates.
+        seed: of labels drawn for the GGN, of draws that judge a candidate.
+    Raises:
+        ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
+            not positive definite.
+    """
+    config: Any = METHODS["laplace"]() if method is None else method
+    if config.name != "laplace":
+        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    if heldout is not None and config.fit_prior is not None:
+        raise ValueError(f"heldout= and fit_prior={config.fit_prior!r} both choose the prior: leave one out")
+    for name, value in (("num_data", num_data), *(("prior_stds", std) for std in prior_stds)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+    if data_unit not in ("token", "sequence"):
+        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+    if isinstance(model, (str, os.PathLike)):
+        model = _load(model)
+    owned = not isinstance(model, BayesianModel)
+    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
+    if not owned and bayesian.posterior is not None:
+        subspace = bayesian.posterior.config.subspace
+    try:
+        refuse_frozen_adapter(bayesian)
+        return _fit(
+            bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
+            tokenizer, heldout, prior_stds, seed,
+        )  # fmt: skip
+    finally:
+        if owned:
+            bayesian.detach()
+
+
+def _fit(
+    model: BayesianModel, data: Any, config: Any, collate: Callable, batch_size: int, num_data: float | None,
+    data_unit: str, subspace: str, tokenizer: Any, heldout: Any, prior_stds: Sequence[float], seed: int,
+) -> Posterior:  # fmt: skip
+    causal = isinstance(model, BayesianModelForCausalLM)
+    terms = count_terms(data, collate, model.likelihood, shift=causal, num_classes=_num_classes(model), progress=False)
+    total = float(num_data or (len(data) if data_unit == "sequence" else terms))
+    theta = model.current.detach().cpu()
+    run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
+    seen: dict[bytes, Survey] = {}
+
+    def look(theta: Tensor, what: Any, *, gradient: bool) -> Survey:
+        key = theta.numpy().tobytes()
+        if key not in seen:  # candidate priors share one pass
+            options: dict[str, Any] = {"scale": total / terms, "gradient": gradient, "seed": seed}
+            seen[key] = survey(model, theta.to(model.device), lambda: run(data), what, **options)
+        return seen[key]
+
+    report: dict[str, Any] = {}
+    if heldout is not None:
+        config, report["heldout_nll"] = _by_heldout(model, theta, config, look, total, run, heldout, prior_stds, seed)
+    approximation, notes = config.revise(theta, look, _problem(model, theta, config, total))
+    verdict = f"a Gaussian around {len(theta)} given points: not assessed"
+    return to_posterior(
+        model, approximation, config, subspace=subspace, num_data=total, data_unit=data_unit, tokenizer=tokenizer,
+        seed=seed, diagnostics={"converged": None, "verdict": verdict, **notes, **report},
+    )  # fmt: skip
+
+
+def _problem(model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float) -> Problem:
+    if config.prior_mean == "initial":
+        raise ValueError(
+            'prior_mean="initial" is where training started, which a finished model no longer knows: use "zero"'
+        )
+    prior = build_prior(config, model.layout, theta[0])
+    return Problem(num_data, prior, 1.0, 1, 0, model.layout.sizes)
+
+
+@torch.no_grad()
+def _by_heldout(
+    model: BayesianModel, theta: Tensor, config: Any, look: Look, num_data: float, run: Callable, heldout: Any,
+    prior_stds: Sequence[float], seed: int,
+) -> tuple[Any, dict[str, float]]:  # fmt: skip
+    """The config with the best prior_std, and {std: mean held-out nats per term}."""
+    found: dict[str, float] = {}
+    candidates = [dataclasses.replace(config, prior_std=float(std), check_gradient=False) for std in prior_stds]
+    for row in theta:
+        look(row, config.spec, gradient=config.check_gradient)
+    for candidate in candidates:
+        gaussian, _ = candidate.revise(theta, look, _problem(model, theta, candidate, num_data))
+        found[f"{candidate.prior_std:g}"] = _nll(model, gaussian, run(heldout), seed)
+    best = min(range(len(candidates)), key=lambda index: list(found.values())[index])
+    return dataclasses.replace(config, prior_std=candidates[best].prior_std), found
+
+
+def _nll(model: BayesianModel, gaussian: Gaussian, batches: Iterator[dict[str, Any]], seed: int) -> float:
+    """Mean over terms of -log mean_m p_m, of draws that every candidate shares but for their spread."""
+    shown, training = model._shown, model.training
+    model.show(gaussian.sample(NUM_MEMBERS * len(gaussian.means), generator(seed, "heldout")))
+    model.eval()
+    try:
+        return float(torch.cat([model.evaluate_batch(batch)[0]["nll"] for batch in batches]).double().mean())
+    finally:
+        model.show(shown)
+        model.train(training)
+
+
+def _batches(rows: Any, *, model: BayesianModel, collate: Callable, batch_size: int) -> Iterator[dict[str, Any]]:
+    loader: DataLoader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+    for batch in loader:
+        yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def _num_classes(model: BayesianModel) -> int | None:
+    if not isinstance(model.likelihood, Categorical):
+        return None
+    if isinstance(model, BayesianModelForCausalLM):
+        return model.config.get_text_config().vocab_size
+    return getattr(model.config, "num_labels", None)
+
+
+def _load(directory: str | os.PathLike[str]) -> BayesianModel:
+    task = Posterior.from_pretrained(directory).config.task
+    kinds: Mapping[str, type[BayesianModel]] = {
+        kind.task: kind for kind in (BayesianModelForCausalLM, BayesianModelForSequenceClassification)
+    }
+    return kinds[task].from_pretrained(directory)

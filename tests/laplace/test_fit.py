@@ -1,0 +1,274 @@
+"""From a finished model, or a trainer, to a posterior that saves, loads and predicts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes import BayesianModelForCausalLM, LaplaceConfig, fit_laplace
+from hf_bayes.artifact import Posterior
+from hf_bayes.covariance import dense
+from hf_bayes.laplace.cells import STRUCTURES
+from tests import models
+from tests.faults import posteriors
+from tests.models import tiny_bert, tiny_llama, with_lora
+from tests.runs import label_rows, padding_collator, token_rows, trainer
+
+NOISE = 0.5
+STD = 2.0
+
+
+def regression(rows: int = 12) -> tuple[Any, list[dict[str, Any]], Tensor, Tensor]:
+    """A frozen encoder with a linear head of 5 parameters at its exact MAP; data, features [n, 5], labels [n]."""
+    model = tiny_bert(dtype=torch.float64, num_labels=1, hidden_size=4)
+    data = label_rows(rows)
+    features: list[Tensor] = []
+    handle = model.classifier.register_forward_pre_hook(lambda module, args: features.append(args[0]))
+    for row in data:
+        row["label"] = math.sin(sum(row["input_ids"]))
+        model(input_ids=torch.tensor([row["input_ids"]]))
+    handle.remove()
+    phi = torch.cat([torch.cat(features).detach(), torch.ones(rows, 1, dtype=torch.float64)], 1)
+    y = torch.tensor([row["label"] for row in data], dtype=torch.float64)
+    best = torch.linalg.solve(phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2, phi.T @ y / NOISE**2)
+    model.classifier.weight.data, model.classifier.bias.data = best[None, :4].clone(), best[4:].clone()
+    return model, data, phi, y
+
+
+def fit(model: Any, data: Any, **changes: Any) -> Posterior:
+    names = ("subspace", "collate", "noise_std", "num_data", "data_unit", "batch_size", "heldout", "prior_stds", "seed")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    return fit_laplace(model, data, LaplaceConfig(**changes), **options)
+
+
+LAST = {"subspace": "last_layer", "noise_std": NOISE, "prior_std": STD}
+
+
+@pytest.mark.parametrize("num_samples", [None, 4000])
+def test_full_laplace_of_linear_regression_is_exact_bayesian_regression(num_samples: int | None) -> None:
+    model, data, phi, y = regression()
+    posterior = fit(model, data, structure="full", num_samples=num_samples, **LAST)
+    precision = phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2
+    found = dense(posterior.approximation.covariances[0], phi)
+    expected = torch.linalg.inv(precision)
+    # labels are floats in float32 batches: 1e-7; drawn labels: 12 rows x 4000 draws
+    tolerance = 1e-6 if num_samples is None else 5 / (12 * 4000) ** 0.5
+    assert (found - expected).abs().max() / expected.abs().max() < tolerance
+    assert torch.equal(posterior.approximation.means[0, :4], model.classifier.weight[0])
+    (note,) = posterior.config.diagnostics["laplace"]
+    assert note["displacement"] < 1e-5
+    if num_samples is None:
+        marginal = NOISE**2 * torch.eye(len(y)) + STD**2 * phi @ phi.T
+        evidence = torch.distributions.MultivariateNormal(torch.zeros(len(y)).double(), marginal).log_prob(y)
+        assert note["log_evidence"] == pytest.approx(float(evidence), abs=1e-6)
+
+
+def test_the_regression_check_catches_a_wrong_n_and_a_prior_per_example() -> None:
+    model, data, phi, _ = regression()
+    expected = torch.linalg.inv(phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2)
+    for change in ({"num_data": 24.0}, {"prior_std": STD / 12**0.5}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            posterior = fit(model, data, structure="full", num_samples=None, **{**LAST, **change})
+        found = dense(posterior.approximation.covariances[0], phi)
+        assert (found - expected).abs().max() / expected.abs().max() > 0.05
+
+
+def test_temperature_is_that_of_the_scale_page() -> None:
+    model, data, phi, _ = regression()
+    h, tau = phi.T @ phi / NOISE**2, torch.eye(5).double() / STD**2
+    for temper, expected in (
+        ("posterior", 0.2 * torch.linalg.inv(h + tau)),
+        ("likelihood", torch.linalg.inv(h / 0.2 + tau)),
+    ):
+        posterior = fit(model, data, structure="full", num_samples=None, temperature=0.2, temper=temper, **LAST)
+        found = dense(posterior.approximation.covariances[0], phi)
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-6
+
+
+def test_evidence_finds_the_prior_that_exact_regression_finds() -> None:
+    model, data, phi, y = regression()
+    posterior = fit(model, data, structure="full", num_samples=None, fit_prior="evidence", **LAST)
+    (note,) = posterior.config.diagnostics["laplace"]
+    # theta* is held fixed, so this is one step of MacKay's alternation; repeat it until it stands still
+    h, tau = phi.T @ phi / NOISE**2, torch.tensor(note["prior_precision"], dtype=torch.float64)
+    best = torch.linalg.solve(h + torch.eye(5) / STD**2, phi.T @ y / NOISE**2)
+    gamma = 5 - tau * torch.linalg.inv(h + tau * torch.eye(5)).trace()
+    assert float(tau * best.square().sum()) == pytest.approx(float(gamma), rel=1e-4)
+
+
+def test_heldout_rows_choose_a_prior_that_does_not_ruin_predictions() -> None:
+    model, rows = with_lora(tiny_llama()), token_rows(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = fit(model, rows, heldout=token_rows(4, seed=1), prior_stds=(0.01, 10.0), seed=0)
+    found = posterior.config.diagnostics["heldout_nll"]
+    assert list(found) == ["0.01", "10"]
+    assert posterior.config.method["prior_std"] == float(min(found, key=found.__getitem__))
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_finished_adapter_becomes_a_posterior_that_saves_loads_and_predicts(structure: str, tmp_path: Path) -> None:
+    model = with_lora(tiny_llama())
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = [
+        (parameter.requires_grad, module.training) for module in model.modules() for parameter in module.parameters()
+    ]
+    posterior = fit(model, token_rows(6), structure=structure, prior_std=0.1, rank=5)
+    after = [
+        (parameter.requires_grad, module.training) for module in model.modules() for parameter in module.parameters()
+    ]
+    assert after == flags
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    posterior.save_pretrained(tmp_path)
+    assert posteriors.equal(Posterior.from_pretrained(tmp_path), posterior)
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama(), members=4)
+    output = loaded(**models.batch())
+    assert output.epistemic.min() > 0
+    members = posterior.sample(4, torch.Generator().manual_seed(0))
+    assert torch.allclose(loaded.theta, members, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_around_the_draws_of_a_posterior_it_is_a_mixture(tmp_path: Path) -> None:
+    from hf_bayes.attaching import attach
+
+    first, second = (with_lora(tiny_llama(), seed) for seed in (0, 1))
+    singles = [fit(model, token_rows(6), prior_std=0.1) for model in (first, second)]
+    theta = torch.stack([single.approximation.means[0] for single in singles])
+    with attach(with_lora(tiny_llama()), theta) as model:
+        mixture = fit(model, token_rows(6), prior_std=0.1).approximation
+    assert len(mixture.means) == 2
+    for index, single in enumerate(singles):
+        assert torch.allclose(mixture.stds[index], single.approximation.stds[0], rtol=1e-5)
+    assert not torch.allclose(mixture.stds[0], mixture.stds[1], rtol=1e-2)
+    spread = mixture.sample(400, torch.Generator().manual_seed(0))
+    assert torch.allclose(spread[::2].mean(0), theta[0], atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_data_unit_sequence_divides_the_curvature_by_the_mean_length() -> None:
+    rows = token_rows([8, 4, 6])  # 7 + 3 + 5 terms
+    stds = {
+        unit: fit(
+            with_lora(tiny_llama()), rows, prior_std=1.0, data_unit=unit, collate=padding_collator()
+        ).approximation.stds[0]
+        for unit in ("token", "sequence")
+    }
+    h = {unit: std.double() ** -2 - 1 for unit, std in stds.items()}
+    informed = h["token"] > 1
+    assert torch.allclose(h["token"][informed] / h["sequence"][informed], torch.tensor(5.0).double(), rtol=1e-3)
+
+
+# -- through the trainer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_the_trainer_ends_in_the_fit_around_its_map(structure: str, tmp_path: Path) -> None:
+    config = LaplaceConfig(structure=structure, prior_std=0.3, num_chains=2, init_jitter=0.1, estimator="ef_sequence")
+    run = trainer(tmp_path / "out", config, max_steps=8, eval_dataset=token_rows(4, seed=3))
+    run.train()
+    run.save_model()
+    found = run.posterior.approximation
+    theta = run.optimizer_of_chains.state_of_chains.theta
+    assert torch.equal(found.means, theta)
+    notes = run.posterior.config.diagnostics["laplace"]
+    assert len(notes) == 2
+    assert all(note["gradient_norm"] > 0 for note in notes)
+    assert run.bayesian.num_members == 10  # evaluation and generation see draws of the Gaussians
+    run.bayesian.show(theta)
+    again = fit_laplace(run.bayesian, token_rows(), config)
+    assert torch.allclose(found.stds, again.approximation.stds, rtol=1e-5)
+    loaded = Posterior.from_pretrained(tmp_path / "out")
+    assert posteriors.equal(loaded, run.posterior)
+    assert loaded.config.approximation == ("gaussian" if structure == "diagonal" else "gaussian_kronecker")
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_a_warm_start_hands_the_pass_on(tmp_path: Path) -> None:
+    config = LaplaceConfig(prior_std=0.3, warm_start_steps=2)
+    run = trainer(tmp_path / "out", config, max_steps=6)
+    run.train()
+    assert run.posterior.approximation.kind == "gaussian"
+
+
+# -- bad input (B10, B26) ---------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_no_map_are_told_so() -> None:
+    model, data, *_ = regression()
+    model.classifier.weight.data += 3.0
+    with pytest.warns(
+        UserWarning, match=r"the weights are no MAP: the gradient .* has norm .* standard deviations away"
+    ):
+        posterior = fit(model, data, structure="full", num_samples=None, **LAST)
+    assert posterior.config.diagnostics["laplace"][0]["displacement"] > 1
+
+
+def test_a_hessian_that_is_indefinite_is_refused_in_words() -> None:
+    model = tiny_bert(dtype=torch.float64, num_labels=3, hidden_size=4, intermediate_size=6)
+    with pytest.raises(ValueError, match=r"not positive definite .*its lowest eigenvalue is -.*estimator='ggn'"):
+        fit(model, label_rows(4), estimator="hessian", structure="full", subspace="last_block", prior_std=100.0)
+
+
+def test_weights_with_nan_are_refused() -> None:
+    model, data, *_ = regression()
+    model.classifier.bias.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the log-likelihood at the given weights is not finite"):
+        fit(model, data, **LAST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prior_stds": (0.0,)}, "prior_stds must be finite and > 0, got 0.0"),
+        ({"num_data": -1.0}, "num_data must be finite and > 0"),
+        ({"data_unit": "word"}, "data_unit must be one of"),
+        ({"heldout": label_rows(2), "fit_prior": "evidence"}, "both choose the prior"),
+        ({"prior_mean": "initial"}, "a finished model no longer knows"),
+        ({"noise_std": None}, "a regression head needs noise_std"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_pass(changes: dict[str, Any], message: str) -> None:
+    model, data, *_ = regression()
+    with pytest.raises(ValueError, match=message):
+        fit(model, data, **{**LAST, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"estimator": "fisher"}, "estimator must be one of .*got 'fisher'"),
+        ({"structure": "block"}, "structure must be one of .*got 'block'"),
+        ({"sharing": "mean"}, "sharing must be one of"),
+        ({"num_samples": 0}, "num_samples must be an integer >= 1, got 0"),
+        ({"rank": 0}, "rank must be an integer >= 1"),
+        ({"fit_prior": "nll"}, "fit_prior must be one of"),
+        ({"prior_scope": "layer"}, "prior_scope must be one of"),
+        ({"draws_per_chain": 2}, "a chain ends in one Gaussian"),
+        (
+            {"estimator": "hessian", "structure": "kronecker"},
+            "there is no structure='kronecker' of estimator='hessian'",
+        ),
+    ],
+)
+def test_bad_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LaplaceConfig(**changes)
+
+
+def test_another_method_is_refused() -> None:
+    from hf_bayes import SGHMCConfig
+
+    model, data, *_ = regression()
+    with pytest.raises(ValueError, match="method must be a LaplaceConfig, got SGHMCConfig"):
+        fit_laplace(model, data, SGHMCConfig(), subspace="last_layer", noise_std=NOISE)
