@@ -249,6 +249,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ensemble": {"num_chains": 3},
     "mean_field": {"num_chains": 2},
     "hmc": {**SAMPLER, "num_leapfrog": 2},
+    "laplace": {"num_chains": 2},
 }
 
 
@@ -265,7 +266,7 @@ def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_sta
     if name not in ("metropolis", "hmc"):  # these may have refused all six moves
         assert (members - trainer._start).abs().max() > 0
     expected = config.num_chains * config.draws_per_chain
-    assert posterior.config.num_members == (0 if name == "mean_field" else expected)
+    assert posterior.config.num_members == (0 if name in ("mean_field", "laplace") else expected)
     metrics = trainer.evaluate()
     assert 0 < metrics["eval_nll"] < 20
     trainer.save_model()

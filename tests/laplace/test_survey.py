@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,6 +290,11 @@ def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> Non
     else:
         with pytest.raises(ValueError, match=f"there is no structure='{structure}' of estimator='{estimator}'"):
             spec.check()
+
+
+def test_the_table_of_the_documentation_is_the_one_that_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "laplace.md").read_text(encoding="utf-8")
+    assert page.split("<!-- table -->\n")[1].split("\n<!-- /table -->")[0] == table()
 
 
 @pytest.mark.parametrize(
