@@ -52,6 +52,9 @@ class MethodConfig:
     full_batch: ClassVar[bool] = False
     """True: every evaluation must see the whole data set (exact kernels)."""
 
+    revises: ClassVar[bool] = False
+    """True: the method passes over the data once more after its last update (``Rule.revise``)."""
+
     def __post_init__(self) -> None:
         self._check_count("num_chains", self.num_chains, minimum=1)
         self._check_count("draws_per_chain", self.draws_per_chain, minimum=1)

@@ -92,6 +92,7 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
                 (args.max_steps <= 0, "set max_steps: it has no epochs"),
                 (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
                 (method.full_batch, f"{method.name} needs all rows in every move: materialise it"),
+                (method.revises, f"{method.name} passes over all rows once more at the end: materialise it"),
             )
             if missing
         ]

@@ -385,16 +385,11 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
 
     def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Survey:
         """One pass over the training data at ``theta`` [d], for a method that asks for it."""
-        dataset, collate = self._training_data()
-
-        def batches() -> Iterator[dict[str, Any]]:
-            loader = DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)
-            return (self._prepare_inputs(batch) for batch in loader)
-
+        assert self.num_terms is not None, "streams are refused for such a method"
         return survey(
             self.bayesian,
             theta.to(self.args.device),
-            batches,
+            self._all_rows,
             what,
             scale=self.num_data / self.num_terms,
             gradient=gradient,

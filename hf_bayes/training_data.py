@@ -162,6 +162,12 @@ class TrainingDataMixin(_Trainer):
         cut = slice(members.start * rows, members.stop * rows)
         return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
 
+    def _all_rows(self) -> Iterator[dict[str, Any]]:
+        """Every row once, in order, in batches of the training's size."""
+        dataset, collate = self._training_data()
+        for batch in DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate):
+            yield self._prepare_inputs(batch)
+
     def _first_rows(self) -> dict[str, Any]:
         """A micro-batch that every process finds alike."""
         dataset, collate = self._training_data()

@@ -24,6 +24,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Traini
 from hf_bayes.artifact import Posterior
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.methods import METHODS
 from hf_bayes.samplers.sghmc import SGHMCConfig
@@ -165,6 +166,12 @@ REFUSED = [
         "a stream for an exact kernel",
         training(method=HMCConfig(num_chains=1), train=Stream(), num_data=7.0, minibatch="shared"),
         ("no length", "hmc needs all rows", "materialise it"),
+    ),
+    Refused(
+        "B3",
+        "a stream for a second look",
+        training(method=LaplaceConfig(), train=Stream(), num_data=7.0, minibatch="shared"),
+        ("no length", "laplace passes over all rows once more", "materialise it"),
     ),
     Refused("B2", "no labels", training(train=[{"input_ids": [5, 6, 7]}] * 4), ("no labels", "input_ids")),
     # B4: counts

@@ -52,6 +52,7 @@ class LaplaceConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "laplace"
+    revises: ClassVar[bool] = True
     num_chains: int = 1
     init_jitter: float = 0.0
     estimator: str = "ggn"

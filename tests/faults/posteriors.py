@@ -81,12 +81,16 @@ def equal(one: Posterior, other: Posterior) -> bool:
     """Bitwise, with their configs."""
     if one.config != other.config or one.adapter_config != other.adapter_config:
         return False
-    files = [posterior._files(None) for posterior in (one, other)]
-    tensors = [{k: v for k, v in flat(content).items() if isinstance(v, torch.Tensor)} for content in files]
+    tensors = [_tensors(one), _tensors(other)]
     return type(one.approximation) is type(other.approximation) and (
         tensors[0].keys() == tensors[1].keys() and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())
     )
 
 
-def flat(files: dict[str, Any]) -> dict[str, Any]:
-    return {f"{file}/{key}": v for file, c in files.items() if isinstance(c, dict) for key, v in c.items()}
+def _tensors(posterior: Posterior) -> dict[str, torch.Tensor]:
+    approximation = posterior.approximation
+    if isinstance(approximation, Draws):
+        return {"theta": approximation.theta, "chain": approximation.chain}
+    components = enumerate(approximation.covariances)
+    parts = {f"{k}.{name}": v for k, c in components for name, v in c.tensors(posterior.layout).items()}
+    return {"means": approximation.means, **parts}
