@@ -184,7 +184,7 @@ class _Pass:
             for accumulator in accumulators:
                 accumulator.add(share)
 
-        self.taps.consume, self.taps.first = consume, first
+        self.taps.listen(consume, first=first)
 
 
 class _OutputPass(_Pass):

@@ -122,6 +122,7 @@ class DiagonalSum(Accumulator):
         self.num_rows = num_rows
 
     def add(self, share: Any) -> None:
+        _require_once(share)
         for rows, found in self._by_rows(share):
             for name, value in found.items():
                 if name in share.tap.tied:
@@ -195,6 +196,7 @@ class KroneckerSum(Accumulator):
         self.rest.end_pull()
 
     def add(self, share: Any) -> None:
+        _require_once(share)
         tap: Module = share.tap
         if tap.weight is None or len(tap.names) > 1:
             self.rest.add(share._replace(tap=_Without(tap)))
@@ -335,6 +337,15 @@ class _Without:
         if self.tap.weight is not None:  # a bias is all there is beside a matrix
             return {self.names["bias"]: g.to(dtype).sum(1)}
         return self.tap.row_gradients(x, g, dtype)
+
+
+def _require_once(share: Any) -> None:
+    """A module's second call would be squared apart from its first."""
+    if share.again:
+        raise ValueError(
+            f"{share.tap.path} is called more than once in a forward pass (layers that share weights): its row "
+            "gradients are sums over the calls. Use structure='full' or 'low_rank', which hold whole rows"
+        )
 
 
 def _fallbacks(layout: Layout, modules: Sequence[Module], max_factor: int) -> dict[str, str]:

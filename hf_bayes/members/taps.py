@@ -86,6 +86,7 @@ class Share(NamedTuple):
         rows: which rows of the batch these are.
         valid: [R, P] bool, False at padding; None where every position counts.
         first: whether it is the first pull of the batch, when inputs are new.
+        again: whether the module has spoken of these rows already in this pull: the model calls it more than once.
     """
 
     tap: Tap
@@ -95,6 +96,7 @@ class Share(NamedTuple):
     rows: slice
     valid: Tensor | None
     first: bool
+    again: bool
 
 
 class Taps:
@@ -122,8 +124,9 @@ class Taps:
             tap.is_head = head is not None and tap.path.startswith(head)
         self.anchor = torch.zeros((), requires_grad=True)
         """A leaf that every tapped output depends on: backward towards it runs the taps and computes nothing else."""
-        self.consume: Callable[[Share], None] | None = None
-        self.first = True
+        self._consume: Callable[[Share], None] | None = None
+        self._first = True
+        self._heard: set[tuple[int, int]] = set()
         self._num_rows, self._rows = 1, slice(None)
         self._valid: Tensor | None = None
         self._one_row = False
@@ -155,13 +158,17 @@ class Taps:
         finally:
             for handle in handles:
                 handle.remove()
-            self.consume, self._seen, self._sources = None, [], {}
+            self._consume, self._seen, self._sources = None, [], {}
 
     def begin(self, num_rows: int, mask: Tensor | None) -> None:
         """A new batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding."""
         self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
+
+    def listen(self, consume: Callable[[Share], None], *, first: bool) -> None:
+        """Hand what the next backward passes bring to ``consume``: a pull begins."""
+        self._consume, self._first, self._heard = consume, first, set()
 
     @contextmanager
     def one_row(self, row: int) -> Iterator[None]:
@@ -194,8 +201,11 @@ class Taps:
 
     def deliver(self, index: int, source: int, x: Tensor, g: Tensor) -> None:
         """Called by the backward pass of a tap."""
-        if self.consume is None:
+        if self._consume is None:
             return
+        key = (index, self._rows.start)
+        again = key in self._heard
+        self._heard.add(key)
         rows = 1 if self._one_row else self._num_rows
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
@@ -203,7 +213,7 @@ class Taps:
         tap = self.taps[index]
         if tap.is_head and not self._one_row:  # a classifier scores every token and reads one
             valid = g.ne(0).any(-1)
-        self.consume(Share(tap, source, x, g, self._rows, valid, self.first))
+        self._consume(Share(tap, source, x, g, self._rows, valid, self._first, again))
 
 
 class _Identity(torch.autograd.Function):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import BayesianModelForCausalLM, LaplaceConfig, fit_laplace
+from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, LaplaceConfig, fit_laplace
 from hf_bayes.artifact import Posterior
 from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
@@ -152,6 +152,19 @@ def test_around_the_draws_of_a_posterior_it_is_a_mixture(tmp_path: Path) -> None
     assert not torch.allclose(mixture.stds[0], mixture.stds[1], rtol=1e-2)
     spread = mixture.sample(400, torch.Generator().manual_seed(0))
     assert torch.allclose(spread[::2].mean(0), theta[0], atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:.*1 member", "ignore:.*did not converge")
+def test_the_directory_of_an_ensemble_becomes_a_mixture_around_its_draws(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = type(tiny_llama()).from_pretrained(tmp_path / "base")
+    run = trainer(tmp_path / "out", EnsembleConfig(num_chains=2, prior_std=0.3), model=with_lora(base), max_steps=4)
+    run.train()
+    run.save_model()
+    mixture = fit(tmp_path / "out", token_rows(), prior_std=0.3, structure="low_rank", rank=3)
+    assert torch.equal(mixture.approximation.means, run.posterior.approximation.theta)
+    assert mixture.config.subspace == run.posterior.config.subspace
+    assert mixture.config.base_model == run.posterior.config.base_model
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")

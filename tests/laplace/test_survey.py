@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,22 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
         found = run(made, structure=structure, num_samples=2)
         assert error(found.curvature.dense(), torch.diag(expected.diagonal())) < 1e-7
     assert found.fallbacks == {"transformer.wte.weight": "tied: two modules own it"}
+
+
+def test_a_module_that_is_called_twice_is_summed_before_it_is_squared_or_refused() -> None:
+    made, rows = looked("bert", "block", "classes")
+    made = Problem(copy.deepcopy(made.model), "layer.1.attention.self.query", "classes", made.rows, made.head)
+    layers = made.model.bert.encoder.layer  # type: ignore[union-attr]
+    layers[0].attention.self.query = layers[1].attention.self.query
+    made.subspace = "layer.0.attention.self.query"
+    made.head = made.model.classifier  # type: ignore[assignment]
+    rows = brute_force.look(made)
+    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    for structure in ("full", "low_rank"):
+        assert error(run(made, structure=structure, num_samples=2).curvature.dense(), expected) < 1e-7
+    for structure in ("diagonal", "kronecker"):
+        with pytest.raises(ValueError, match="is called more than once in a forward pass"):
+            run(made, structure=structure, num_samples=2)
 
 
 def test_a_long_side_gets_a_diagonal_factor() -> None:

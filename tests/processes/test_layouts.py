@@ -140,7 +140,8 @@ def test_resume_is_bitwise_on_the_same_layout(launches, processes):
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", ["train/logs", "train/metrics", "train/diagnostics", "before/metrics",
-                                  "predict/metrics", "data/logs", "data/metrics", "gaussian/metrics"])  # fmt: skip
+                                  "predict/metrics", "data/logs", "data/metrics", "gaussian/metrics",
+                                  "laplace/diagnostics"])  # fmt: skip
 def test_what_is_reported_does_not_depend_on_the_layout(launches, processes, name):
     # probabilities are summed where one process refines small uncertainties: good to 1e-6 in float32
     expected = launches[1].numbers[0][name]
@@ -170,7 +171,7 @@ def test_generation_with_members_spread_is_that_of_one_process(launches, process
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("run", ["train", "data", "gaussian"])
+@pytest.mark.parametrize("run", ["train", "data", "gaussian", "laplace"])
 def test_all_processes_save_one_posterior(launches, processes, run):
     found, expected = (Posterior.from_pretrained(launches[n].out / run) for n in (processes, 1))
     torch.testing.assert_close(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hf_bayes import BayesianModelForCausalLM, HMCConfig, MeanFieldConfig, SGHMCConfig
+from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, SGHMCConfig
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.types import Evaluation
@@ -146,6 +146,12 @@ class Worker:
         trainer.train()
         self.keep("gaussian", trainer)
 
+    def laplace(self) -> None:
+        method = LaplaceConfig(num_chains=CHAINS, structure="kronecker", prior_std=0.5, init_jitter=0.1)
+        trainer = self.trainer("laplace", method)
+        trainer.train()
+        self.keep("laplace", trainer)
+
     def generate(self) -> None:
         """Members of one model spread over the processes."""
         base = tiny_gpt2(dtype=torch.float64)
@@ -184,6 +190,7 @@ def main() -> None:
     worker.resume()
     worker.shared_chains()
     worker.gaussian()
+    worker.laplace()
     worker.generate()
     worker.refuse()
     worker.write()
