@@ -154,12 +154,12 @@ class _Pass:
     def look(self, batch: dict[str, Any]) -> None:
         raise AssertionError("a pass defines look")
 
-    def _begin(self, batch: dict[str, Any], num_terms: int) -> None:
+    def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
         rows = num_rows_of(batch)
-        self.taps.begin(rows, batch.get("attention_mask"))
+        self.taps.begin(rows, batch.get("attention_mask"), is_term if is_term.ndim == 2 else None)
         self.accumulator.begin(rows)
         self.num_rows += rows
-        self.num_terms += num_terms
+        self.num_terms += int(is_term.sum())
 
     def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
         """Every pull of a batch, and who is told of it."""
@@ -188,30 +188,29 @@ class _Pass:
 
 
 class _OutputPass(_Pass):
-    """Classifiers and regressors: one term a row."""
+    """Classifiers and regressors, of rows or of the tokens in them."""
 
     def look(self, batch: dict[str, Any]) -> None:
         inputs = dict(batch)
         labels = inputs.pop("labels")
-        wanted = self.likelihood.is_term(labels)
-        self._begin(inputs, int(wanted.sum()))
-        logits = self.model.members.forward(inputs).logits
-        labels = labels.masked_fill(labels == IGNORE, 0) if not labels.is_floating_point() else labels
-        terms = Terms(
-            logits.detach(),
-            labels,
-            torch.zeros(len(labels), dtype=torch.int64, device=labels.device),
-            self._uniforms(labels, logits.shape[-1]),
+        is_term = self.likelihood.is_term(labels)
+        self._begin(inputs, is_term)
+        logits = self.model._logits(inputs, 1)[0]
+        self.model._check_labels(logits[None], labels[None])
+        flat, index = logits.flatten(0, -2), is_term.flatten().nonzero()[:, 0]
+        targets = labels.flatten(0, logits.ndim - 2)[index]
+        ordinals = (
+            is_term.flatten(1).cumsum(1) - 1 if is_term.ndim > 1 else torch.zeros_like(is_term, dtype=torch.int64)
         )
-        log_probs = self.likelihood.log_prob(terms.logits[None], labels[None])[0]
-        self.log_lik += float(log_probs[wanted].double().sum())
-        pulls = self._pulls(logits.shape[-1], 1)
-        for number, (estimator, index, accumulators) in enumerate(pulls):
+        uniforms = self._uniforms(targets, logits.shape[-1])
+        terms = Terms(flat.detach()[index], targets, ordinals.flatten()[index], uniforms)
+        self.log_lik += float(self.likelihood.log_prob(terms.logits[None], targets[None]).double().sum())
+        pulls = self._pulls(logits.shape[-1], int(terms.ordinals.max()) + 1 if len(index) else 1)
+        for number, (estimator, pull, accumulators) in enumerate(pulls):
             self._listen(accumulators, first=number == 0)
-            cotangent = estimator.cotangent(index, terms, self.likelihood) * wanted[:, None]
-            torch.autograd.backward(
-                logits, cotangent.to(logits.dtype), inputs=[self.taps.anchor], retain_graph=number + 1 < len(pulls)
-            )
+            cotangent = torch.zeros_like(flat)
+            cotangent[index] = estimator.cotangent(pull, terms, self.likelihood).to(flat.dtype)
+            torch.autograd.backward(flat, cotangent, inputs=[self.taps.anchor], retain_graph=number + 1 < len(pulls))
             for accumulator in accumulators:
                 accumulator.end_pull()
 
@@ -225,7 +224,7 @@ class _CausalPass(_Pass):
         inputs.pop("logits_to_keep", None)
         is_term = self.likelihood.is_term(labels)
         ordinals = is_term.cumsum(1) - 1
-        self._begin(inputs, int(is_term.sum()))
+        self._begin(inputs, is_term)
         hidden, output = head.hidden(inputs)
         rows, length = labels.shape
         flat = hidden.reshape(1, rows * length, -1)
@@ -335,7 +334,7 @@ def _hessian(
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE) if causal else labels
                 with context():
                     logits = model.members.forward(inputs).logits
-                labels = labels.flatten() if causal else labels
+                labels = labels.flatten(0, logits.ndim - 2)
                 value = model.likelihood.log_prob(logits.view(1, -1, logits.shape[-1]), labels[None]).sum()
                 first = torch.autograd.grad(value, parameters, create_graph=True)
                 flat = torch.cat([g.flatten() for g in first])

@@ -129,6 +129,7 @@ class Taps:
         self._heard: set[tuple[int, int]] = set()
         self._num_rows, self._rows = 1, slice(None)
         self._valid: Tensor | None = None
+        self._terms: Tensor | None = None
         self._one_row = False
         self._seen: list[tuple[Any, int]] = []
         self._sources: dict[int, int] = {}
@@ -160,8 +161,9 @@ class Taps:
                 handle.remove()
             self._consume, self._seen, self._sources = None, [], {}
 
-    def begin(self, num_rows: int, mask: Tensor | None) -> None:
-        """A new batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding."""
+    def begin(self, num_rows: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
+        """A new batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] where labels are terms."""
+        self._terms = terms
         self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
@@ -211,8 +213,9 @@ class Taps:
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
         valid = self._valid if self._valid is not None and self._valid.shape == g.shape[:2] else None
         tap = self.taps[index]
-        if tap.is_head and not self._one_row:  # a classifier scores every token and reads one
-            valid = g.ne(0).any(-1)
+        if tap.is_head and not self._one_row:
+            known = self._terms is not None and self._terms.shape == g.shape[:2]
+            valid = self._terms if known else g.ne(0).any(-1)  # of a sequence one is read
         self._consume(Share(tap, source, x, g, self._rows, valid, self._first, again))
 
 

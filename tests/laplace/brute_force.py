@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BertForTokenClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.subspace import Layout, select
@@ -24,7 +24,7 @@ class Problem:
     """A model, what is random in it, and data.
 
     Attributes:
-        task: "lm", "classes" or "regression".
+        task: "lm", "classes", "tokens" (a class for each) or "regression".
         rows: unpadded {"input_ids": [1, t], "labels": ...}.
     """
 
@@ -68,6 +68,9 @@ def problem(family: str, part: str, task: str) -> Problem:
     else:
         small |= {"num_labels": 1 if task == "regression" else 3, "intermediate_size": 6}
         model = models.tiny_bert(dtype=torch.float64, hidden_size=size, **small)
+        if task == "tokens":
+            torch.manual_seed(0)
+            model = BertForTokenClassification(model.config).double().eval()
     core, head = model, model.lm_head if task == "lm" else model.classifier
     if part == "lora":
         modules = {"llama": ["q_proj", "k_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"]}[family]
@@ -80,6 +83,9 @@ def problem(family: str, part: str, task: str) -> Problem:
         if task == "lm":
             labels = ids.clone()
             labels[0, 1] = -100  # a term less, which is no padding
+        elif task == "tokens":
+            labels = torch.randint(3, (1, length), generator=generator)
+            labels[0, 1] = -100
         elif task == "classes":
             labels = torch.randint(3, (1,), generator=generator)
         else:
@@ -140,6 +146,9 @@ def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], see
         labels = labels[0, 1:]
         kept = (labels != -100).nonzero()[:, 0]
         labels, logits = labels[kept], logits[0, :-1][kept]
+    if problem.task == "tokens":
+        kept = (labels[0] != -100).nonzero()[:, 0]
+        labels, logits = labels[0][kept], logits[0][kept]
     captured = dict(seen)
     head_path = next(path for path, module in problem.model.named_modules() if module is problem.head) + ".weight"
 
@@ -149,7 +158,8 @@ def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], see
 
     def at_terms(name: str, value: Tensor) -> Tensor:
         value = value.reshape(-1, value.shape[-1])
-        return value[:-1][kept] if problem.task == "lm" and name == head_path else value
+        value = value[:-1] if problem.task == "lm" and name == head_path else value
+        return value[kept] if name == head_path else value
 
     def pull(cotangent: Tensor) -> dict[str, Tensor]:
         grads = gradients(cotangent, [y for _, y in captured.values()])

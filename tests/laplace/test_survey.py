@@ -23,7 +23,13 @@ from tests.laplace.brute_force import Problem, Row, problem
 
 PROBLEMS = [
     (family, part, task)
-    for family, task in (("gpt2", "lm"), ("llama", "lm"), ("bert", "classes"), ("bert", "regression"))
+    for family, task in (
+        ("gpt2", "lm"),
+        ("llama", "lm"),
+        ("bert", "classes"),
+        ("bert", "regression"),
+        ("bert", "tokens"),
+    )
     for part in ("lora", "head", "block")
 ]
 problems = pytest.mark.parametrize(("family", "part", "task"), PROBLEMS, ids=["-".join(p) for p in PROBLEMS])
