@@ -162,7 +162,7 @@ class Taps:
             self._consume, self._seen, self._sources = None, [], {}
 
     def begin(self, num_rows: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
-        """A new batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] where labels are terms."""
+        """A batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] true at likelihood terms."""
         self._terms = terms
         self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
