@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,13 @@ from hf_bayes.generation import (
 from hf_bayes.likelihood import Categorical
 from hf_bayes.members.cache import empty_like, merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction, Uncertainty
+
+HIDDEN_BYTES = 16 << 20
+"""Hidden states of all members that are held in any case, however small the model: shorter passes would cost time."""
 
 
 @dataclass
@@ -145,6 +149,28 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
+        found = [self._evaluate_rows(rows, keep_logits) for rows in self._row_slices(inputs)]
+        statistics = {name: torch.cat([piece[name] for piece, _ in found]) for name in found[0][0]}
+        kept = [logits for _, logits in found if logits is not None]
+        return statistics, torch.cat(kept) if kept else None
+
+    def _row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A batch in pieces of whole rows, so that memory grows with its rows no more than with its members.
+
+        Hidden states of all members take at most a quarter of the model's memory at once (or those of one row, or
+        ``HIDDEN_BYTES``): with the copy that joins the passes of members, half of it.
+        """
+        rows, members = num_rows_of(inputs), 1 if self.head.alike else self.num_members
+        width = self.config.get_text_config(decoder=True).hidden_size * self.dtype.itemsize
+        budget = max(HIDDEN_BYTES, sum(weight.nbytes for weight in self.core.parameters()) // 4)
+        size = max(1, budget // (members * num_positions_of(inputs) * width))
+        for start in range(0, rows, size):
+            yield {
+                name: value[start : start + size] if isinstance(value, Tensor) and len(value) == rows else value
+                for name, value in inputs.items()
+            }
+
+    def _evaluate_rows(self, inputs: dict[str, Any], keep_logits: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         inputs = {**inputs, "use_cache": False}
         targets = _shifted(inputs.pop("labels"))
         hidden, output, _ = self._hidden(inputs, None)
@@ -262,6 +288,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
+        return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
+
+    def _score_rows(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Scores:
+        mask = attention_mask
         rows, length = input_ids.shape
         inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
         if "position_ids" in inspect.signature(self.core.forward).parameters:

@@ -1,0 +1,80 @@
+"""F9: members are streamed in passes, and running out of memory loses nothing on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_bayes import causal_lm
+from hf_bayes.attaching import attach
+from tests.models import batch, tiny_llama, with_lora
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.memory", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def within_bound(found: dict[str, int]) -> bool:
+    return found["extra"] <= found["model"] + found["member"]
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F9")
+def test_64_members_on_a_long_batch_take_at_most_a_model_and_a_member_more() -> None:
+    found = measured("peak", "pieces")
+    assert found["hidden"] > 3 * found["model"]  # what would be held at once does not fit the bound
+    assert within_bound(found)
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F9", twin=True)
+def test_the_bound_catches_a_batch_whose_hidden_states_are_held_at_once() -> None:
+    assert not within_bound(measured("peak", "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F9")
+@pytest.mark.parametrize("what", ["predict", "train", "save"])
+def test_running_out_of_memory_leaves_every_posterior_loadable(
+    tmp_path: Path, what: str, injected: Callable[[int], None]
+) -> None:
+    found = measured("starve", str(tmp_path), what)
+    injected(found["starved"])
+    assert found["starved"] >= 4
+    assert found["fed"] >= 1
+    assert found["lost"] == 0
+
+
+def test_a_batch_in_pieces_gives_what_it_gives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(with_lora(tiny_llama()), num_members=3).eval()
+    model.theta.data += 0.1 * torch.randn_like(model.theta)
+    inputs = batch(rows=5, length=24, padding="right")
+    labelled = {**inputs, "labels": inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)}
+    found = []
+    for held in (1 << 30, 0):
+        monkeypatch.setattr(causal_lm, "HIDDEN_BYTES", held)
+        pieces = len([*model._row_slices(labelled)])
+        with torch.no_grad():
+            statistics, logits = model.evaluate_batch(labelled, keep_logits=True)
+        found.append((pieces, {**statistics, "logits": logits, **model.score(**inputs)._asdict()}))
+    assert [pieces for pieces, _ in found] == [1, 2]
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, equal_nan=True)
