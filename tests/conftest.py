@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests import models
+from tests.faults.report import Campaign
 
 # The suite's models are too small for more; workers of pytest-xdist have a core each.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -48,6 +49,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def causal_lm(request: pytest.FixtureRequest) -> Callable[..., PreTrainedModel]:
     """The builder of a tiny causal language model, one architecture after the other."""
     return models.CAUSAL_LMS[request.param]
+
+
+@pytest.fixture
+def injected(record_property: Callable[[str, object], None]) -> Callable[[int], None]:
+    """Tell how many cases of its row of the campaign a test went through, if not one."""
+    return lambda count: record_property("injected", count)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reliability", type=Path, metavar="FILE", help="write what the campaign reached, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Campaign(config.getoption("--reliability")))
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

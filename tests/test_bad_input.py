@@ -595,6 +595,7 @@ OTHER_BASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.reliability("F7")
 @pytest.mark.parametrize("other", OTHER_BASES, ids=str)
 def test_b21_another_base_model_is_refused_before_any_forward(saved, other):
     build, words = OTHER_BASES[other]
@@ -603,6 +604,7 @@ def test_b21_another_base_model_is_refused_before_any_forward(saved, other):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.reliability("F7")
 def test_b21_resized_embeddings_are_refused(saved):
     model = tiny_llama()
     model.resize_token_embeddings(336, mean_resizing=False)

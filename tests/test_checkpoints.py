@@ -58,9 +58,11 @@ RUNS = {
 }
 
 
+@pytest.mark.reliability("F4")
 @pytest.mark.parametrize("name", RUNS, ids=str)
-def test_resume_is_bitwise_from_any_update(tmp_path, name):
+def test_resume_is_bitwise_from_any_update(tmp_path, name, injected):
     """With dropout, accumulation, in mid-epoch and inside a cosine cycle, at ten random updates."""
+    injected(CUTS)
     method, changes = RUNS[name]
     whole = trainer(tmp_path, method, save_strategy="steps", save_steps=1, **changes)
     whole.train()
@@ -92,6 +94,7 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
+@pytest.mark.reliability("F4")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_killed_between_micro_batches_goes_on_from_its_last_checkpoint(tmp_path, workers):
     method, changes = RUNS["sghmc"]
@@ -160,6 +163,7 @@ def test_every_file_of_a_checkpoint_is_known_here(saved):
     assert found - {"training_args.bin"} == set(STATE_FILES)
 
 
+@pytest.mark.reliability("F5")
 @pytest.mark.parametrize("name", STATE_FILES)
 def test_a_missing_state_file_is_named(directory, name):
     (directory / "checkpoint-4" / name).unlink()
@@ -167,6 +171,7 @@ def test_a_missing_state_file_is_named(directory, name):
         run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
 
 
+@pytest.mark.reliability("F5")
 @pytest.mark.parametrize("name", [name for name in STATE_FILES if name.startswith("chains/")])
 @pytest.mark.parametrize("fault", ["truncated", "bit flipped"])
 def test_a_damaged_chain_file_is_named(directory, name, fault):
@@ -181,6 +186,7 @@ def test_a_damaged_chain_file_is_named(directory, name, fault):
         run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
 
 
+@pytest.mark.reliability("F5")
 @pytest.mark.parametrize("name", STATE_FILES)
 def test_an_unfinished_newest_checkpoint_is_passed_over(directory, name):
     (directory / "checkpoint-6" / name).unlink()

@@ -86,6 +86,7 @@ def test_adapters_trained_elsewhere_become_an_ensemble(saved: Path, tmp_path: Pa
         assert torch.equal(ensemble(input_ids=ids).logits, first_three(input_ids=ids).logits)
 
 
+@pytest.mark.reliability("F7")
 def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
     assert load_tokenizer(saved / "posterior").get_vocab() == tiny_tokenizer().get_vocab()
     file = saved / "posterior" / "tokenizer.json"

@@ -252,8 +252,19 @@ def _spoil_state(trainer: Any, field: str, chain: int, value: float) -> None:
     optimizer.method = rule._replace(update=spoiled)
 
 
-def _spoil_model(trainer: Any, layer: int) -> None:
-    trainer.bayesian.core.model.layers[layer].mlp.up_proj.weight.data[0, 0] = torch.nan
+def _spoil_weight(trainer: Any, name: str, value: float) -> None:
+    trainer.bayesian.core.get_parameter(name).data[..., 0] = value
+
+
+def _spoil_gradient_on_its_way(trainer: Any) -> None:
+    """The loss is finite, what flows back from it is not."""
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * torch.inf)
+
+    trainer.bayesian.core.model.layers[1].register_forward_hook(hook)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -285,9 +296,46 @@ FAULTS = {
     ),
     "a frozen weight": (
         3,
-        lambda t: _spoil_model(t, 0),
+        lambda t: _spoil_weight(t, "model.layers.0.mlp.up_proj.weight", NAN),
         "gradient of the log-likelihood at step 3 (chain 0, base_model",
     ),
+}
+MORE_FAULTS = {
+    **{
+        f"{value} in {name}": (
+            2,
+            lambda t, name=name, value=value: _spoil_weight(t, name, value),
+            "gradient of the log-likelihood at step 2 (chain 0, base_model",
+        )
+        for name, value in {
+            "model.embed_tokens.weight": INF,
+            "model.layers.1.input_layernorm.weight": NAN,
+            "model.norm.weight": INF,
+            "lm_head.weight": NAN,
+            "model.layers.0.mlp.down_proj.weight": 3e38,  # a product of finite numbers overflows
+        }.items()
+    },
+    "a gradient that overflows on its way": (
+        4,
+        _spoil_gradient_on_its_way,
+        "gradient of the log-likelihood at step 4 (chain 0, base_model",
+    ),
+    "the gradient of a second micro-batch": (
+        2,
+        lambda t: _spoil_loss(t, INF, 2, micro=1, gradient=PARAMETER),
+        f"gradient of the log-likelihood at step 2 (chain 2, {PARAMETER})",
+    ),
+    "a parameter that overflows": (
+        1,
+        lambda t: _spoil_state(t, "theta", 0, -INF),
+        f"theta after the update at step 1 (chain 0, {PARAMETER})",
+    ),
+    "a momentum that is no number": (
+        5,
+        lambda t: _spoil_state(t, "momentum", 2, NAN),
+        f"momentum after the update at step 5 (chain 2, {PARAMETER})",
+    ),
+    "the loss of the last step": (6, lambda t: _spoil_loss(t, INF, 1), "log-likelihood at step 6 (chain 1)"),
 }
 
 
@@ -302,9 +350,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer.posterior.approximation
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.reliability("F6")
+@pytest.mark.parametrize("fault", [*FAULTS, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_FAULTS)], ids=str)
 def test_what_is_not_finite_stops_the_run_at_its_step_and_is_never_saved(tmp_path, undisturbed, fault):
-    step, act, words = FAULTS[fault]
+    step, act, words = (FAULTS | MORE_FAULTS)[fault]
     settings = {"save_strategy": "steps", "gradient_accumulation_steps": 2}
     trainer = runs.trainer(tmp_path, GUARDED, callbacks=[At(step, lambda: act(trainer))], save_steps=1, **settings)
     with pytest.raises(FloatingPointError) as caught:
@@ -327,6 +376,7 @@ def test_what_is_not_finite_stops_the_run_at_its_step_and_is_never_saved(tmp_pat
         assert runs.equal(resumed.posterior.approximation, undisturbed)
 
 
+@pytest.mark.reliability("F6")
 @pytest.mark.parametrize("name", ["sgld", "map", "ensemble", "mean_field"])
 def test_every_rule_is_guarded(tmp_path, name):
     config = METHODS[name](num_chains=CHAINS)
@@ -337,12 +387,14 @@ def test_every_rule_is_guarded(tmp_path, name):
         trainer.train()
 
 
+@pytest.mark.reliability("F6")
 def test_a_chain_that_blows_up_by_itself_is_stopped(tmp_path):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), learning_rate=1e25, max_steps=60)
     with pytest.raises(FloatingPointError, match=r"at step \d+ \(chain \d, "):
         trainer.train()
 
 
+@pytest.mark.reliability("F6")
 def test_a_start_that_is_not_finite_is_stopped_at_step_one(tmp_path):
     model = with_lora(tiny_llama())
     dict(model.named_parameters())[PARAMETER].data[0, 0] = torch.nan
@@ -350,6 +402,36 @@ def test_a_start_that_is_not_finite_is_stopped_at_step_one(tmp_path):
         runs.trainer(tmp_path, SGHMCConfig(num_chains=2), model=model).train()
 
 
+@pytest.mark.reliability("F6", twin=True)
+def test_without_the_guard_the_chains_go_on_as_nan_and_only_the_save_refuses_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(ChainOptimizer, "_require_finite", lambda *args: None)
+    trainer = runs.trainer(tmp_path, GUARDED, callbacks=[At(3, lambda: FAULTS["loss of one chain"][1](trainer))])
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert not trainer.posterior.sample(None).isfinite().all()
+    with pytest.raises(ValueError, match="finite"):
+        trainer.save_model()
+    assert not (Path(tmp_path) / "manifest.json").exists()
+
+
+@pytest.mark.reliability("F6")
+def test_numbers_spoilt_in_memory_after_their_step_are_not_saved(tmp_path):
+    """Beyond the guard of the update: a state is looked at again when a checkpoint is written."""
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                trainer.optimizer_of_chains.state_of_chains.theta[1, 0] = NAN
+
+    trainer = runs.trainer(tmp_path, GUARDED, callbacks=[Spoil()], save_strategy="steps", save_steps=2)
+    with pytest.raises(ValueError, match=r"chain_001\.safetensors: state\.theta holds 1 values"):
+        trainer.train()
+    resumed = runs.trainer(tmp_path, GUARDED)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.posterior.sample(None).isfinite().all()
+
+
+@pytest.mark.reliability("F6")
 @pytest.mark.parametrize("name", ["hmc", "metropolis"])
 def test_kernels_refuse_to_start_where_the_likelihood_is_not_finite(tmp_path, name):
     model = with_lora(tiny_llama())

@@ -161,6 +161,7 @@ CASES = [
 ]
 
 
+@pytest.mark.reliability("F11")
 @pytest.mark.parametrize(("rows", "batch", "accumulation"), CASES)
 def test_variance_is_that_of_the_law_with_minibatch_noise(tmp_path, rows, batch, accumulation):
     expected = law(rows, batch * accumulation)
@@ -179,11 +180,13 @@ def test_law_is_that_of_independent_rows_times_the_finite_population_factor_when
     assert law(n, 4) == pytest.approx(closed, rel=2e-3)
 
 
+@pytest.mark.reliability("F11", twin=True)
 def test_half_of_n_is_caught(tmp_path):
     wrong = measure(tmp_path, 192, 8, 2, num_data=96)
     assert abs(wrong / law(192, 16) - 1) > 0.1
 
 
+@pytest.mark.reliability("F11", twin=True)
 def test_prior_added_once_per_micro_batch_is_caught(tmp_path, monkeypatch):
     build_prior = trainer_module.build_prior
 
@@ -196,6 +199,7 @@ def test_prior_added_once_per_micro_batch_is_caught(tmp_path, monkeypatch):
     assert abs(wrong / law(192, 16) - 1) > 0.1
 
 
+@pytest.mark.reliability("F11", twin=True)
 def test_law_without_minibatch_noise_is_caught(tmp_path):
     assert abs(measure(tmp_path, 192, 8, 1) / law(192, 8, minibatch_noise=False) - 1) > 0.1
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,47 @@ def campaign(tmp_path: Path, count: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def check_campaign(result: dict[str, Any], count: int) -> None:
-    faults, attacks = result["faults"], result["attacks"]
+def check_faults(faults: dict[str, Any], count: int) -> None:
     assert faults["kinds"] >= 25
     assert sum(faults["tally"].values()) == count
     assert faults["wrong"] == []
     assert set(faults["tally"]) <= {"refused", "accepted_same"}
-    # The twin, plain safetensors and JSON without checks, takes damaged posteriors for good ones.
-    assert faults["naive"]["accepted_different"] > count / 10
+
+
+def check_attacks(attacks: dict[str, Any]) -> None:
     assert attacks["variants"] >= 40
     assert attacks["wrong"] == []
 
 
 def test_no_damage_is_accepted_and_no_attack_runs_or_reads_outside(tmp_path: Path) -> None:
-    check_campaign(campaign(tmp_path, len(FAULTS)), len(FAULTS))
+    result = campaign(tmp_path, len(FAULTS))
+    check_faults(result["faults"], len(FAULTS))
+    check_attacks(result["attacks"])
+
+
+@pytest.fixture(scope="module")
+def of_500(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return campaign(tmp_path_factory.mktemp("campaign"), 500)
 
 
 @pytest.mark.slow
-def test_no_damage_of_500_is_accepted(tmp_path: Path) -> None:
-    check_campaign(campaign(tmp_path, 500), 500)
+@pytest.mark.reliability("F3")
+def test_no_damage_of_500_is_accepted(of_500: dict[str, Any], injected: Callable[[int], None]) -> None:
+    injected(500)
+    check_faults(of_500["faults"], 500)
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F3", twin=True)
+def test_a_loader_without_checks_takes_damaged_posteriors_for_good_ones(of_500: dict[str, Any]) -> None:
+    assert of_500["faults"]["naive"]["accepted_different"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F8")
+def test_no_attack_runs_or_reads_outside(of_500: dict[str, Any], injected: Callable[[int], None]) -> None:
+    injected(of_500["attacks"]["variants"])
+    check_attacks(of_500["attacks"])
 
 
 # -- messages ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,14 @@ def test_killed_writers_leave_the_complete_old_or_the_complete_new_posterior(tmp
     check_kills(kills(tmp_path, 20), 20)
 
 
+@pytest.mark.reliability("F1")
 @pytest.mark.slow
-def test_200_killed_writers_leave_the_complete_old_or_the_complete_new_posterior(tmp_path: Path) -> None:
-    check_kills(kills(tmp_path, 200), 200)
+def test_200_killed_writers_leave_the_complete_old_or_the_complete_new_posterior(
+    tmp_path: Path, injected: Callable[[int], None]
+) -> None:
+    result = kills(tmp_path, 200)
+    injected(200 + len(result["grow"]) + len(result["shrink"]))
+    check_kills(result, 200)
 
 
 # -- F2: full disk -------------------------------------------------------------------------------------------------
@@ -110,9 +115,13 @@ def failing(call: str, number: int, code: int, *, lasting: bool) -> Iterator[lis
         setattr(os, call, original)
 
 
+@pytest.mark.reliability("F2")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.usefixtures("unsynced")
-def test_disk_full_at_any_write_leaves_the_old_posterior_and_nothing_else(tmp_path: Path, code: int) -> None:
+def test_disk_full_at_any_write_leaves_the_old_posterior_and_nothing_else(
+    tmp_path: Path, code: int, injected: Callable[[int], None]
+) -> None:
+    injected(7)
     old, new = draws(2, seed=1), draws(3, seed=2)
     old.save_pretrained(tmp_path)
     before = names(tmp_path)
@@ -132,10 +141,13 @@ def test_disk_full_at_any_write_leaves_the_old_posterior_and_nothing_else(tmp_pa
     assert equal(Posterior.from_pretrained(tmp_path), new)
 
 
+@pytest.mark.reliability("F2")
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for_good"])
 @pytest.mark.parametrize("call", ["fsync", "mkdir", "rename", "replace", "unlink", "rmdir"])
 @pytest.mark.usefixtures("unsynced")
-def test_failure_of_any_system_call_leaves_a_complete_posterior(tmp_path: Path, call: str, lasting: bool) -> None:
+def test_failure_of_any_system_call_leaves_a_complete_posterior(
+    tmp_path: Path, call: str, lasting: bool, injected: Callable[[int], None]
+) -> None:
     old, new = draws(2, seed=1), draws(1, seed=2)
     old.save_pretrained(tmp_path)
     before = names(tmp_path)
@@ -148,9 +160,11 @@ def test_failure_of_any_system_call_leaves_a_complete_posterior(tmp_path: Path, 
         assert names(tmp_path) == before
         if left[0] >= 0:
             break
+    injected(number)
     assert equal(found, new)
 
 
+@pytest.mark.reliability("F2")
 def test_file_size_limit_is_reported_with_the_bytes_needed(tmp_path: Path) -> None:
     write_directory(tmp_path, OLD, format=FORMAT)
     before = names(tmp_path)
