@@ -21,6 +21,26 @@ def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generat
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
+def chain_generators(
+    seed: int, num_chains: int, *, chains: range | None = None, device: torch.device | str = "cpu"
+) -> list[torch.Generator]:
+    """One generator for each of ``chains`` (None: all), seeded by (seed, chain).
+
+    Raises:
+        ValueError: if two of all chains would draw the same numbers: a generator of the CPU (a Mersenne twister) keeps
+            32 bits of its seed, on which two of K chains agree with probability K^2 / 2^33.
+    """
+    owners: dict[int, int] = {}
+    for chain in range(num_chains):
+        other = owners.setdefault(seed_of(seed, "chain", chain) % 2**32, chain)
+        if other != chain:
+            raise ValueError(
+                f"seed {seed} gives chains {other} and {chain} of {num_chains} one stream of random numbers, they "
+                "would be one chain twice: choose another seed"
+            )
+    return [generator(seed, "chain", chain, device=device) for chain in chains or range(num_chains)]
+
+
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
     """[M, ...] standard normals of the shape, dtype and device of ``like``; row m comes from generator m alone."""
     return torch.stack(

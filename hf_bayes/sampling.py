@@ -15,7 +15,7 @@ from tqdm import tqdm
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
 from hf_bayes.methods import build, rate_factor
-from hf_bayes.rng import generator, randn
+from hf_bayes.rng import chain_generators, generator, randn
 from hf_bayes.schedules import burn_in_steps
 from hf_bayes.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
 
@@ -95,7 +95,7 @@ def sample(
         sizes=(start.shape[1],),
         draw_steps=draw_steps,
     )
-    rngs = [generator(seed, "chain", chain, device=start.device) for chain in range(len(start))]
+    rngs = chain_generators(seed, len(start), device=start.device)
     run = _Run(build(method, problem), _Energy(energy), rngs)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
     draws = start.new_empty(len(start), len(draw_steps), start.shape[1])

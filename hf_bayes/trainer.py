@@ -32,7 +32,7 @@ from hf_bayes.posterior import Draws, joined
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter, refuse_other_weights
 from hf_bayes.reporting import ReportingMixin
-from hf_bayes.rng import generator, seed_of
+from hf_bayes.rng import chain_generators, generator, seed_of
 from hf_bayes.saving import SavingMixin
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
@@ -132,7 +132,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
                 bayesian,
                 build(config, self.problem),
-                [generator(args.seed, "chain", chain, device=args.device) for chain in self.chains],
+                chain_generators(args.seed, config.num_chains, chains=self.chains, device=args.device),
                 lr=args.learning_rate,
                 draw_steps=draws,
                 chains=self.chains,

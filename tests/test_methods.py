@@ -203,13 +203,14 @@ def largest_correlation(row: Row) -> float:
     return (torch.corrcoef(moved) - torch.eye(4)).abs().max().item()
 
 
+@pytest.mark.reliability("F13")
 @noisy
 def test_chains_are_independent(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 4 / math.sqrt(4096)  # 4 standard errors
     assert largest_correlation(row) < limit
     # the broken twin: one seed for all chains
     monkeypatch.setattr(
-        hf_bayes.sampling, "generator", lambda seed, kind, chain, device: generator(seed, device=device)
+        hf_bayes.sampling, "chain_generators", lambda seed, count, device: [generator(seed) for _ in range(count)]
     )
     assert largest_correlation(row) > limit
 
