@@ -14,6 +14,8 @@ from hf_bayes.distributed import ChainMesh
 from hf_bayes.model import BayesianModel
 from hf_bayes.training_arguments import BayesianTrainingArguments
 
+_OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
 
 def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> None:
     """Everything that would quietly change the law being sampled, or that this trainer cannot honour."""
@@ -45,6 +47,12 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         raise ValueError(
             f"{method.name} measures the noise of its gradient between the micro-batches of an update and needs "
             f"gradient_accumulation_steps >= 2, got {args.gradient_accumulation_steps}: split the batch"
+        )
+    ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
+    if ignored:
+        raise ValueError(
+            f"{', '.join(ignored)} of the arguments would be ignored: {method.name} is the optimizer. Leave them out, "
+            "and set the fields of the method's config"
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -80,6 +88,10 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
 def is_stream(dataset: Any) -> bool:
     """Whether its rows come in an order of their own and nobody knows how many there are."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def _default(args: BayesianTrainingArguments, name: str) -> Any:
+    return type(args).__dataclass_fields__[name].default
 
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:

@@ -249,6 +249,10 @@ REFUSED = [
         "B9", "weight decay", training(weight_decay=0.01), ("weight_decay=0 (got 0.01)", "counted twice", "prior_std")
     ),
     Refused("B9", "clipping", training(max_grad_norm=1.0), ("max_grad_norm=0 (got 1.0)", "stationary")),
+    Refused(
+        "B9", "another optimizer", training(optim="adafactor"), ("optim of the arguments", "sghmc is the optimizer")
+    ),
+    Refused("B9", "its betas", training(adam_beta1=0.5), ("adam_beta1", "fields of the method's config")),
     Refused("B9", "label smoothing", training(label_smoothing_factor=0.1), ("label_smoothing_factor must be 0",)),
     Refused("B9", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
     Refused("B9", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
@@ -388,7 +392,11 @@ def custom_none(out: Path) -> None:
     BayesianTrainer(with_lora(tiny_llama()), SGHMCConfig(), runs.arguments(out)).train()
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case.row}-{case.what}")
+def rows_of_the_campaign(case: Refused) -> Any:
+    return pytest.param(case, marks=pytest.mark.reliability("F12") if case.row == "B9" else ())
+
+
+@pytest.mark.parametrize("case", [*map(rows_of_the_campaign, REFUSED)], ids=lambda case: f"{case.row}-{case.what}")
 def test_a_mistake_is_refused_before_the_first_step(tmp_path, monkeypatch, case):
     stepped = []
     step = BayesianTrainer.training_step

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_bayes import trainer as trainer_module
+from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests import runs
 
@@ -91,8 +92,20 @@ def measure(
 
 
 def train(
-    tmp_path: Any, num_rows: int, batch: int, accumulation: int, *, correct_gradient_noise: bool, **changes: Any
+    tmp_path: Any,
+    num_rows: int,
+    batch: int,
+    accumulation: int,
+    *,
+    correct_gradient_noise: bool,
+    behind: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Any:
+    """A finished run.
+
+    Args:
+        behind: arguments that are set behind the trainer's back, once it has refused what it refuses.
+    """
     y = outcomes(num_rows)
     trainer = runs.trainer(
         tmp_path,
@@ -119,6 +132,8 @@ def train(
         logging_steps=1000,
         **changes,
     )
+    for name, value in (behind or {}).items():
+        setattr(trainer.args, name, value)
     trainer.train()
     return trainer
 
@@ -197,6 +212,30 @@ def test_prior_added_once_per_micro_batch_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "build_prior", counted_twice)
     wrong = measure(tmp_path, 192, 8, 2)
     assert abs(wrong / law(192, 16) - 1) > 0.1
+
+
+BEHIND = [{"max_grad_norm": 1e-3}, {"weight_decay": 0.5}, {"optim": "adafactor"}, {"adam_beta1": 0.1}]
+
+
+@pytest.mark.reliability("F12")
+@pytest.mark.parametrize("behind", BEHIND, ids=lambda behind: next(iter(behind)))
+def test_what_is_set_behind_the_trainers_back_does_not_change_the_law(tmp_path, behind):
+    # 6 standard errors of 0.8 %
+    assert measure(tmp_path, 192, 8, 2, behind=behind) == pytest.approx(law(192, 16), rel=0.05)
+
+
+@pytest.mark.reliability("F12", twin=True)
+def test_clipped_gradients_are_caught(tmp_path, monkeypatch):
+    take = ChainOptimizer._take_evaluation
+
+    def clipped(self: ChainOptimizer, *args: Any) -> Any:
+        evaluation = take(self, *args)
+        norm = evaluation.grad_log_lik.norm(dim=1, keepdim=True)
+        # half of the norm: a bound that is always active
+        return evaluation._replace(grad_log_lik=evaluation.grad_log_lik * (0.5 * norm.mean() / norm))
+
+    monkeypatch.setattr(ChainOptimizer, "_take_evaluation", clipped)
+    assert abs(measure(tmp_path, 192, 8, 2) / law(192, 16) - 1) > 0.1
 
 
 @pytest.mark.reliability("F11", twin=True)
