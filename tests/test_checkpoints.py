@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import pickle
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +17,11 @@ from transformers import TrainerCallback
 
 from hf_bayes import checkpoints
 from hf_bayes.methods import METHODS
+from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sgld import SGLDConfig
 from tests import runs
+from tests.faults.attacks import MARKER, payload
 from tests.models import tiny_gpt2, tiny_llama, with_lora
 
 STEPS, CUTS = 12, 10
@@ -109,6 +117,42 @@ def test_a_run_killed_between_micro_batches_goes_on_from_its_last_checkpoint(tmp
     resumed.train(resume_from_checkpoint=True)
     assert start.step == 4
     assert_same_run(resumed, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F4")
+def test_runs_killed_at_random_times_go_on_to_the_same_end(tmp_path, injected):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.resumes", str(tmp_path), "10", "0"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    injected(10)
+    assert sum(found.values()) == 10
+    assert found.keys() <= {"same", "same, from the start"}
+    assert found["same"] > 0
+
+
+@pytest.mark.reliability("F4", twin=True)
+def test_a_generator_that_is_not_restored_is_caught(tmp_path, monkeypatch):
+    method, changes = RUNS["sghmc"]
+    whole = trainer(tmp_path, method, save_strategy="steps", save_steps=4, **changes)
+    whole.train()
+    load = ChainOptimizer.load_chain_tensors
+
+    def forgetful(self: ChainOptimizer, *args: Any) -> None:
+        load(self, *args)
+        self.rngs[0].manual_seed(0)
+
+    monkeypatch.setattr(ChainOptimizer, "load_chain_tensors", forgetful)
+    resumed = trainer(tmp_path / "resumed", method, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    with pytest.raises(AssertionError, match=r"generator\.0"):
+        assert_same_run(resumed, whole)
 
 
 def test_resume_may_cut_the_rows_of_an_update_into_other_micro_batches(tmp_path):
@@ -216,6 +260,26 @@ def test_nothing_to_resume_is_said(tmp_path):
         run(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(FileNotFoundError, match="checkpoint-77"):
         run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-77"))
+
+
+FOREIGN_FILES = ["training_args.bin", "custom_checkpoint_0.pkl", "pytorch_model.bin", "adapter_model.bin", "scaler.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("F8")
+@pytest.mark.parametrize("name", [*STATE_FILES, *FOREIGN_FILES])
+def test_a_pickle_in_a_checkpoint_is_not_run(directory, name):
+    file = directory / "checkpoint-4" / name
+    file.write_bytes(payload(directory))
+    with contextlib.suppress(Exception):  # refused, or never opened
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+    assert not (directory.parent / MARKER).exists()
+
+
+@pytest.mark.reliability("F8", twin=True)
+def test_that_pickle_would_run(directory):
+    pickle.loads(payload(directory))
+    assert (directory.parent / MARKER).exists()
 
 
 TWO = {"num_chains": 2, "draws_per_chain": 2}

@@ -1,0 +1,57 @@
+"""F4: runs killed at random times; each goes on, in a process of its own, and must end as if nothing had happened.
+
+python -m tests.faults.resumes DIRECTORY KILLS SEED    -> one line of JSON
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_bayes.checkpoints import newest_complete
+from tests.faults.kills import fork
+from tests.test_checkpoints import RUNS, everything, trainer
+
+
+def train(directory: Path, result: Path | None = None) -> None:
+    """To the end, from the newest complete checkpoint if there is one."""
+    method, changes = RUNS["sghmc"]
+    run = trainer(directory, method, save_strategy="steps", save_steps=1, **changes)
+    run.train(resume_from_checkpoint=newest_complete(directory))
+    if result is not None:
+        save_file({name: value.contiguous() for name, value in everything(run).items()}, result)
+
+
+def main(base: str, kills: str, seed: str) -> None:
+    torch.set_num_threads(1)  # and no training here: forks of a process with worker threads may hang
+    silence = os.dup(1)
+    os.dup2(2, 1)  # Trainer's logs are not the result
+    rng, root = random.Random(int(seed)), Path(base)
+    started = time.monotonic()
+    os.waitpid(fork(lambda: train(root / "whole", root / "whole.safetensors")), 0)
+    whole, seconds = load_file(root / "whole.safetensors"), time.monotonic() - started
+    tally: collections.Counter[str] = collections.Counter()
+    for kill in range(int(kills)):
+        directory, result = root / f"run-{kill}", root / f"run-{kill}.safetensors"
+        child = fork(lambda directory=directory: train(directory))
+        time.sleep(rng.uniform(0.2, 0.9) * seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        begun = newest_complete(directory) is not None
+        os.waitpid(fork(lambda directory=directory, result=result: train(directory, result)), 0)
+        same = result.exists() and all(torch.equal(value, whole[name]) for name, value in load_file(result).items())
+        tally[("same" if begun else "same, from the start") if same else "different"] += 1
+    os.write(silence, (json.dumps(tally) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
