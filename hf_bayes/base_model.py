@@ -99,7 +99,10 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
             config.save_pretrained(folder)
         finally:
             config.inference_mode = before
-        return json.loads((Path(folder) / "adapter_config.json").read_text())
+        content = json.loads((Path(folder) / "adapter_config.json").read_text())
+    # peft keeps some lists as sets, whose order differs from process to process; the members of all must agree
+    unordered = [name for name, value in vars(config).items() if isinstance(value, (set, frozenset))]
+    return {**content, **{name: sorted(content[name]) for name in unordered}}
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:

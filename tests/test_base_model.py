@@ -153,7 +153,9 @@ def test_the_settings_of_a_head_survive_a_round_trip() -> None:
 def test_adapter_config_is_what_peft_would_write(tmp_path: Path) -> None:
     model = with_lora(tiny_llama(), use_rslora=True)
     model.save_pretrained(tmp_path)
-    assert adapter_config(model) == json.loads((tmp_path / "adapter_config.json").read_text())
+    expected = json.loads((tmp_path / "adapter_config.json").read_text())
+    # a set in peft, whose order is another in every process: ours is the same in all
+    assert adapter_config(model) == {**expected, "target_modules": sorted(expected["target_modules"])}
     assert model.peft_config["default"].inference_mode is False
     assert isinstance(model.peft_config["default"], LoraConfig)
     assert adapter_config(tiny_llama()) is None
