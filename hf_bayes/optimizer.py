@@ -256,7 +256,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         for rng, row in zip(self.rngs, rows, strict=True):
             rng.set_state(row["generator"])
         self.draws = list(torch.stack([row["draws"] for row in rows], 1))
-        names = [name for name in rows[0] if name.startswith("sum.")]
+        # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
+        names = sorted(name for name in rows[0] if name.startswith("sum."))
         self.sums = {name[4:]: torch.stack([row[name] for row in rows]).to(device) for name in names}
         self.model.theta.data = self.state_of_chains.theta.clone()
         self.num_updates, self.located = num_updates, False

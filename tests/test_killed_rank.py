@@ -33,4 +33,4 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_to_the_same_end(
     for directory in (run, whole):
         statuses, logs, _ = launch(directory)
         assert statuses == [0, 0], logs
-    assert equal(Posterior.from_pretrained(run), Posterior.from_pretrained(whole))
+    assert equal(Posterior.from_pretrained(run), Posterior.from_pretrained(whole))  # with diagnostics
