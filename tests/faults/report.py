@@ -193,7 +193,8 @@ def shortfalls(rows: dict[str, Any]) -> list[str]:
     found = [f"{name} was not run" for name in ROWS if name not in rows]
     for name, row in rows.items():
         if row["reached"] < row["injected"] or row["twins_caught"] < row["twins"]:
-            found.append(f"{name} reached {row['reached']} of {row['injected']}, {row['twins_caught']} twins")
+            twins = f"{row['twins_caught']} of {row['twins']} broken twins"
+            found.append(f"{name} reached {row['reached']} of {row['injected']}, {twins}")
         if row["injected"] < ROWS[name].required:
             found.append(f"{name} tried {row['injected']} cases, {ROWS[name].required} are required")
     return found
