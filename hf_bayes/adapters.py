@@ -72,10 +72,7 @@ def plain_adapter_config(values: Mapping[str, Any]) -> dict[str, Any]:
     config = plain(values, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{ADAPTER_CONFIG}: peft_type must be LORA, got {config.get('peft_type')!r}")
-    # a set in memory: peft writes it in an order that changes from process to process
-    targets = config.get("target_modules")
-    sets = {"target_modules": sorted(targets)} if isinstance(targets, list) else {}
-    return {**config, **sets, "inference_mode": True}
+    return {**config, "inference_mode": True}
 
 
 @dataclass(frozen=True)

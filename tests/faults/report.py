@@ -44,7 +44,7 @@ ROWS = {
     ),
     "F2": Row(
         "the disk is full",
-        "ENOSPC, EDQUOT, EFBIG, EIO at every write; every other system call fails; file size limits in a checkpoint",
+        "ENOSPC, EDQUOT, EFBIG, EIO at every write of a posterior; every other system call fails",
         "an error that names the path; the old posterior or checkpoint is intact",
         25,
     ),
