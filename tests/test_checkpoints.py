@@ -20,6 +20,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sgld import SGLDConfig
+from hf_bayes.schedules import Cyclical
 from tests import runs
 from tests.faults.attacks import MARKER, payload
 from tests.models import tiny_gpt2, tiny_llama, with_lora
@@ -60,6 +61,18 @@ def assert_same_run(a: Any, b: Any) -> None:
 
 RUNS = {
     "sghmc": (SGHMCConfig(num_chains=2, draws_per_chain=3), CYCLES),
+    "cyclical sghmc, layerwise": (
+        SGHMCConfig(
+            num_chains=2,
+            draws_per_chain=2,
+            thin=4,
+            schedule=Cyclical(ramp_up=0.5),
+            preconditioner="layerwise",
+            preconditioner_batches=2,
+        ),
+        {},
+    ),
+    "sgnht": (METHODS["sgnht"](num_chains=2, draws_per_chain=3), CYCLES),
     "mean_field": (METHODS["mean_field"](num_chains=2), CYCLES),
     "hmc": (METHODS["hmc"](num_chains=2, draws_per_chain=2, num_leapfrog=2), {}),
     "warm-started sghmc": (SGHMCConfig(num_chains=2, draws_per_chain=3, warm_start_steps=5), {"minibatch": "shared"}),

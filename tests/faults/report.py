@@ -56,7 +56,7 @@ ROWS = {
     ),
     "F4": Row(
         "a resumed run is another run",
-        "resume at 10 random updates of each of 4 methods, with dropout; SIGKILL at random times of a run",
+        "resume at 10 random updates of several methods, with dropout; SIGKILL at random times of a run",
         "bitwise the uninterrupted run: state, generators, schedule, draws",
         50,
     ),
