@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -366,6 +366,17 @@ def log_normal(covariance: Covariance, difference: Tensor) -> Tensor:
     """[..., d] -> [...]: log N(difference; 0, Sigma), normalised."""
     distance = (difference * covariance.precision_product(difference)).sum(-1)
     return -0.5 * (distance + covariance.log_det + covariance.dim * math.log(2 * math.pi))
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A covariance or a curvature, a Gaussian, or a part of one, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
 
 
 def _check_names(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.covariance import moved
 from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
 from hf_bayes.laplace.cells import CurvatureSpec
-from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature, on_cpu
+from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
 from hf_bayes.likelihood import IGNORE, Likelihood
 from hf_bayes.members.plain import plain
@@ -84,7 +85,7 @@ def survey(
         with plain(model.members, theta) as random:
             found = _hessian(model, theta, random, batches, spec, scale, context)
         assert found.gradient is not None
-        return found._replace(curvature=on_cpu(found.curvature), gradient=found.gradient.cpu())
+        return found._replace(curvature=moved(found.curvature, "cpu"), gradient=found.gradient.cpu())
     looked = _look(model, theta, batches, spec, None, gradient=gradient, seed=seed, context=context)
     if spec.structure == "kronecker_corrected":
         basis = looked.curvature
@@ -92,7 +93,7 @@ def survey(
         again = _look(model, theta, batches, spec, basis, gradient=False, seed=seed, context=context)
         looked = looked._replace(curvature=again.curvature)
     return looked._replace(
-        curvature=on_cpu(looked.curvature.scaled(scale)),
+        curvature=moved(looked.curvature.scaled(scale), "cpu"),
         log_lik=scale * looked.log_lik,
         gradient=None if looked.gradient is None else scale * looked.gradient.cpu(),
     )

@@ -7,8 +7,8 @@ posterior gives the covariance T (H + tau)^-1, tempering the likelihood (H / T +
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -244,17 +244,6 @@ class FullCurvature(Curvature):
             lowest = float(torch.linalg.eigvalsh(precisions)[0]) if bool(precisions.isfinite().all()) else float("nan")
             raise ValueError(_not_positive(f"its lowest eigenvalue is {lowest:.3g}"))
         return Full(factor / temperature**0.5)
-
-
-def on_cpu(value: Any) -> Any:
-    """A curvature, or a part of one, with its tensors in main memory."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, tuple):
-        return tuple(on_cpu(item) for item in value)
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    return replace(value, **{field.name: on_cpu(getattr(value, field.name)) for field in fields(value)})
 
 
 def _positive(values: Tensor) -> Tensor:
