@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,14 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from hf_bayes.covariance import moved
 from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
+from hf_bayes.linearised import gaussian_outputs
 from hf_bayes.members.trunk import num_positions_of
+from hf_bayes.metrics import per_row_statistics
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
+from hf_bayes.posterior import Gaussian
+from hf_bayes.predictive import LINKS, log_density, moments
 from hf_bayes.subspace import Layout
 
 
@@ -37,7 +42,8 @@ class BayesianClassifierOutput(SequenceClassifierOutput):
     """``logits`` [B, ..., C] are the log of the mixture; uncertainties [B, ...] in nats.
 
     For regression ``logits`` are the predictive mean, with the standard deviations [B, C] of ``Deviations`` in place of
-    uncertainties; for labels of their own (multi-label) the logits of the members' mean probabilities, and neither.
+    uncertainties; for labels of their own (multi-label) the logits of the members' mean probabilities, and neither. An
+    uncertainty that a linearised prediction does not define is None.
     """
 
     total: Tensor | None = None
@@ -54,6 +60,7 @@ class BayesianClassifier(BayesianModel):
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
     ) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
+        self._linearised: tuple[Gaussian, str] | None = None
         try:
             self.likelihood = self._choose_likelihood(noise_std)
         except ValueError:
@@ -101,6 +108,9 @@ class BayesianClassifier(BayesianModel):
             inputs.pop(name, None)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
+        if self._linearised is not None:
+            answers, parts, nll = self._predict_linearised(inputs, labels)
+            return BayesianClassifierOutput(loss=None if nll is None else nll.mean(), logits=answers, **parts)
         logits = self._member_logits(inputs)
         loss = None
         if labels is not None:
@@ -117,6 +127,8 @@ class BayesianClassifier(BayesianModel):
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
+        if self._linearised is not None:
+            return self._evaluate_linearised(inputs, labels, keep_logits)
         logits = self._member_logits(inputs)
         self._check_labels(logits, labels[None])
         if isinstance(self.likelihood, Categorical):
@@ -130,6 +142,74 @@ class BayesianClassifier(BayesianModel):
                 squares = (mixture - labels.to(mixture.dtype).reshape(mixture.shape)).square()
                 statistics |= {name: value.mean(-1) for name, value in {"mse": squares, **deviations}.items()}
         return statistics, mixture if keep_logits else None
+
+    def linearise(self, link: str | None = "monte_carlo") -> Self:
+        """From now on predict by outputs that are linear in theta, N(f(x, mean), J V J'), in place of members.
+
+        Args:
+            link: from Gaussian logits to probabilities, of ``predictive.LINKS``; regressions need none. None goes back
+                to members.
+        Raises:
+            ValueError: for another link, a posterior that is no Gaussian, or outputs it is not defined for.
+        """
+        if link is None:
+            self._linearised = None
+            return self
+        if link not in LINKS:
+            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
+        if self.posterior is None or not isinstance(self.posterior.approximation, Gaussian):
+            found = "none" if self.posterior is None else f"one of {self.posterior.config.approximation}"
+            raise ValueError(
+                f"linearise needs a Gaussian posterior, got {found}: load one that fit_laplace or mean_field has made, "
+                "or predict by members"
+            )
+        if isinstance(self.likelihood, Bernoulli) or self.task == "token_classification":
+            raise ValueError(
+                f"linearised predictions are of one class or of numbers for each example; {type(self).__name__} with a "
+                f"{type(self.likelihood).__name__} likelihood has others: predict by members"
+            )
+        self._linearised = self.posterior.approximation, link
+        return self
+
+    def _predict_linearised(
+        self, inputs: dict[str, Any], labels: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """[B, C] log-probabilities or means, uncertainties or deviations by name, and the terms' NLL [n]."""
+        assert self._linearised is not None
+        gaussian, link = self._linearised
+        if gaussian.means.device != self.theta.device:
+            gaussian = moved(gaussian, self.theta.device)
+            self._linearised = gaussian, link
+        mean, covariance = gaussian_outputs(self, gaussian, inputs)
+        if labels is not None:
+            self._check_labels(mean, labels[None])
+        if isinstance(self.likelihood, Normal):
+            noise = self.likelihood.noise_std
+            center, variance = moments(mean, covariance)
+            deviations = Deviations((variance + noise**2).sqrt(), variance.sqrt())._asdict()
+            numbers = None if labels is None else labels.to(mean).reshape(center.shape)
+            return center, deviations, None if numbers is None else -log_density(numbers, mean, covariance, noise)
+        prediction = LINKS[link](mean, covariance)
+        nll = None
+        if labels is not None:
+            terms = self.likelihood.is_term(labels)
+            nll = -self.likelihood.log_prob(prediction.log_probs[None, terms], labels[None, terms])[0]
+        return prediction.log_probs, prediction.uncertainties, nll
+
+    def _evaluate_linearised(
+        self, inputs: dict[str, Any], labels: Tensor, keep_logits: bool
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What ``evaluate_batch`` returns, without the NLL of members, of which there are none."""
+        answers, parts, nll = self._predict_linearised(inputs, labels)
+        assert nll is not None
+        if isinstance(self.likelihood, Normal):
+            squares = (answers - labels.to(answers).reshape(answers.shape)).square()
+            statistics = {"nll": nll} | {name: v.mean(-1) for name, v in {"mse": squares, **parts}.items()}
+        else:
+            terms = self.likelihood.is_term(labels)
+            statistics = per_row_statistics(answers[terms], labels[terms])
+            statistics |= {name: value[terms] for name, value in parts.items()}
+        return statistics, answers if keep_logits else None
 
     @staticmethod
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:

@@ -180,10 +180,11 @@ class BayesianTextGenerationPipeline(TextGenerationPipeline):
 class BayesianTextClassificationPipeline(TextClassificationPipeline):
     """transformers' text classification with a Bayesian model.
 
-    Every record has one key more, "uncertainty": {"total", "aleatoric", "epistemic"} of the text in nats; with
-    ``top_k``, each of the text's records has it. Scores are probabilities of the mixture. For regression they are
-    predictive means, and "uncertainty" holds {"predictive_std", "epistemic_std"} of the record's own output, in units
-    of the labels. Multi-label heads have no uncertainties, their records are those of transformers.
+    Every record has one key more, "uncertainty": {"total", "aleatoric", "epistemic"} of the text in nats (those that
+    are defined, of a linearised model); with ``top_k``, each of the text's records has it. Scores are probabilities of
+    the mixture. For regression they are predictive means, and "uncertainty" holds {"predictive_std", "epistemic_std"}
+    of the record's own output, in units of the labels. Multi-label heads have no uncertainties, their records are those
+    of transformers.
     """
 
     def __init__(self, model: BayesianModelForSequenceClassification, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +209,7 @@ class BayesianTextClassificationPipeline(TextClassificationPipeline):
         records = [result] if isinstance(result, dict) else result
         for record in records:
             if "total" in model_outputs:
-                record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS}
+                record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
             if "predictive_std" in model_outputs:
                 output = self.model.config.label2id[record["label"]]
                 record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}

@@ -1,0 +1,171 @@
+"""A model linearised in its random parameters: f(x, theta) ~ N(f(x, mean), J V J'), theta ~ N(mean, V).
+
+J [C, d] is the Jacobian of the outputs of a row at the mean, found in the live model showing that one member. Where the
+random parameters are a linear head, J is the head's input and nothing is differentiated; elsewhere there is a
+backward pass for each output, through which taps see the gradient of every row on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.covariance import Covariance, Diagonal, Kronecker
+from hf_bayes.likelihood import widened
+from hf_bayes.members.plain import plain
+from hf_bayes.members.taps import Share, Tap, Taps
+from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.posterior import Gaussian
+from hf_bayes.subspace import Layout
+
+if TYPE_CHECKING:
+    from hf_bayes.classification import BayesianClassifier
+
+JACOBIAN_BUDGET = 1 << 26
+"""Numbers of Jacobians held at once; a single row is never split."""
+
+
+class Outputs(NamedTuple):
+    """K Gaussians over the outputs, of equal weight.
+
+    Attributes:
+        mean: [K, B, C].
+        covariance: [K, B, C, C], or [K, B, C] where outputs are independent.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def gaussian_outputs(model: BayesianClassifier, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
+    """The outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
+
+    Memory: Jacobians of as many rows as keep within ``JACOBIAN_BUDGET``.
+
+    Raises:
+        ValueError: for outputs that are not [B, C].
+    """
+    taps = Taps(model.model, model.layout.names)
+    head = _linear_head(taps, model.layout)
+    components = []
+    for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
+        mean = mean.to(model.theta)
+        with torch.inference_mode(False), torch.enable_grad(), plain(model.members, mean), taps.open():
+            size = None if head else max(1, JACOBIAN_BUDGET // (model.layout.dim * model.config.num_labels))
+            parts = [_of_batch(model, taps, head, mean, covariance, part) for part in _rows_of(inputs, size)]
+        components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
+    return Outputs(*(torch.stack(pieces) for pieces in zip(*components, strict=True)))
+
+
+def _of_batch(
+    model: BayesianClassifier, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict
+) -> tuple[Tensor, Tensor]:
+    rows = num_rows_of(inputs)
+    taps.begin(rows, inputs.get("attention_mask"))
+    logits = model._logits(inputs, 1)[0]
+    if logits.ndim != 2:
+        raise ValueError(
+            f"linearised predictions need one row of outputs [B, C] for each example, got {list(logits.shape)} from "
+            f"{type(model.core).__name__}: predict by members"
+        )
+    features = None if head is None else _features(taps, logits, like)
+    if head is not None and features is not None:
+        spread = head_covariance(covariance, model.layout, features, weight=head.names["weight"])
+    else:
+        spread = covariance_of_outputs(covariance, model.layout, _jacobian(taps, logits, model.layout, like))
+    return widened(logits.detach()).to(like.dtype), spread
+
+
+def covariance_of_outputs(covariance: Covariance, layout: Layout, jacobian: Mapping[str, Tensor]) -> Tensor:
+    """[B, C, C]: J V J' from {name: [B, C, *shape]}."""
+    flat = layout.flatten(jacobian)
+    return flat @ covariance.product(flat).mT
+
+
+def head_covariance(covariance: Covariance, layout: Layout, features: Tensor, *, weight: str) -> Tensor:
+    """[B, C, C] J V J' of outputs W phi (+ b), or its diagonal [B, C] where elements are independent.
+
+    With a Kronecker-factored V of W, (L (x) R) diag(values) (L (x) R)', it is L diag(values (R' phi)^2) L': for values
+    that are a product, (phi' A phi) B.
+
+    Args:
+        features: [B, n] phi.
+        weight: name of W [C, n]; the other tensor of the layout, if there is one, is b [C].
+    """
+    num_outputs = layout.shapes[layout.names.index(weight)][0]
+    if isinstance(covariance, Diagonal):
+        spread = features.new_zeros(len(features), num_outputs)
+        for name, std in layout.unflatten(covariance.std).items():
+            spread += features.square() @ std.square().mT if name == weight else std.square()
+        return spread
+    if isinstance(covariance, Kronecker):
+        spread = features.new_zeros(len(features), num_outputs, num_outputs)
+        for name, block in zip(layout.names, covariance.blocks, strict=True):
+            if isinstance(block, Tensor):
+                block = block.view(num_outputs, -1)
+                each = features.square() @ block.square().mT if name == weight else block.square().mT
+                spread += torch.diag_embed(each)
+                continue
+            turned = features if block.right is None else features @ block.right
+            values = turned.square() @ block.variances.mT
+            spread += torch.diag_embed(values) if block.left is None else (block.left * values[:, None]) @ block.left.mT
+        return spread
+    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
+    jacobian = {name: eye.expand(len(features), -1, -1) for name in layout.names}
+    outer = eye[None, :, :, None] * features[:, None, None, :]
+    return covariance_of_outputs(covariance, layout, jacobian | {weight: outer})
+
+
+def _linear_head(taps: Taps, layout: Layout) -> Tap | None:
+    """The one linear module that owns all random parameters, if there is such a module."""
+    if len(taps.taps) != 1:
+        return None
+    (tap,) = taps.taps
+    return tap if tap.weight is not None and not tap.transposed and tap.reader is tap.module else None
+
+
+def _features(taps: Taps, logits: Tensor, like: Tensor) -> Tensor | None:
+    """[B, n]: what the linear module was given where its output is the logits; None if the logits are made of it."""
+    found: list[Share] = []
+    taps.listen(found.append, first=True)
+    weights = torch.arange(1, logits.shape[-1] + 1, dtype=logits.dtype, device=logits.device)
+    torch.autograd.backward(logits, weights.expand_as(logits), inputs=[taps.anchor], retain_graph=True)
+    if len(found) != 1:
+        return None
+    (share,) = found
+    read = share.g.ne(0).any(-1)
+    if share.g.shape[-1] != len(weights) or not bool((read.sum(1) == 1).all()):
+        return None
+    return share.x[read].to(like.dtype) if bool((share.g[read] == weights).all()) else None
+
+
+def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
+    """{name: [B, C, *shape]}, by a backward pass for each output."""
+    rows, num_outputs = logits.shape
+    found = {
+        name: like.new_zeros(rows, num_outputs, *shape) for name, shape in zip(layout.names, layout.shapes, strict=True)
+    }
+    for output in range(num_outputs):
+
+        def add(share: Share, output: int = output) -> None:
+            for name, gradient in share.tap.row_gradients(share.x, share.g, like.dtype).items():
+                found[name][share.rows, output] += gradient
+
+        taps.listen(add, first=output == 0)
+        cotangent = torch.zeros_like(logits)
+        cotangent[:, output] = 1
+        torch.autograd.backward(logits, cotangent, inputs=[taps.anchor], retain_graph=output + 1 < num_outputs)
+    return found
+
+
+def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
+    """The batch in pieces of ``size`` rows; whole if that is None."""
+    rows = num_rows_of(inputs)
+    # a tensor of inference mode cannot be part of a graph, its copy can
+    inputs = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in inputs.items()}
+    for start in range(0, rows, size or rows):
+        rest = slice(start, start + (size or rows))
+        yield {k: v[rest] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in inputs.items()}
