@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ class ChainBatches:
     The stream is a pure function of (seed, chain): it does not change with the number of chains. A micro-batch holds
     ``batch_size`` rows of each chain, chain after chain; no batch is short. Processes that share chains take turns.
 
+    A permutation is used up before the next one begins (``order="epochs"``): rows of an update depend on those before.
+    Tests of batches need better: each batch is the beginning of a permutation of its own (``"independent"``), or each
+    update is (``"disjoint"``).
+
     Args:
         num_rows: n, of the data set.
         batch_size: rows of a micro-batch, per chain.
@@ -27,6 +31,9 @@ class ChainBatches:
         chains: global indices of the chains; None means that all see the same rows.
         seed: of the permutations.
         data_rank, data_size: which of how many processes that share these chains.
+        order: see above.
+    Raises:
+        ValueError: for more rows without repetition than there are.
     """
 
     def __init__(
@@ -39,8 +46,16 @@ class ChainBatches:
         seed: int,
         data_rank: int = 0,
         data_size: int = 1,
+        order: Literal["epochs", "independent", "disjoint"] = "epochs",
     ) -> None:
         self.num_rows, self.batch_size, self.accumulation, self.seed = num_rows, batch_size, accumulation, seed
+        rows = batch_size * accumulation * data_size
+        self.period = {"epochs": num_rows, "independent": batch_size, "disjoint": rows}[order]
+        if self.period > num_rows:
+            raise ValueError(
+                f"order={order!r} cannot draw {self.period} different rows of {num_rows}: lower "
+                "per_device_train_batch_size or gradient_accumulation_steps"
+            )
         self.data_rank, self.data_size = data_rank, data_size
         self.streams: list[object] = ["shared"] if chains is None else list(chains)
         self.epoch = 0
@@ -67,13 +82,13 @@ class ChainBatches:
             yield [self._row(s, i) for s in self.streams for i in range(start, start + self.batch_size)]
 
     def _row(self, stream: object, position: int) -> int:
-        key = (stream, position // self.num_rows)
+        key = (stream, position // self.period)
         if key not in self._permutations:
             # an update may straddle two permutations, never three of the past
             self._permutations = {k: v for k, v in self._permutations.items() if k[0] != stream or k[1] >= key[1] - 1}
             order = torch.randperm(self.num_rows, generator=generator(self.seed, "order", *key))
-            self._permutations[key] = order.tolist()
-        return self._permutations[key][position % self.num_rows]
+            self._permutations[key] = order[: self.period].tolist()
+        return self._permutations[key][position % self.period]
 
 
 class FullPasses:

@@ -55,6 +55,20 @@ class MethodConfig:
     revises: ClassVar[bool] = False
     """True: the method passes over the data once more after its last update (``Rule.revise``)."""
 
+    @property
+    def batch_order(self) -> Literal["epochs", "independent", "disjoint"]:
+        """Batches are parts of permutations; or each is drawn anew; or each update's are, no row twice among them."""
+        return "epochs"
+
+    @property
+    def min_batches(self) -> int:
+        """Batches that an update needs."""
+        return 1
+
+    def for_batches(self, batch_fraction: float) -> MethodConfig:
+        """The method for batches that hold this share of the data's rows: what is run, and saved."""
+        return self
+
     def __post_init__(self) -> None:
         self._check_count("num_chains", self.num_chains, minimum=1)
         self._check_count("draws_per_chain", self.draws_per_chain, minimum=1)

@@ -273,7 +273,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         if isinstance(self.method, Rule):
             return self.method.init(theta, rngs)
         zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
-        return self.method.init(theta, lambda theta, *, gradient=True: zeros, rngs)
+        return self.method.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
 
     def _require_finite(self, values: dict[str, Tensor]) -> None:
         """One pass over memory when all is well; the name of the culprit when not.

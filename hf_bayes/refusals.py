@@ -105,6 +105,7 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
                 (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
                 (method.full_batch, f"{method.name} needs all rows in every move: materialise it"),
                 (method.revises, f"{method.name} passes over all rows once more at the end: materialise it"),
+                (method.batch_order != "epochs", f"{method.name} draws rows anew for every move: materialise it"),
             )
             if missing
         ]
@@ -113,6 +114,15 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
         return
     if len(dataset) == 0:
         raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+
+
+def require_batches(method: MethodConfig, count: int) -> None:
+    """Methods that compare the batches of an update need more than one."""
+    if count < method.min_batches:
+        raise ValueError(
+            f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
+            f"{count} (gradient_accumulation_steps x processes that share a chain): raise gradient_accumulation_steps"
+        )
 
 
 def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:

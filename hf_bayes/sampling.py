@@ -51,6 +51,8 @@ def sample(
     learning_rate: float | Callable[[int], float],
     num_data: float = 1,
     batches: Batches | None = None,
+    batches_per_step: int = 1,
+    batch_fraction: float | None = None,
     burn_in: float = 0,
     thin: int = 1,
     seed: int = 0,
@@ -71,7 +73,9 @@ def sample(
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
             from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
         num_data: N, what U is divided by to be a mean loss.
-        batches: an iterable, or a function that returns one; it is cycled over, one batch per update.
+        batches: an iterable, or a function that returns one; it is cycled over.
+        batches_per_step: batches of an update; their energies are averaged.
+        batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
         burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
         thin: updates per draw.
         seed: of all random numbers.
@@ -82,6 +86,7 @@ def sample(
             Kernel non-finite energies are the kernel's affair (it rejects them); a chain's start must be finite.
     """
     _check_method(method, batches)
+    _check_batches(method, batches, batches_per_step, batch_fraction)
     start = _starts(theta, method, seed)
     burned = _burn_in(burn_in, num_steps)
     draw_steps = _draw_steps(num_steps, burned, thin)
@@ -94,16 +99,17 @@ def sample(
         burn_in=burned,
         sizes=(start.shape[1],),
         draw_steps=draw_steps,
+        batch_fraction=batch_fraction,
     )
     rngs = chain_generators(seed, len(start), device=start.device)
-    run = _Run(build(method, problem), _Energy(energy), rngs)
+    run = _Run(build(method, problem), _Energy(energy, batched=batches is not None), rngs)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
     draws = start.new_empty(len(start), len(draw_steps), start.shape[1])
     infos: list[Info] = []
 
     with torch.no_grad():
         for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
-            info = run.advance(start, step, rates[step], next(stream))
+            info = run.advance(start, step, rates[step], list(itertools.islice(stream, batches_per_step)))
             infos.append(info)
             if step + 1 in draw_steps:
                 draws[:, draw_steps.index(step + 1)] = run.state.theta
@@ -114,22 +120,27 @@ def sample(
 class _Energy:
     """The user's energy as an ``Evaluate``: -U and its gradient, checked for shape."""
 
-    def __init__(self, energy: Energy) -> None:
-        self.energy, self.batch = energy, None
+    def __init__(self, energy: Energy, *, batched: bool) -> None:
+        self.energy, self.batched = energy, batched
+        self.batches: list[Any] = []
+        """Of this update; one, None, where there are none."""
 
-    def __call__(self, theta: Tensor, *, gradient: bool = True) -> Evaluation:
-        if not gradient:
-            return Evaluation(-self._value(theta), None)
-        with torch.enable_grad():
-            leaf = theta.detach().requires_grad_()
-            value = self._value(leaf)
+    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
+        chosen = self.batches if batches is None else self.batches[batches]
+        with torch.set_grad_enabled(gradient):
+            leaf = theta.detach().requires_grad_(gradient)
+            values = torch.stack([self._value(leaf, batch) for batch in chosen], 1)
+            value = values.mean(1)
+            columns = -values.detach() if self.batched else None
+            if not gradient:
+                return Evaluation(-value, None, batch_log_lik=columns)
             if not value.requires_grad:
                 raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
             (grad,) = torch.autograd.grad(value.sum(), leaf)
-        return Evaluation(-value.detach(), -grad)
+        return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
-    def _value(self, theta: Tensor) -> Tensor:
-        value = self.energy(theta, self.batch)
+    def _value(self, theta: Tensor, batch: Any) -> Tensor:
+        value = self.energy(theta, batch)
         if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -146,9 +157,9 @@ class _Run:
         self.method, self.energy, self.rngs = method, energy, rngs
         self.state: Any = None
 
-    def advance(self, start: Tensor, step: int, lr: float, batch: Any) -> Info:
+    def advance(self, start: Tensor, step: int, lr: float, batches: list[Any]) -> Info:
         """One update; the first call starts the chains at ``start``."""
-        self.energy.batch = batch
+        self.energy.batches = batches
         if isinstance(self.method, Kernel):
             return self._advance_kernel(self.method, start, step)
         return self._advance_rule(self.method, start, step, lr)
@@ -216,6 +227,22 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
         raise ValueError(
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
             "energy hold the data"
+        )
+
+
+def _check_batches(
+    method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
+) -> None:
+    if isinstance(batches_per_step, bool) or not isinstance(batches_per_step, int) or batches_per_step < 1:
+        raise ValueError(f"batches_per_step must be an integer >= 1, got {batches_per_step!r}")
+    if batches is None and batches_per_step > 1:
+        raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
+    if batch_fraction is not None and not (_positive(batch_fraction) and batch_fraction <= 1):
+        raise ValueError(f"batch_fraction must be a number in (0, 1], got {batch_fraction!r}")
+    if batches_per_step < method.min_batches:
+        raise ValueError(
+            f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
+            f"batches_per_step={batches_per_step}: raise it"
         )
 
 

@@ -128,6 +128,9 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 sizes=bayesian.layout.sizes,
                 draw_steps=draws,
             )
+            if not is_stream(self.train_dataset):
+                fraction = args.per_device_train_batch_size / len(self.train_dataset)
+                self.problem = self.problem._replace(batch_fraction=fraction)
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
                 bayesian,
@@ -269,14 +272,18 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             return torch.zeros((), device=self.args.device)
         # exact kernels have no use for dropout: the target would change from one evaluation to the next
         model.eval()
-        batches, self._kernel_batches = self._kernel_batches, []
+        kept, self._kernel_batches = self._kernel_batches, []
+        count, first = len(kept) * self.mesh.data_size, self.mesh.data_rank  # of all processes, who take turns
+        mine = dict(zip(range(first, count, self.mesh.data_size), kept, strict=True))
         terms, proposed = self._terms.double().clamp_min(1), torch.empty(0)
 
-        def evaluate(theta: Tensor, *, gradient: bool = True) -> Evaluation:
+        def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
             nonlocal proposed
-            log_lik = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)
+            chosen = range(count)[slice(None) if batches is None else batches]
+            log_liks = torch.zeros(len(theta), count, dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
-            for batch in batches:
+            for place in (place for place in chosen if place in mine):
+                batch = mine[place]
                 with self._trunk_once(batch, shared=True):
                     for members in self._member_chunks(batch):
                         leaf = theta[members].detach().requires_grad_(gradient)
@@ -284,15 +291,19 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                             loss = model(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
                             if grad is not None:
                                 grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
-                        log_lik[members] -= loss.detach()
-            self.mesh.sum_over_data(log_lik)
+                        log_liks[members, place] -= loss.detach()
+            # the one thing that processes with other rows of these chains must tell each other: K numbers a chain
+            log_liks = self.mesh.sum_over_data(log_liks)[:, chosen.start : chosen.stop]
             if grad is not None:
                 self.mesh.sum_over_data(grad)
-            scale = self._likelihood_scale(terms)
-            proposed = -log_lik / terms
+            share = len(chosen) / count
+            proposed = -log_liks.sum(1) / (share * terms)
+            scale = torch.as_tensor(self._likelihood_scale(terms) / share, dtype=torch.float64, device=theta.device)
+            scale = scale.view(-1, 1)
             if grad is not None:
-                grad *= torch.as_tensor(scale, dtype=grad.dtype, device=grad.device).view(-1, 1)
-            return Evaluation((scale * log_lik).to(theta.dtype), grad)
+                grad *= scale.to(grad.dtype)
+            columns = None if self.method.full_batch else len(chosen) * scale * log_liks
+            return Evaluation((scale[:, 0] * log_liks.sum(1)).to(theta.dtype), grad, batch_log_lik=columns)
 
         stays = chains.move(evaluate)
         # the loss of a chain that refused its proposal is not the proposal's

@@ -16,7 +16,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream, require_rows
+from hf_bayes.refusals import is_stream, require_batches, require_rows
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -41,6 +41,7 @@ class TrainingDataMixin(_Trainer):
         """Find N, and fit accumulation to kernels that see all data in every move."""
         args = self.args
         require_rows(self.train_dataset, args, self.method)
+        require_batches(self.method, args.gradient_accumulation_steps * self.mesh.data_size)
         if is_stream(self.train_dataset):
             self.num_terms, self.num_data = None, float(args.num_data)
             self._say("N = %g likelihood terms (given)", self.num_data)
@@ -56,8 +57,10 @@ class TrainingDataMixin(_Trainer):
         )
         natural = len(dataset) if args.data_unit == "sequence" else self.num_terms
         self.num_data = float(args.num_data or natural)
+        self.method = self.method.for_batches(args.per_device_train_batch_size / len(dataset))
         if self.method.full_batch:
             args.gradient_accumulation_steps = len(self._batches(None))
+        self._batches(None)  # refuses batches that cannot be drawn
         self._say(
             "N = %g likelihood terms (%s; %d counted in %d rows)",
             self.num_data, args.data_unit, self.num_terms, len(dataset),
@@ -116,6 +119,7 @@ class TrainingDataMixin(_Trainer):
             accumulation=args.gradient_accumulation_steps,
             chains=chains,
             seed=args.seed if args.data_seed is None else args.data_seed,
+            order=self.method.batch_order,
             **share,
         )
 

@@ -27,11 +27,14 @@ class Evaluation(NamedTuple):
         grad_log_lik: [M, d] its gradient; None where only the value was asked for.
         grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
             the S random tensors; None unless the method asked for it (``MethodConfig.needs_grad_variance``).
+        batch_log_lik: [M, K] an unbiased estimate of the same from each of the K batches, whose mean ``log_lik`` is;
+            None where every evaluation sees all data.
     """
 
     log_lik: Tensor
     grad_log_lik: Tensor | None
     grad_variance: Tensor | None = None
+    batch_log_lik: Tensor | None = None
 
 
 class State(Protocol):
@@ -74,9 +77,12 @@ class Approximation(Protocol):
 
 
 class Evaluate(Protocol):
-    """The model as a kernel sees it: log-likelihood of all data (or the batches of this step) at any theta."""
+    """The model as a kernel sees it: log-likelihood of all data (or the batches of this step) at any theta.
 
-    def __call__(self, theta: Tensor, *, gradient: bool = True) -> Evaluation: ...
+    ``batches`` picks some of the step's batches, None takes all of them.
+    """
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation: ...
 
 
 class Problem(NamedTuple):
@@ -90,6 +96,7 @@ class Problem(NamedTuple):
         burn_in: updates before the first draw; adaptation ends there.
         sizes: number of elements of each random tensor, in the order of theta (sum = d).
         draw_steps: the updates (counted from 1) that end in a draw.
+        batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
     """
 
     num_data: float
@@ -99,6 +106,7 @@ class Problem(NamedTuple):
     burn_in: int
     sizes: tuple[int, ...]
     draw_steps: range = range(0)
+    batch_fraction: float | None = None
 
 
 class Look(Protocol):

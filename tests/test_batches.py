@@ -91,6 +91,33 @@ def test_shared_minibatches_hold_each_row_once():
     assert sorted(rows[:10]) == list(range(10))
 
 
+@pytest.mark.parametrize(("order", "period"), [("independent", 2), ("disjoint", 6)])
+def test_rows_drawn_anew_are_distinct_within_a_batch_or_an_update_and_uniform(order, period):
+    rows = stream(read(batches(order=order), epochs=1000), 1, num_chains=3, batch_size=2)
+    draws = [rows[start : start + period] for start in range(0, len(rows), period)]
+    assert all(len(set(draw)) == period for draw in draws)
+    assert any(set(a) & set(b) for a, b in pairwise(draws))  # twin: with epochs of 10 rows, 2 and 2 never meet
+    counts = torch.bincount(torch.tensor(rows), minlength=10).double() / len(draws)
+    # a row is in a draw with probability period / 10: 4.5 standard errors
+    assert (counts - period / 10).abs().max() < 4.5 * (period / 10 * (1 - period / 10) / len(draws)) ** 0.5
+
+
+def test_batches_drawn_anew_do_not_depend_on_how_processes_share_them():
+    whole = read(batches(batch_size=2, accumulation=4, order="independent"), epochs=2)
+    parts = [
+        read(batches(batch_size=2, accumulation=2, order="independent", data_rank=rank, data_size=2), epochs=2)
+        for rank in (0, 1)
+    ]
+    assert [batch for pair in zip(*parts, strict=True) for batch in pair] == whole
+
+
+@pytest.mark.parametrize(("order", "rows"), [("independent", 11), ("disjoint", 12)])
+def test_more_distinct_rows_than_there_are_are_refused(order, rows):
+    size, accumulation = (11, 1) if order == "independent" else (2, 6)
+    with pytest.raises(ValueError, match=f"order='{order}' cannot draw {rows} different rows of 10"):
+        batches(batch_size=size, accumulation=accumulation, order=order)
+
+
 def test_full_passes_hold_all_rows_in_order_every_time():
     sampler = FullPasses(7, batch_size=3)
     assert len(sampler) == 3

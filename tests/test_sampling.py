@@ -172,6 +172,19 @@ def test_batches_are_cycled_over_one_per_update() -> None:
     assert seen_batches(None) == [None] * 7
 
 
+def test_energies_of_several_batches_per_step_are_averaged() -> None:
+    def energy(theta: Tensor, batch: float | None) -> Tensor:
+        return theta.square().sum(1) if batch is None else batch * theta.square().sum(1)
+
+    theta = torch.ones(3, 2, dtype=torch.float64)
+    common: dict[str, Any] = {"num_steps": 4, "learning_rate": 0.1, "progress": False}
+    whole = sample(energy, theta, SGLDConfig(), **common)
+    parts = sample(energy, theta, SGLDConfig(), batches=[0.5, 1.5, 0.0, 2.0], batches_per_step=2, **common)
+    torch.testing.assert_close(parts.draws, whole.draws, rtol=1e-14, atol=0)
+    single = sample(energy, theta, SGLDConfig(), batches=[0.5, 1.5, 0.0, 2.0], **common)
+    assert (single.draws - whole.draws).abs().max() > 0.01
+
+
 def test_a_data_loader_is_shuffled_anew_in_each_pass() -> None:
     shuffle = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(torch.arange(32), batch_size=16, shuffle=True, generator=shuffle)  # type: ignore[arg-type, var-annotated]
