@@ -14,6 +14,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
+from hf_bayes.mcmc.penalty import PenaltyConfig
 from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
@@ -34,6 +35,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "metropolis": MetropolisConfig,
     "hmc": HMCConfig,
     "laplace": LaplaceConfig,
+    "penalty": PenaltyConfig,
 }
 
 

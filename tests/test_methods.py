@@ -27,6 +27,7 @@ from hf_bayes.energy import FlatPrior
 from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
+from hf_bayes.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods import METHODS, build, from_dict
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import generator
@@ -58,6 +59,7 @@ class Row:
         num_steps: of the Gaussian run; a fifth of it is burn-in.
         noise: the method draws random numbers.
         cold: the method has a limit T = 0, where it finds the mode; if not, it refuses T = 0.
+        batches: of an update, for methods that need them; here they all are the whole data.
     """
 
     config: MethodConfig
@@ -67,6 +69,12 @@ class Row:
     num_steps: int = 1500
     noise: bool = True
     cold: bool = False
+    batches: int = 0
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Arguments of ``sample``."""
+        return {"batches": [None], "batches_per_step": self.batches} if self.batches else {}
 
 
 def exact(temperature: float) -> float:
@@ -105,6 +113,14 @@ ROWS = {
     "laplace": Row(
         config=LaplaceConfig(structure="kronecker", num_samples=2), learning_rate=0.01, law=None, noise=False
     ),
+    "penalty": Row(
+        config=PenaltyConfig(num_leapfrog=3, proposal_batches=2, target_acceptance=0.7),
+        learning_rate=0.1,
+        law=exact,
+        shape=(16, 16),
+        num_steps=300,
+        batches=4,
+    ),
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
@@ -131,7 +147,15 @@ def starts(num_chains: int, dim: int, dtype: torch.dtype = torch.float32, device
 def run(row: Row, theta: Tensor, *, num_steps: int = 12, seed: int = 0, **changes: Any) -> SampleResult:
     config = dataclasses.replace(row.config, **changes)
     return sample(
-        rough, theta, config, num_steps=num_steps, learning_rate=row.learning_rate, num_data=N, burn_in=4, seed=seed
+        rough,
+        theta,
+        config,
+        num_steps=num_steps,
+        learning_rate=row.learning_rate,
+        num_data=N,
+        burn_in=4,
+        seed=seed,
+        **row.data,
     )
 
 
@@ -198,7 +222,7 @@ def largest_correlation(row: Row) -> float:
     def flat(theta: Tensor, batch: object) -> Tensor:
         return 1e-4 * gaussian(theta, batch)  # so flat that every proposal is accepted
 
-    result = sample(flat, start, row.config, num_steps=3, learning_rate=1e-3, num_data=N)
+    result = sample(flat, start, row.config, num_steps=3, learning_rate=1e-3, num_data=N, **row.data)
     moved = result.draws[:, -1] - start
     return (torch.corrcoef(moved) - torch.eye(4)).abs().max().item()
 
@@ -239,11 +263,12 @@ class Drive:
         self.state: Any = None
 
     @staticmethod
-    def evaluate(theta: Tensor, *, gradient: bool = True) -> Evaluation:
+    def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
         leaf = theta.detach().requires_grad_()
         value = rough(leaf, None)
         (grad,) = torch.autograd.grad(value.sum(), leaf)
-        return Evaluation(-value.detach(), -grad if gradient else None)
+        columns = -value.detach()[:, None].expand(-1, 4)[:, batches or slice(None)]
+        return Evaluation(-value.detach(), -grad if gradient else None, batch_log_lik=columns)
 
     def begin(self, theta: Tensor) -> Drive:
         args = (theta, self.evaluate, self.rngs) if isinstance(self.method, Kernel) else (theta, self.rngs)
@@ -331,6 +356,7 @@ def gaussian_members(row: Row, temperature: float) -> Tensor:
         num_data=N,
         burn_in=row.num_steps // 5,
         seed=5,
+        **row.data,
     )
     if isinstance(result.approximation, Draws):
         assert torch.equal(result.approximation.theta, result.draws.flatten(0, 1))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +22,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.posterior import Draws
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
-from hf_bayes.types import Evaluation, Rule, locate_at_theta
+from hf_bayes.types import Evaluate, Evaluation, Kernel, Rule, locate_at_theta
 from tests import runs
 from tests.models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
@@ -76,8 +77,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def mean_of(evaluations: list[Evaluation]) -> Evaluation:
-    log_liks, grads, _ = zip(*evaluations, strict=True)
-    return Evaluation(torch.stack(log_liks).mean(0), torch.stack(grads).mean(0))
+    return Evaluation(*(torch.stack([evaluation[i] for evaluation in evaluations]).mean(0) for i in (0, 1)))
 
 
 UNEQUAL = [8, 128, 8, 128, 8, 8, 128, 128]
@@ -251,6 +251,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mean_field": {"num_chains": 2},
     "hmc": {**SAMPLER, "num_leapfrog": 2},
     "laplace": {"num_chains": 2},
+    "penalty": {**SAMPLER, "num_leapfrog": 1},
 }
 
 
@@ -258,13 +259,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
 def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_start_steps):
     config = METHODS[name](**SETTINGS.get(name, SAMPLER), warm_start_steps=warm_start_steps)
-    trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1))
+    batches = {"gradient_accumulation_steps": config.min_batches}
+    trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1), **batches)
     output = trainer.train()
     posterior = trainer.posterior
     members = posterior.sample(None)
     assert output.global_step == 6
     assert members.isfinite().all()
-    if name not in ("metropolis", "hmc"):  # these may have refused all six moves
+    if name not in ("metropolis", "hmc", "penalty"):  # these may have refused all six moves
         assert (members - trainer._start).abs().max() > 0
     expected = config.num_chains * config.draws_per_chain
     assert posterior.config.num_members == (0 if name in ("mean_field", "laplace") else expected)
@@ -390,6 +392,40 @@ def test_exact_kernels_see_all_data_in_every_move(tmp_path):
     )
     assert trainer.train().global_step == 4
     assert trainer.args.gradient_accumulation_steps == 5  # 10 rows, 2 at a time
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minibatch, monkeypatch):
+    told: list[Evaluation] = []
+
+    def step(state: Still, evaluate: Evaluate, rngs: Any) -> tuple[Still, dict]:
+        told.extend([evaluate(state.theta), evaluate(state.theta, batches=slice(1, 3))])
+        return state, {}
+
+    kernel = Kernel(
+        lambda theta, evaluate, rngs: Still(theta, torch.zeros(2, dtype=torch.int64)),
+        step,
+        lambda state, draws: Draws.from_chains(draws),
+    )
+    monkeypatch.setattr(trainer_module, "build", lambda config, problem: kernel)
+    rows = runs.token_rows([8, 3, 8, 5, 8, 8, 4, 8, 8])
+    model = with_lora(tiny_llama(dtype=torch.float64))
+    settings = {"minibatch": minibatch, "collator": runs.padding_collator(), "max_steps": 1}
+    trainer = runs.trainer(
+        tmp_path, SGHMCConfig(num_chains=2), model=model, train=rows, gradient_accumulation_steps=4, **settings
+    )
+    loader = list(itertools.islice(trainer.get_train_dataloader(), 4))
+    trainer.train()
+    every, some = told
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    for place, batch in enumerate(loader):
+        copies = {k: torch.cat([v, v]) for k, v in batch.items()} if minibatch == "shared" else batch
+        expected = -9 / 2 * trainer.bayesian(**copies, theta=theta, folded=True).loss  # 9 rows, 2 in a batch
+        torch.testing.assert_close(every.batch_log_lik[:, place], expected.detach(), rtol=1e-6, atol=0)  # float32 loss
+    torch.testing.assert_close(every.log_lik, every.batch_log_lik.mean(1).to(theta.dtype))
+    assert torch.equal(some.batch_log_lik, every.batch_log_lik[:, 1:3])
+    torch.testing.assert_close(some.log_lik, some.batch_log_lik.mean(1).to(theta.dtype))
+    assert (some.grad_log_lik - every.grad_log_lik).norm() > 0.1 * every.grad_log_lik.norm()
 
 
 class StopAfter(TrainerCallback):

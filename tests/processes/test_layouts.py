@@ -93,6 +93,7 @@ def assert_close(found: Any, expected: Any, tolerance: float, path: str = "") ->
         ("train", 1e-9),  # twenty float64 updates
         ("data", 1e-9),  # the same, on four processes with two for each chain
         ("hmc", 1e-9),
+        ("penalty", 1e-9),
         ("stream", 1e-9),
         ("gaussian", 1e-6),  # Adam divides by the root of a moment that is near 0 at first
         ("moved", 1e-9),  # begun by four processes, gone on with by four, by two, by one
@@ -113,7 +114,7 @@ def test_first_gradient_in_float32_is_the_same_on_every_layout(launches, process
         assert (value - expected[name][0]).norm() < 1e-6 * expected[name][0].norm()
 
 
-@pytest.mark.parametrize("run", ["data", "hmc", "stream"])
+@pytest.mark.parametrize("run", ["data", "hmc", "penalty", "stream"])
 def test_processes_that_share_a_chain_hold_the_same_bits_of_it(launches, run):
     found = launches[4].find(f"{run}/theta/")
     assert len(found) == 2

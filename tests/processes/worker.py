@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, SGHMCConfig
+from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.types import Evaluation
@@ -131,13 +131,18 @@ class Worker:
             ("data", SGHMCConfig(num_chains=2, draws_per_chain=2), {"eval_dataset": runs.token_rows(5, seed=5)}),
             ("hmc", HMCConfig(num_chains=2), {"max_steps": 3, "train": runs.token_rows(9)}),
             (
+                "penalty",  # as many batches, other processes
+                PenaltyConfig(num_chains=2, num_leapfrog=1, step_size=1e-3, target_acceptance=None),
+                {"per_device_train_batch_size": 4 * size, "gradient_accumulation_steps": 4 // size},
+            ),
+            (
                 "stream",
                 SGHMCConfig(num_chains=2),
                 {"train": Stream(), "minibatch": "shared", "num_data": 500.0, "max_steps": 9},
             ),
         ):
-            changes = {"max_steps": 20, **changes}
-            trainer = self.trainer(name, method, data_size=size, per_device_train_batch_size=4, **changes)
+            changes = {"max_steps": 20, "per_device_train_batch_size": 4, **changes}
+            trainer = self.trainer(name, method, data_size=size, **changes)
             trainer.train()
             self.keep(name, trainer)
 
