@@ -12,9 +12,11 @@ from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
 from hf_bayes.config import MethodConfig
 from hf_bayes.laplace.laplace import LaplaceConfig
+from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.mcmc.penalty import PenaltyConfig
+from hf_bayes.samplers.agps import AGPSConfig
 from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
@@ -36,6 +38,8 @@ METHODS: dict[str, type[MethodConfig]] = {
     "hmc": HMCConfig,
     "laplace": LaplaceConfig,
     "penalty": PenaltyConfig,
+    "agps": AGPSConfig,
+    "gps": GPSConfig,
 }
 
 

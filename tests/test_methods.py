@@ -25,12 +25,14 @@ from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
 from hf_bayes.laplace.laplace import LaplaceConfig
+from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods import METHODS, build, from_dict
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import generator
+from hf_bayes.samplers.agps import AGPSConfig
 from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
@@ -121,6 +123,8 @@ ROWS = {
         num_steps=300,
         batches=4,
     ),
+    "agps": Row(config=AGPSConfig(max_std=0.8), learning_rate=0.1, law=exact, num_steps=6000),
+    "gps": Row(config=GPSConfig(max_std=1.0), learning_rate=0.1, law=exact, shape=(128, 2), num_steps=600),
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.diagnostics import ess
+from hf_bayes.energy import FlatPrior
+from hf_bayes.rng import generator
+from hf_bayes.samplers import agps
+from hf_bayes.samplers.agps import FAMILIES, AGPSConfig, Parameters
+from hf_bayes.sampling import SampleResult, sample
+from hf_bayes.types import Evaluation, Problem
+
+
+@pytest.fixture
+def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of chains would spend their time asking a generator each."""
+    monkeypatch.setattr(agps, "randn", lambda rngs, like: torch.randn(like.shape, dtype=like.dtype, generator=rngs[0]))
+
+
+def normal(theta: Tensor, batch: Tensor | None = None) -> Tensor:
+    """N(2, 4), the paper's; a batch shifts the score."""
+    shift = 0 if batch is None else batch
+    return ((theta - 2).square() / 8 + shift * theta).sum(1)
+
+
+def run(config: AGPSConfig, *, num_chains: int = 100, num_steps: int = 1000, **arguments: Any) -> SampleResult:
+    start = torch.zeros(num_chains, 1, dtype=torch.float64)
+    return sample(normal, start, config, num_steps=num_steps, learning_rate=1.0, seed=3, **arguments)
+
+
+def test_an_update_is_algorithm_1_with_the_cap_on_the_standard_deviation_only() -> None:
+    theta, mean = torch.tensor([[1.0, 4.0, 2.5]]), torch.tensor([[0.0, 2.0, 2.0]])
+    score = torch.tensor([[0.5, -8.0, 0.0]])
+    found = FAMILIES["gaussian"].match(theta, score, Parameters(mean, mean), 1.0)
+    # |1 - 0| / 0.5 = 2: its root is capped at 1, mu = 1 + 2 * 0.5 is not; |4 - 2| / 8 = 1 / 4; a score of 0 is flat
+    assert torch.equal(found.first, torch.tensor([[2.0, 2.0, 2.5]]))
+    assert torch.equal(found.second, torch.tensor([[1.0, 0.5, 1.0]]))
+
+
+def test_a_coordinate_that_rounding_puts_on_its_mean_is_not_held_there() -> None:
+    one = torch.ones(1, 1)
+    assert FAMILIES["gaussian"].match(one, 3 * one, Parameters(one, one), 0.5).second.item() == 0.5
+
+
+@pytest.mark.parametrize(("family", "start"), [("gamma", 2.0), ("beta", 0.25)])
+def test_gamma_and_beta_proposals_are_algorithms_3_and_4(family: str, start: float) -> None:
+    """On a target of the family the parameters stay what they are, once they are right."""
+    theta = torch.tensor([[start]], dtype=torch.float64)
+    alpha, beta = torch.tensor([[3.0]], dtype=torch.float64), torch.tensor([[1.5]], dtype=torch.float64)
+    score = (alpha - 1) / theta - (beta if family == "gamma" else (beta - 1) / (1 - theta))  # eqs 36 and 38
+    found = FAMILIES[family].match(theta, score, Parameters(alpha, beta), 1.0)
+    torch.testing.assert_close(found, Parameters(alpha, beta))
+    off = FAMILIES[family].match(theta, score, Parameters(alpha + 1, beta + 0.5), 1.0)
+    if family == "gamma":
+        expected = (((score + beta + 0.5) * theta + 1).abs(), (alpha / theta - score).abs())  # eq. 37
+    else:
+        expected = (
+            ((score + (beta - 0.5) / (1 - theta)) * theta + 1).abs(),  # eq. 39
+            (1 - (score - alpha / theta) * (1 - theta)).abs(),
+        )
+    torch.testing.assert_close(off, Parameters(*expected))
+
+
+@pytest.mark.usefixtures("one_generator")
+def test_the_papers_effective_sample_size_on_a_gaussian() -> None:
+    draws = run(AGPSConfig(max_std=10.0)).draws
+    sizes = torch.tensor([float(ess(chain[None])) for chain in draws])
+    # the paper has 954 of 1000 draws; one run's scatters by about 100, the mean of 100 runs' by 10
+    assert abs(sizes.mean() - 954) < 40
+    reused = torch.stack([draws[:, :500], draws[:, :500]], 2).flatten(1, 2)  # twin: every draw used twice
+    assert torch.tensor([float(ess(chain[None])) for chain in reused[:20]]).mean() < 700
+
+
+@pytest.mark.usefixtures("one_generator")
+def test_gaussian_moments_after_burn_in() -> None:
+    """The variance is 4.03 from update 500 on, and falls to 4 as 1 / t: mu is still on its way."""
+    draws = run(AGPSConfig(max_std=10.0), num_chains=400, num_steps=3000, burn_in=1500).draws
+    assert abs(draws.mean() - 2) < 4 * 2 / (400 * 1500) ** 0.5
+    means = (draws - 2).square().mean(1)
+    assert abs(means.mean() - 4) < 4 * float(means.std()) / 400**0.5 + 0.02
+
+
+def noise(size: float) -> Any:
+    rng = generator("noise")
+
+    def batches() -> Iterator[Tensor]:
+        while True:
+            yield size * torch.randn(300, 1, dtype=torch.float64, generator=rng)
+
+    return batches
+
+
+@pytest.mark.usefixtures("one_generator")
+@pytest.mark.parametrize(("size", "variance"), [(0.05, 5.24), (0.5, 9.0)])
+def test_noise_in_the_score_widens_the_draws_as_it_is_said(size: float, variance: float) -> None:
+    """Without noise it is 4; a law independent of it would not leave this interval either."""
+    draws = run(AGPSConfig(max_std=10.0), num_chains=300, num_steps=1500, burn_in=500, batches=noise(size)).draws
+    assert abs((draws - 2).square().mean() / variance - 1) < 0.06
+
+
+@pytest.mark.usefixtures("one_generator")
+def test_at_the_cap_the_cap_is_the_width_and_the_run_says_so() -> None:
+    config = AGPSConfig(max_std=0.01)
+    with pytest.warns(
+        UserWarning, match=r"agps: \d+% of the coordinates were at the cap .*max_std=0.01.* the width of"
+    ):
+        result = run(config, num_chains=300, batches=noise(0.5), burn_in=500)
+    assert result.info["capped"][500:].mean() > 0.9
+    spread = result.draws - torch.as_tensor(result.state.first)[:, None]
+    assert result.info["proposal_std"].max() <= 0.01
+    assert spread[:, -1].abs().mean() < 0.02
+
+
+def test_full_gradients_below_the_cap_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    assert run(AGPSConfig(max_std=10.0), burn_in=200).info["capped"][200:].mean() < 0.01
+    assert not [warning for warning in recwarn if "agps" in str(warning.message)]
+
+
+def test_the_cap_is_the_learning_rate_unless_given() -> None:
+    problem = Problem(1, FlatPrior(), 0.5, 10, 0, (1,))
+    theta, flat = torch.zeros(2, 3), Evaluation(torch.zeros(2), torch.zeros(2, 3))
+    rngs = [generator("cap", chain) for chain in range(2)]
+    for config, expected in ((AGPSConfig(), 0.25), (AGPSConfig(max_std=0.7), 0.7)):
+        rule = config.build(problem)
+        state, info = rule.update(rule.init(theta, rngs), flat, 0.25, rngs)  # a score of 0: all at the cap
+        assert (state.second == expected).all()
+        assert (info["capped"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be > 0, got 0"),
+        ({"max_std": 0.0}, "max_std must be a finite number > 0, got 0.0"),
+        ({"family": "cauchy"}, "family must be one of gaussian, gamma, beta, got 'cauchy'"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AGPSConfig(**fields)
+
+
+@pytest.mark.parametrize(("family", "start", "upper"), [("gamma", -1.0, "inf"), ("beta", 1.5, "1")])
+def test_a_start_outside_the_support_is_refused(family: Any, start: float, upper: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"family='{family}' needs every parameter within \(0, {upper}\), got a start"
+    ):
+        sample(normal, torch.full((2, 1), start), AGPSConfig(family=family), num_steps=2, learning_rate=1.0)
