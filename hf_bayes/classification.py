@@ -140,7 +140,9 @@ class BayesianClassifier(BayesianModel):
             statistics = {"nll": -self.spread.log_mean_exp(per_member), "member_nll": -self.spread.mean(per_member)}
             if deviations := self._deviations(logits):
                 squares = (mixture - labels.to(mixture.dtype).reshape(mixture.shape)).square()
-                statistics |= {name: value.mean(-1) for name, value in {"mse": squares, **deviations}.items()}
+                covered = (squares.sqrt() <= deviations["predictive_std"]).to(mixture.dtype)
+                numbers = {"mse": squares, "covered": covered, **deviations}
+                statistics |= {name: value.mean(-1) for name, value in numbers.items()}
         return statistics, mixture if keep_logits else None
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:

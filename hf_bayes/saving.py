@@ -28,7 +28,18 @@ if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's method
 else:
     _Trainer = object
 
-_KEPT_METRICS = ("nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity")
+_KEPT_METRICS = (
+    "nll",
+    "accuracy",
+    "ece",
+    "brier",
+    "total",
+    "aleatoric",
+    "epistemic",
+    "member_nll",
+    "perplexity",
+    "ace",
+)
 
 
 def to_posterior(

@@ -211,6 +211,9 @@ def test_regression_has_a_normal_likelihood_of_known_noise(num_labels: int) -> N
     assert result.num_terms.tolist() == [3, 3, 3]
     mixture_nll = math.log(3) - normal.logsumexp(0)
     torch.testing.assert_close(statistics["nll"], mixture_nll, rtol=1e-10, atol=0)
+    std = (logits.var(0, unbiased=False) + 0.25).sqrt()
+    covered = ((labels.double().view(3, num_labels) - logits.mean(0)).abs() <= std).double().mean(1)
+    assert torch.equal(statistics["covered"], covered)
     torch.testing.assert_close(output.loss, mixture_nll.mean(), rtol=1e-10, atol=0)
     torch.testing.assert_close(output.logits, logits.mean(0), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(kept, output.logits)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bayes.metrics.functions import (
     RiskCoverageCurve,
+    average_coverage_error,
     brier,
     expected_calibration_error,
     negative_log_likelihood,
@@ -30,6 +31,7 @@ __all__ = [
     "Brier",
     "RiskCoverage",
     "RiskCoverageCurve",
+    "average_coverage_error",
     "brier",
     "classification_statistics",
     "expected_calibration_error",

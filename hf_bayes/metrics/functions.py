@@ -42,6 +42,16 @@ def brier(terms: ArrayLike) -> float:
     return mean_of("brier", terms)
 
 
+def average_coverage_error(covered: ArrayLike, *, coverage: float = 0.682) -> float:
+    """|coverage - mean of covered| (penalty_bnn eq. 20): how far one-sigma intervals are from holding 68.2 %.
+
+    Args:
+        covered: [N] whether a label, or which share of a row's, was within its interval.
+        coverage: what it should be.
+    """
+    return abs(coverage - mean_of("covered", covered))
+
+
 def mean_of(name: str, values: ArrayLike) -> float:
     """The mean of [N] numbers, infinity included, NaN refused under their name."""
     return float(_numbers(name, values, infinite=True).mean())

@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hf_bayes.metrics.functions import brier, expected_calibration_error, mean_of, negative_log_likelihood
+from hf_bayes.metrics.functions import (
+    average_coverage_error,
+    brier,
+    expected_calibration_error,
+    mean_of,
+    negative_log_likelihood,
+)
 
 
 def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -76,8 +82,8 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
     Args:
         statistics: [N] arrays by name. ``nll`` gives nll, with ``correct`` also perplexity; ``confidence`` and
-            ``correct`` give accuracy and ece; ``brier`` gives brier; any other (``total``, ``aleatoric``,
-            ``epistemic``, ...) gives its mean under its own name.
+            ``correct`` give accuracy and ece; ``brier`` gives brier, ``covered`` ace; any other (``total``,
+            ``aleatoric``, ``epistemic``, ...) gives its mean under its own name.
     Returns:
         float by metric.
     Raises:
@@ -98,6 +104,8 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
             summary["accuracy"] = float(array.mean())
         elif name == "confidence":
             summary["ece"] = expected_calibration_error(array, arrays["correct"])
+        elif name == "covered":
+            summary["ace"] = average_coverage_error(array)
         elif name == "brier":
             summary["brier"] = brier(array)
         else:

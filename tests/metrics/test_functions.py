@@ -8,12 +8,14 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from hf_bayes.metrics import (
+    average_coverage_error,
     brier,
     classification_statistics,
     expected_calibration_error,
     negative_log_likelihood,
     ood_auroc,
     risk_coverage,
+    summarise,
 )
 
 
@@ -129,3 +131,11 @@ def test_risk_coverage_does_not_depend_on_the_order_of_ties() -> None:
 def test_inputs_without_a_meaning_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_average_coverage_error_is_the_distance_from_one_sigma() -> None:
+    rng = np.random.default_rng(1)
+    covered = np.abs(rng.normal(size=(4000, 4))) <= 1
+    assert average_coverage_error(covered.mean(1)) < 4 * (0.683 * 0.317 / 16_000) ** 0.5 + 0.0007  # 68.27 %, not 68.2
+    assert average_coverage_error(np.ones(5)) == pytest.approx(0.318)
+    assert summarise({"covered": np.array([1.0, 0.5])}) == {"ace": pytest.approx(0.75 - 0.682)}
