@@ -428,6 +428,37 @@ def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minib
     assert (some.grad_log_lik - every.grad_log_lik).norm() > 0.1 * every.grad_log_lik.norm()
 
 
+def test_the_papers_batch_posterior_is_run_and_saved_as_a_tempered_likelihood(tmp_path):
+    config = METHODS["penalty"](num_chains=2, batch_posterior=True)
+    trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3)
+    trainer.train()
+    method = trainer.posterior.config.method
+    assert (method["temperature"], method["temper"], method["batch_posterior"]) == (5.0, "likelihood", False)  # 10 / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "message"),
+    [
+        ({}, {}, "penalty needs at least 2 batches per update to estimate their variance, got 1"),
+        ({"num_leapfrog": 1}, {"gradient_accumulation_steps": 2}, "penalty needs at least 3 batches per update"),
+        ({"replacement": False}, {"gradient_accumulation_steps": 6}, "cannot draw 12 different rows of 10"),
+    ],
+)
+def test_batches_that_cannot_be_compared_are_refused_before_training(tmp_path, fields, changes, message):
+    with pytest.raises(ValueError, match=message):
+        runs.trainer(tmp_path, METHODS["penalty"](num_chains=2, **fields), **changes)
+
+
+@pytest.mark.parametrize(("replacement", "factor"), [(True, 1.0), (False, 0.4)])
+def test_rows_that_come_once_in_an_update_are_corrected_for_in_the_log(tmp_path, replacement, factor):
+    config = METHODS["penalty"](num_chains=2, replacement=replacement)
+    trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3, max_steps=2)
+    trainer.train()
+    (entry, *_) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["finite_population_factor/chain_1"] == pytest.approx(factor)  # 6 of 10 rows
+    assert entry["penalty/chain_1"] > 0
+
+
 class StopAfter(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step, self.seen = step, []
