@@ -240,26 +240,32 @@ class Kronecker(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Covariance):
-    """The inverse of diag(std^-2) + a positive matrix of rank r: S (I - Q diag(g / (1 + g)) Q') S, S = diag(std).
+    """A diagonal one stretched or shrunk along r directions: S (I + Q diag(c - 1) Q') S, S = diag(std).
 
     Attributes:
-        std: [d], positive: what the covariance is where the data say nothing.
+        std: [d], positive: what the covariance is in all other directions.
         basis: [d, r] Q, orthonormal columns.
-        gain: [r] g >= 0: precision gained along each column, in units of S^-2.
+        scale: [r] c > 0: the variance along each column in units of S^2. A precision gained is a scale below 1.
     """
 
     kind: ClassVar[str] = "low_rank"
     std: Tensor
     basis: Tensor
-    gain: Tensor
+    scale: Tensor
+
+    @classmethod
+    def plus(cls, std: Tensor, columns: Tensor) -> LowRank:
+        """diag(std^2) + C C' of ``columns`` C [d, r]."""
+        basis, singular, _ = torch.linalg.svd(columns / std[:, None], full_matrices=False)
+        return cls(std, basis, 1 + singular.square())
 
     def __post_init__(self) -> None:
         if self.std.ndim != 1 or not bool((self.std > 0).all()):
             raise ValueError(f"a low-rank covariance needs positive stds of shape [d], got {_faults(self.std)}")
-        if self.basis.shape != (len(self.std), len(self.gain)) or not bool((self.gain >= 0).all()):
+        if self.basis.shape != (len(self.std), len(self.scale)) or not bool((self.scale > 0).all()):
             raise ValueError(
-                f"a low-rank covariance needs a basis [d, r] and r gains >= 0, got {list(self.basis.shape)} and "
-                f"{_faults(self.gain)}"
+                f"a low-rank covariance needs a basis [d, r] and r positive scales, got {list(self.basis.shape)} and "
+                f"{_faults(self.scale)}"
             )
 
     @property
@@ -271,33 +277,33 @@ class LowRank(Covariance):
         return vectors + ((vectors @ self.basis) * (factor - 1)) @ self.basis.mT
 
     def root(self, noise: Tensor) -> Tensor:
-        return self.std * self._stretch(noise, (1 + self.gain).rsqrt())
+        return self.std * self._stretch(noise, self.scale.sqrt())
 
     def product(self, vectors: Tensor) -> Tensor:
-        return self.std * self._stretch(self.std * vectors, 1 / (1 + self.gain))
+        return self.std * self._stretch(self.std * vectors, self.scale)
 
     def precision_product(self, vectors: Tensor) -> Tensor:
-        return self._stretch(vectors / self.std, 1 + self.gain) / self.std
+        return self._stretch(vectors / self.std, 1 / self.scale) / self.std
 
     @property
     def variance(self) -> Tensor:
-        return self.std.square() * (1 - self.basis.square() @ (self.gain / (1 + self.gain)))
+        return self.std.square() * (1 + self.basis.square() @ (self.scale - 1))
 
     @property
     def log_det(self) -> Tensor:
-        return 2 * self.std.log().sum() - self.gain.log1p().sum()
+        return 2 * self.std.log().sum() + self.scale.log().sum()
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
         found = {f"stds.{name}": value for name, value in layout.unflatten(self.std).items()}
         found |= {f"basis.{name}": value for name, value in layout.unflatten(self.basis.mT).items()}
-        return found | {"gain": self.gain}
+        return found | {"scale": self.scale}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> LowRank:
-        _check_names(tensors, ["gain", *(f"{kind}.{name}" for kind in ("stds", "basis") for name in layout.names)])
+        _check_names(tensors, ["scale", *(f"{kind}.{name}" for kind in ("stds", "basis") for name in layout.names)])
         std, basis = (layout.flatten({n: tensors[f"{kind}.{n}"] for n in layout.names}) for kind in ("stds", "basis"))
         _check_orthonormal("basis", basis.mT)
-        return cls(std, basis.mT, tensors["gain"])
+        return cls(std, basis.mT, tensors["scale"])
 
 
 @dataclass(frozen=True, eq=False)

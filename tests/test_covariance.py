@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def make(kind: str, seed: int = 0) -> tuple[Covariance, Tensor]:
         parts = [r @ torch.diag(1 / v) @ r.T for r, v in zip(rotations, values, strict=True)]
         return Kronecker(blocks), torch.block_diag(*parts)
     if kind == "low_rank":
-        q, gain = basis(LAYOUT.dim, 3), torch.tensor([5.0, 0.5, 0.0], dtype=torch.float64)
-        inner = torch.eye(LAYOUT.dim).double() + q @ torch.diag(gain) @ q.T
-        return LowRank(spread, q, gain), inner / spread[:, None] / spread
+        q, scale = basis(LAYOUT.dim, 3), torch.tensor([5.0, 0.2, 1.0], dtype=torch.float64)
+        inner = torch.eye(LAYOUT.dim).double() + q @ torch.diag(1 / scale - 1) @ q.T
+        return LowRank(spread, q, scale), inner / spread[:, None] / spread
     factor = 0.2 * numbers(LAYOUT.dim, LAYOUT.dim, seed=seed).tril(-1) + torch.diag(spread)
     return Full(factor), factor @ factor.T
 
@@ -61,6 +62,15 @@ def test_everything_agrees_with_the_dense_matrix(kind: str) -> None:
     assert torch.allclose(covariance.variance, sigma.diagonal(), **close)
     assert torch.allclose(covariance.log_det, sigma.logdet(), **close)
     assert covariance.dim == LAYOUT.dim
+
+
+def test_columns_on_a_diagonal_are_what_they_add_up_to() -> None:
+    std, columns = numbers(LAYOUT.dim).exp(), numbers(LAYOUT.dim, 3)
+    expected = torch.diag(std**2) + columns @ columns.T
+    assert torch.allclose(dense(LowRank.plus(std, columns), std), expected, rtol=1e-12)  # rounding, condition 1e2
+    # float32 keeps the digits of a direction with far more variance than the others
+    steep = LowRank.plus(torch.full((5,), 1e-4), torch.ones(5, 1))
+    assert float(steep.log_det) == pytest.approx(4 * math.log(1e-8) + math.log(5 + 1e-8), rel=1e-6)
 
 
 @kinds
@@ -137,7 +147,7 @@ def test_a_covariance_file_that_lies_is_refused(kind: str) -> None:
         (lambda: Diagonal(torch.tensor([1.0, 0.0])), "1 of 2 not positive"),
         (lambda: Diagonal(torch.tensor([1.0, torch.nan])), "1 of 2 not positive"),
         (lambda: KroneckerBlock(torch.eye(3), None, torch.ones(2, 2)), r"left must be \[2, 2\]"),
-        (lambda: LowRank(torch.ones(3), torch.eye(3), -torch.ones(3)), "gains >= 0"),
+        (lambda: LowRank(torch.ones(3), torch.eye(3), torch.zeros(3)), "r positive scales"),
         (lambda: Full(torch.ones(2, 2)), "lower triangular"),
         (lambda: Gaussian(torch.zeros(2, 3), (Diagonal(torch.ones(3)),)), "K covariances"),
     ],

@@ -205,7 +205,7 @@ class LowRankCurvature(Curvature):
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> LowRank:
         scale = _positive(precision.expand(self.dim)).sqrt()
         basis, singular, _ = torch.linalg.svd(self.columns / scale[:, None], full_matrices=False)
-        return LowRank(temperature**0.5 / scale, basis, singular.square())
+        return LowRank(temperature**0.5 / scale, basis, 1 / (1 + singular.square()))
 
 
 @dataclass(frozen=True, eq=False)
