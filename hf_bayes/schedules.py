@@ -77,22 +77,27 @@ class Cyclical(Schedule):
 
         C(t) = (cos(pi p) + 1) / 2,  h_t = C(t) h_0,  l_t = C(t)^2 l_0          p in [0, 1): the place in the cycle
 
+    l_t = C(t) l_0 (``exponent=1``) is the cycle of snapshot ensembles (Huang et al. 2017).
+
     A cycle is the updates from one draw to the next, and burn-in has cycles of the same length: 30 cycles, the first 3
     of them unused, are draws_per_chain=27 and burn_in=0.1. What is left of a run that is no multiple of it comes first,
     at the peak.
 
     Attributes:
         ramp_up: share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.
+        exponent: of C(t) in the learning rate.
     """
 
     name: str = field(default="cyclical", init=False)
     ramp_up: float = 0.0
+    exponent: float = 2.0
 
     def __post_init__(self) -> None:
         _check_number(self, "ramp_up", self.ramp_up, 0 <= _number(self.ramp_up) < 1, "in [0, 1)")
+        _check_number(self, "exponent", self.exponent, 0 < _number(self.exponent) < math.inf, "> 0")
 
     def learning_rate(self, step: int, draws: range) -> float:
-        return ((math.cos(math.pi * self._share(step, draws)) + 1) / 2) ** 2
+        return ((math.cos(math.pi * self._share(step, draws)) + 1) / 2) ** self.exponent
 
     def temperature(self, step: int, draws: range) -> float:
         return min(1.0, self._share(step, draws) / self.ramp_up) if self.ramp_up else 1.0

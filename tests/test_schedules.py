@@ -249,9 +249,10 @@ def test_more_cycles_than_updates_are_refused(tmp_path: Any) -> None:
         ({"name": "linear"}, "schedule must be a mapping with a name of cyclical, robbins_monro, got 'linear'"),
         (
             {"name": "cyclical", "num_cycles": 3},
-            r"'cyclical' must be given ramp_up and nothing else, got \['num_cycles'\]",
+            r"'cyclical' must be given ramp_up, exponent and nothing else, got \['num_cycles'\]",
         ),
         ({"name": "cyclical", "ramp_up": 1.0}, r"'cyclical': ramp_up must be a finite number in \[0, 1\), got 1.0"),
+        ({"name": "cyclical", "exponent": 0}, "'cyclical': exponent must be a finite number > 0, got 0"),
         ({"name": "robbins_monro"}, "'robbins_monro' must be given offset, exponent"),
         ({"name": "robbins_monro", "offset": 0}, "offset must be a finite number > 0, got 0"),
         ({"name": "robbins_monro", "offset": "9"}, "offset must be a finite number > 0, got '9'"),
