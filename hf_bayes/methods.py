@@ -10,6 +10,10 @@ from typing import Any
 
 from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
+from hf_bayes.baselines.sgd_mc import SGDMCConfig
+from hf_bayes.baselines.snapshot import SnapshotConfig
+from hf_bayes.baselines.swa import SWAConfig
+from hf_bayes.baselines.swag import SWAGConfig
 from hf_bayes.config import MethodConfig
 from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.mcmc.gps import GPSConfig
@@ -40,6 +44,10 @@ METHODS: dict[str, type[MethodConfig]] = {
     "penalty": PenaltyConfig,
     "agps": AGPSConfig,
     "gps": GPSConfig,
+    "sgd_mc": SGDMCConfig,
+    "snapshot": SnapshotConfig,
+    "swa": SWAConfig,
+    "swag": SWAGConfig,
 }
 
 

@@ -22,6 +22,10 @@ import hf_bayes
 import hf_bayes.sampling
 from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig
+from hf_bayes.baselines.sgd_mc import SGDMCConfig
+from hf_bayes.baselines.snapshot import SnapshotConfig
+from hf_bayes.baselines.swa import SWAConfig
+from hf_bayes.baselines.swag import SWAGConfig
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
 from hf_bayes.laplace.laplace import LaplaceConfig
@@ -125,6 +129,12 @@ ROWS = {
     ),
     "agps": Row(config=AGPSConfig(max_std=0.8), learning_rate=0.1, law=exact, num_steps=6000),
     "gps": Row(config=GPSConfig(max_std=1.0), learning_rate=0.1, law=exact, shape=(128, 2), num_steps=600),
+    "sgd_mc": Row(config=SGDMCConfig(momentum=0.5), learning_rate=0.1, law=None, noise=False, cold=True),
+    "snapshot": Row(
+        config=SnapshotConfig(momentum=0.8, schedule=None), learning_rate=0.1, law=None, noise=False, cold=True
+    ),
+    "swa": Row(config=SWAConfig(momentum=0.0), learning_rate=0.5, law=None, noise=False, cold=True),
+    "swag": Row(config=SWAGConfig(momentum=0.0, rank=3), learning_rate=0.5, law=None, noise=False, cold=True),
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
@@ -402,7 +412,7 @@ def test_at_zero_temperature_it_ends_in_the_mode_whatever_the_seed(row: Row) -> 
         result = sample(
             gaussian, starts(2, 5), config, num_steps=1000, learning_rate=row.learning_rate, num_data=N, seed=seed
         )
-        ends.append(result.approximation.sample(2))
+        ends.append(result.approximation.sample(2, generator("members")))
         assert (result.draws[:, -1] - MEAN).abs().max() < 1e-3  # of a start at distance 1
     assert torch.equal(*ends) or row.noise
 

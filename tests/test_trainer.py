@@ -252,6 +252,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hmc": {**SAMPLER, "num_leapfrog": 2},
     "laplace": {"num_chains": 2},
     "penalty": {**SAMPLER, "num_leapfrog": 1},
+    "swa": {"num_chains": 2},
+    "swag": {"num_chains": 2},
 }
 
 
@@ -269,7 +271,7 @@ def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_sta
     if name not in ("metropolis", "hmc", "penalty", "gps"):  # these may have refused all six moves
         assert (members - trainer._start).abs().max() > 0
     expected = config.num_chains * config.draws_per_chain
-    assert posterior.config.num_members == (0 if name in ("mean_field", "laplace") else expected)
+    assert posterior.config.num_members == (0 if name in ("mean_field", "laplace", "swag") else expected)
     metrics = trainer.evaluate()
     assert 0 < metrics["eval_nll"] < 20
     trainer.save_model()
