@@ -6,11 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from hf_bayes import schedules
 from hf_bayes.schedules import Schedule
 from hf_bayes.types import Kernel, Problem, Rule
+
+PriorName = Literal["gaussian", "he", "laplace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,9 @@ class MethodConfig:
         draws_per_chain: draws kept of each chain, S. The posterior has K * S members.
         burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
         thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
-        prior_std: standard deviation of the Gaussian prior in parameter units: one number, or a mapping
+        prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
+            "laplace" (double exponential).
+        prior_std: standard deviation of the prior in parameter units: one number, or a mapping
             {regular expression on parameter names: std} that must cover every random tensor. None means 1.
         prior_mean: "zero", or "initial": the weights the model came with.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
@@ -40,6 +44,7 @@ class MethodConfig:
     draws_per_chain: int = 1
     burn_in: float = 0.5
     thin: int | None = None
+    prior: PriorName = "gaussian"
     prior_std: float | dict[str, float] | None = None
     prior_mean: Literal["zero", "initial"] = "zero"
     temperature: float = 1.0
@@ -87,6 +92,7 @@ class MethodConfig:
             object.__setattr__(self, "schedule", schedules.from_dict(self.schedule))
         if not isinstance(self.schedule, Schedule | None):
             raise ValueError(f"{self.name}: schedule must be None, a Schedule or a mapping, got {self.schedule!r}")
+        self._check_choice("prior", self.prior, get_args(PriorName))
         self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
 

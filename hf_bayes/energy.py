@@ -1,9 +1,11 @@
-"""U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set: the Gaussian prior, tempered gradients."""
+"""U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set: priors, tempered gradients."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ from hf_bayes.types import Evaluation, Prior
 
 
 @dataclass(frozen=True)
-class GaussianPrior:
-    """N(mean, std^2), elementwise independent.
+class IndependentPrior(ABC):
+    """Independent elements of one shape, each with a location and a scale of its own.
 
     Attributes:
         mean: [d] or a scalar tensor.
@@ -23,19 +25,56 @@ class GaussianPrior:
     mean: Tensor
     std: Tensor
 
+    @abstractmethod
     def log_prob(self, theta: Tensor) -> Tensor:
         """[M, d] -> [M], normalised."""
+
+    @abstractmethod
+    def grad(self, theta: Tensor) -> Tensor:
+        """[M, d] -> [M, d]"""
+
+    def sample(self, num_draws: int, dim: int, generator: torch.Generator) -> Tensor:
+        """[num_draws, dim]"""
+        like = torch.empty(num_draws, dim, dtype=self.std.dtype, device=generator.device)
+        return self.mean + self.std * self._standard(like, generator).to(self.std.device)
+
+    @abstractmethod
+    def _standard(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws of mean 0 and variance 1, in place of ``like``."""
+
+    def to(self, like: Tensor) -> Self:
+        """The same prior in the dtype and on the device of ``like``."""
+        return type(self)(self.mean.to(like), self.std.to(like))
+
+
+class GaussianPrior(IndependentPrior):
+    """N(mean, std^2)."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
         z = (theta - self.mean) / self.std
         log_std = self.std.log().expand(theta.shape[1]).sum()
         return -0.5 * z.square().sum(1) - log_std - 0.5 * theta.shape[1] * math.log(2 * math.pi)
 
     def grad(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M, d]"""
         return (self.mean - theta) / self.std.square()
 
-    def to(self, like: Tensor) -> GaussianPrior:
-        """The same prior in the dtype and on the device of ``like``."""
-        return GaussianPrior(self.mean.to(like), self.std.to(like))
+    def _standard(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        return like.normal_(generator=generator)
+
+
+class LaplacePrior(IndependentPrior):
+    """Double exponential: log p = -|theta - mean| / b - log 2 b elementwise, b = std / sqrt(2)."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        scale = self.std / math.sqrt(2)
+        return -((theta - self.mean).abs() / scale).sum(1) - (2 * scale).log().expand(theta.shape[1]).sum()
+
+    def grad(self, theta: Tensor) -> Tensor:
+        return (self.mean - theta).sign() * math.sqrt(2) / self.std
+
+    def _standard(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        first, second = (torch.empty_like(like).exponential_(generator=generator) for _ in range(2))
+        return (first - second) / math.sqrt(2)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _problem(model: BayesianModel, theta: Tensor, config: MethodConfig, num_data
         raise ValueError(
             'prior_mean="initial" is where training started, which a finished model no longer knows: use "zero"'
         )
-    prior = build_prior(config, model.layout, theta[0])
+    prior = build_prior(config, model.layout, theta[0], model.model)
     return Problem(num_data, prior, 1.0, 1, 0, model.layout.sizes)
 
 

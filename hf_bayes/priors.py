@@ -1,47 +1,59 @@
-"""The Gaussian prior of a config, laid out over theta."""
+"""The prior of a config, laid out over theta."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
 from torch import Tensor, nn
 
 from hf_bayes.config import MethodConfig
-from hf_bayes.energy import GaussianPrior
+from hf_bayes.energy import GaussianPrior, IndependentPrior, LaplacePrior
 from hf_bayes.subspace import Layout, is_dense
 
+PRIORS: dict[str, type[IndependentPrior]] = {"gaussian": GaussianPrior, "he": GaussianPrior, "laplace": LaplacePrior}
+"""``MethodConfig.prior`` -> the shape of an element's density."""
 
-def build_prior(config: MethodConfig, layout: Layout, start: Tensor) -> GaussianPrior:
-    """N(mean, std^2) as ``prior_mean`` and ``prior_std`` say.
+
+def build_prior(config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module) -> IndependentPrior:
+    """What ``prior``, ``prior_mean`` and ``prior_std`` say; "he" multiplies ``prior_std`` by sqrt(2 / fan-in).
 
     Args:
         config: its ``prior_std`` may map regular expressions on names to stds; the first that matches holds.
         layout: of theta.
         start: [d] the model's own values, the mean if ``prior_mean="initial"``.
+        model: whose modules tell the fan-in of a matrix.
     Raises:
         ValueError: naming the tensor that no expression matches, or an expression that matches no tensor.
     """
+    stds = [_std_of(name, config.prior_std) for name in layout.names]
     if isinstance(config.prior_std, dict):
         idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
         if idle:
             raise ValueError(
                 f"prior_std: {idle} match no random parameter (the first is {layout.names[0]}). Correct or remove them"
             )
-        std = torch.cat(
-            [
-                torch.full((size,), _std_of(name, config.prior_std), dtype=start.dtype, device=start.device)
-                for name, size in zip(layout.names, layout.sizes, strict=True)
-            ]
-        )
-    else:
-        value = 1.0 if config.prior_std is None else config.prior_std
-        std = torch.tensor(value, dtype=start.dtype, device=start.device)
+    if config.prior == "he":
+        shapes = zip(stds, layout.names, layout.shapes, strict=True)
+        stds = [std * he_scale(model, name, shape) for std, name, shape in shapes]
+    std = torch.tensor(stds[0], dtype=start.dtype)
+    if len(set(stds)) > 1:
+        std = torch.tensor(stds, dtype=start.dtype).repeat_interleave(torch.tensor(layout.sizes))
     mean = start.clone() if config.prior_mean == "initial" else torch.zeros((), dtype=start.dtype, device=start.device)
-    return GaussianPrior(mean, std)
+    return PRIORS[config.prior](mean, std.to(start.device))
 
 
-def lora_prior_ratio(model: nn.Module, layout: Layout, prior: GaussianPrior) -> float | None:
+def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
+    """sqrt(2 / fan-in) of a matrix or kernel [out, in, ...]; 1 of a bias or norm (cold_posteriors eq. 64, app. L.1)."""
+    if len(shape) < 2:
+        return 1.0
+    # GPT-2's layers hold [in, out]
+    transposed = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+    return math.sqrt(2 / (shape[0] if transposed else math.prod(shape[1:])))
+
+
+def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior) -> float | None:
     """The largest implied prior sd of an entry of Delta W over the RMS of its base weight; None without LoRA.
 
     Delta W = s B A has Var = s^2 r var(A) var(B) under a zero-mean prior.
@@ -62,7 +74,9 @@ def lora_prior_ratio(model: nn.Module, layout: Layout, prior: GaussianPrior) -> 
     return max(ratios, default=None)
 
 
-def _std_of(name: str, stds: dict[str, float]) -> float:
+def _std_of(name: str, stds: float | dict[str, float] | None) -> float:
+    if not isinstance(stds, dict):
+        return 1.0 if stds is None else float(stds)
     for pattern, std in stds.items():
         if re.search(pattern, name):
             return float(std)

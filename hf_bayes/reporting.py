@@ -14,7 +14,7 @@ from tqdm import tqdm
 from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat, share_within_interval
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.energy import GaussianPrior
+from hf_bayes.energy import IndependentPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.priors import lora_prior_ratio
@@ -38,7 +38,7 @@ class ReportingMixin(_Trainer):
     method: MethodConfig
     chains: range
     mesh: ChainMesh
-    prior: GaussianPrior
+    prior: IndependentPrior
     optimizer_of_chains: ChainOptimizer | None
     _origin: Tensor
     _losses: Tensor | None

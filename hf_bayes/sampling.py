@@ -199,8 +199,9 @@ def _require_finite(values: Tensor, what: str, step: int) -> None:
 
 def _check_method(method: MethodConfig, batches: Batches | None) -> None:
     """Refuse what the config asks for and ``sample`` would have to ignore."""
-    if method.prior_std is not None or method.prior_mean != "zero":
-        setting = "prior_std" if method.prior_std is not None else "prior_mean"
+    none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
+    setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
+    if setting is not None:
         raise ValueError(
             f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
             f"into the energy and leave {setting} out"

@@ -67,7 +67,11 @@ def to_posterior(
             parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
             num_members=approximation.num_stored,
             subspace=subspace,
-            prior={"std": method.prior_std if method.prior_std is not None else 1.0, "mean": method.prior_mean},
+            prior={
+                "name": method.prior,
+                "std": 1.0 if method.prior_std is None else method.prior_std,
+                "mean": method.prior_mean,
+            },
             num_data=num_data,
             data_unit=data_unit,
             base_model=base_model.describe(model.model, model.core, layout, tokenizer),

@@ -118,7 +118,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             steps = self._num_steps()
             burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
             draws = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
-            prior = build_prior(config, bayesian.layout, self._start)
+            prior = build_prior(config, bayesian.layout, self._start, bayesian.model)
             self.problem = Problem(
                 num_data=self.num_data,
                 prior=prior.to(bayesian.theta),

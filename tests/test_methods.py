@@ -431,6 +431,7 @@ def test_methods_without_a_cold_limit_refuse_zero_temperature(row: Row) -> None:
 def changed(row: Row) -> MethodConfig:
     return dataclasses.replace(
         row.config,
+        prior="he",
         prior_std={"lora_A": 0.5, "lora_B": 2.0},
         prior_mean="initial",
         temper="likelihood",
@@ -457,6 +458,7 @@ BAD = {
     "burn_in": [-1, math.nan, math.inf, "half"],
     "thin": [0, -2, 1.5],
     "prior_std": [0, -1.0, math.nan, "wide", {"lora": 0.0}],
+    "prior": ["cauchy", None],
     "prior_mean": ["base", 0.0],
     "temperature": [-1.0, math.nan, math.inf, "cold", True],
     "temper": ["prior", None],

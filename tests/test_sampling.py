@@ -292,6 +292,7 @@ def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(me
     [
         ({"method": SGLDConfig(prior_std=2.0)}, r"sample adds no prior, but sgld sets prior_std=2.0: put -log p"),
         ({"method": SGLDConfig(prior_std={".*": 1.0})}, r"sample adds no prior, but sgld sets prior_std={'"),
+        ({"method": SGLDConfig(prior="laplace")}, r"sample adds no prior, but sgld sets prior='laplace'"),
         ({"method": SGLDConfig(prior_mean="initial")}, r"sample adds no prior, but sgld sets prior_mean='initial'"),
         ({"method": SGLDConfig(temper="likelihood")}, r"got temper='likelihood', expected 'posterior'"),
         ({"method": SGLDConfig(burn_in=5)}, r"would ignore burn_in=5 of sgld: leave it out of the config"),

@@ -78,6 +78,7 @@ class LaplaceConfig(MethodConfig):
                 f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one Gaussian. "
                 "Use num_chains for a mixture"
             )
+        self._check_choice("prior", self.prior, ("gaussian", "he"))
         self._check_choice("estimator", self.estimator, ESTIMATORS)
         self._check_choice("structure", self.structure, STRUCTURES)
         self._check_choice("sharing", self.sharing, ("expand", "reduce"))
