@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_bayes.laplace_fit import fit_laplace
     from hf_bayes.methods import METHODS
     from hf_bayes.pipelines import pipeline
+    from hf_bayes.prior_histograms import prior_predictive
     from hf_bayes.records import UncertaintyStreamer
     from hf_bayes.rendering import print_record, to_html, to_terminal
     from hf_bayes.sampling import sample
@@ -37,6 +38,7 @@ _WHERE = {
     "attach": "attaching",
     "pipeline": "pipelines",
     "print_record": "rendering",
+    "prior_predictive": "prior_histograms",
     "to_html": "rendering",
     "to_terminal": "rendering",
     "sample": "sampling",
@@ -66,6 +68,7 @@ __all__ = [
     "mixture",
     "pipeline",
     "print_record",
+    "prior_predictive",
     "sample",
     "to_html",
     "to_terminal",
