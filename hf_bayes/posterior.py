@@ -116,9 +116,9 @@ class Gaussian:
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
         """[num_members, d]: member i from component i mod K."""
         count = len(self.means)
-        draws = torch.randn(
-            (num_members, self.means.shape[1]), generator=generator, dtype=self.means.dtype, device=self.means.device
-        )
+        device = self.means.device if generator is None else generator.device
+        shape = (num_members, self.means.shape[1])
+        draws = torch.randn(shape, generator=generator, dtype=self.means.dtype, device=device).to(self.means.device)
         for index, (mean, covariance) in enumerate(zip(self.means, self.covariances, strict=True)):
             draws[index::count] = mean + covariance.root(draws[index::count])
         return draws

@@ -181,7 +181,7 @@ def run(row: Row, theta: Tensor, *, num_steps: int = 12, seed: int = 0, **change
 @pytest.mark.parametrize("device", DEVICES)
 def test_shapes_dtype_and_device_follow_theta(row: Row, dtype: torch.dtype, device: str) -> None:
     result = run(row, starts(3, 5, dtype, device))
-    mean, members = result.approximation.mean, result.approximation.sample(2)
+    mean, members = result.approximation.mean, result.approximation.sample(2, generator("members"))  # of the CPU
     assert (result.draws.shape, mean.shape, members.shape) == ((3, 8, 5), (5,), (2, 5))
     for tensor in (result.draws, mean, members, result.state.theta):
         assert (tensor.dtype, tensor.device.type) == (dtype, device)
