@@ -1,7 +1,7 @@
 """Covariances of a Gaussian over theta that are never formed: diagonal, Kronecker, low rank plus diagonal, full.
 
-Each answers the same five questions about Sigma [d, d]: a root for sampling, products with Sigma and with its inverse,
-the marginal variances, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on disk.
+Each answers the same six questions about Sigma [d, d]: a root for sampling, products with Sigma and with its inverse,
+the diagonals of both, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on disk.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Covariance(ABC):
     @abstractmethod
     def variance(self) -> Tensor:
         """[d]: the diagonal of Sigma."""
+
+    @property
+    @abstractmethod
+    def precision_diagonal(self) -> Tensor:
+        """[d]: the diagonal of Sigma^-1."""
 
     @property
     @abstractmethod
@@ -96,6 +101,10 @@ class Diagonal(Covariance):
     @property
     def variance(self) -> Tensor:
         return self.std.square()
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        return self.std.square().reciprocal()
 
     @property
     def log_det(self) -> Tensor:
@@ -182,6 +191,17 @@ class Kronecker(Covariance):
         return torch.cat(
             [
                 b.square() if isinstance(b, Tensor) else marginal(b.left, b.right, b.variances).flatten()
+                for b in self.blocks
+            ]
+        )
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        return torch.cat(
+            [
+                b.square().reciprocal()
+                if isinstance(b, Tensor)
+                else marginal(b.left, b.right, b.variances.reciprocal()).flatten()
                 for b in self.blocks
             ]
         )
@@ -290,6 +310,10 @@ class LowRank(Covariance):
         return self.std.square() * (1 + self.basis.square() @ (self.scale - 1))
 
     @property
+    def precision_diagonal(self) -> Tensor:
+        return (1 + self.basis.square() @ (1 / self.scale - 1)) / self.std.square()
+
+    @property
     def log_det(self) -> Tensor:
         return 2 * self.std.log().sum() + self.scale.log().sum()
 
@@ -344,6 +368,10 @@ class Full(Covariance):
         return torch.cholesky_inverse(self.precision_cholesky).diagonal()
 
     @property
+    def precision_diagonal(self) -> Tensor:
+        return self.precision_cholesky.square().sum(1)
+
+    @property
     def log_det(self) -> Tensor:
         return -2 * self.precision_cholesky.diagonal().log().sum()
 
@@ -374,15 +402,15 @@ def log_normal(covariance: Covariance, difference: Tensor) -> Tensor:
     return -0.5 * (distance + covariance.log_det + covariance.dim * math.log(2 * math.pi))
 
 
-def moved(value: Any, device: torch.device | str) -> Any:
-    """A covariance or a curvature, a Gaussian, or a part of one, with its tensors on a device."""
+def moved(value: Any, to: torch.device | str | Tensor) -> Any:
+    """A covariance or a curvature, a Gaussian, or a part of one, with its tensors on a device, or like a tensor."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(to)
     if isinstance(value, tuple):
-        return tuple(moved(item, device) for item in value)
+        return tuple(moved(item, to) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return replace(value, **{field.name: moved(getattr(value, field.name), to) for field in fields(value)})
 
 
 def _check_names(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:

@@ -60,6 +60,7 @@ def test_everything_agrees_with_the_dense_matrix(kind: str) -> None:
     assert torch.allclose(root @ root.T, sigma, **close)
     assert torch.allclose(covariance.precision_product(vectors), vectors @ precision, **close)
     assert torch.allclose(covariance.variance, sigma.diagonal(), **close)
+    assert torch.allclose(covariance.precision_diagonal, precision.diagonal(), **close)
     assert torch.allclose(covariance.log_det, sigma.logdet(), **close)
     assert covariance.dim == LAYOUT.dim
 

@@ -1,19 +1,29 @@
 """H, the curvature of -log p(D | theta) on the full data, in the structures that a posterior can be made of.
 
-The posterior's precision is H + tau with tau the prior's, elementwise. T is as in docs/scale.md: tempering the
-posterior gives the covariance T (H + tau)^-1, tempering the likelihood (H / T + tau)^-1.
+The posterior's precision is H + tau with tau the prior's: elementwise, or another Gaussian's (``Curvature.plus``). T is
+as in docs/scale.md: tempering the posterior gives the covariance T (H + tau)^-1, tempering the likelihood
+(H / T + tau)^-1.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from hf_bayes.covariance import Covariance, Diagonal, Full, Kronecker, KroneckerBlock, LowRank, marginal
+from hf_bayes.covariance import (
+    Covariance,
+    Diagonal,
+    Full,
+    Kronecker,
+    KroneckerBlock,
+    LowRank,
+    marginal,
+)
 
 
 class Curvature(ABC):
@@ -51,11 +61,24 @@ class Curvature(ABC):
             ValueError: if H + tau is not positive definite.
         """
 
+    def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
+        """H' of this structure and tau [d] whose sum is H + Sigma^-1, as far as the structure can hold Sigma^-1.
 
-def temper(curvature: Curvature, precision: Tensor, *, temperature: float, what: str) -> Covariance:
-    """The posterior's covariance at T: T (H + tau)^-1 for ``what="posterior"``, (H / T + tau)^-1 for "likelihood"."""
+        Otherwise, and here, it is the diagonal of Sigma^-1 that is added.
+        """
+        return self, prior.precision_diagonal
+
+
+def temper(curvature: Curvature, precision: Tensor | Covariance, *, temperature: float, what: str) -> Covariance:
+    """The posterior's covariance at T: T (H + tau)^-1 for ``what="posterior"``, (H / T + tau)^-1 for "likelihood".
+
+    Args:
+        precision: tau, elementwise, or the covariance of a prior.
+    """
     if what == "likelihood":
-        return curvature.scaled(1 / temperature).covariance(precision)
+        curvature, temperature = curvature.scaled(1 / temperature), 1.0
+    if isinstance(precision, Covariance):
+        curvature, precision = curvature.plus(precision)
     return curvature.covariance(precision, temperature=temperature)
 
 
@@ -150,6 +173,23 @@ class KroneckerCurvature(Curvature):
             parts.append(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.mT)
         return torch.block_diag(*parts)
 
+    def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
+        """Of two Kronecker blocks one, in the eigenbasis of the sums of their factors' traces (``_merged``)."""
+        if not isinstance(prior, Kronecker):
+            return super().plus(prior)
+        blocks: list[KroneckerFactors | Tensor] = []
+        rest = []
+        for block, before in zip(self.blocks, prior.blocks, strict=True):
+            if isinstance(block, KroneckerFactors) and isinstance(before, KroneckerBlock):
+                blocks.append(
+                    _merged(block, KroneckerFactors(before.left, before.right, before.variances.reciprocal()))
+                )
+                rest.append(torch.zeros_like(block.eigenvalues).flatten())
+            else:
+                blocks.append(block)
+                rest.append(Kronecker((before,)).precision_diagonal)
+        return KroneckerCurvature(tuple(blocks)), torch.cat(rest)
+
     @property
     def diagonal(self) -> Tensor:
         return torch.cat(
@@ -202,6 +242,13 @@ class LowRankCurvature(Curvature):
         inner = self.columns.mT @ (self.columns / precision[:, None])  # matrix determinant lemma
         return precision.log().sum() + torch.logdet(inner + torch.eye(len(inner), dtype=inner.dtype).to(inner.device))
 
+    def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
+        """Exact for a low-rank prior that is nowhere wider than its diagonal part: the ranks add up."""
+        if not isinstance(prior, LowRank) or bool((prior.scale > 1).any()):
+            return super().plus(prior)
+        before = prior.basis * (1 / prior.scale - 1).sqrt() / prior.std[:, None]
+        return LowRankCurvature(torch.cat([self.columns, before], 1)), prior.std.square().reciprocal()
+
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> LowRank:
         scale = _positive(precision.expand(self.dim)).sqrt()
         basis, singular, _ = torch.linalg.svd(self.columns / scale[:, None], full_matrices=False)
@@ -230,6 +277,11 @@ class FullCurvature(Curvature):
     def diagonal(self) -> Tensor:
         return self.matrix.diagonal()
 
+    def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
+        """Exact for every prior."""
+        eye = torch.eye(prior.dim, dtype=self.matrix.dtype, device=self.matrix.device)
+        return FullCurvature(self.matrix + prior.precision_product(eye)), self.matrix.new_zeros(prior.dim)
+
     def _posterior(self, precision: Tensor) -> Tensor:
         return self.matrix + torch.diag(precision.expand(self.dim))
 
@@ -244,6 +296,35 @@ class FullCurvature(Curvature):
             lowest = float(torch.linalg.eigvalsh(precisions)[0]) if bool(precisions.isfinite().all()) else float("nan")
             raise ValueError(_not_positive(f"its lowest eigenvalue is {lowest:.3g}"))
         return Full(factor / temperature**0.5)
+
+
+def _merged(one: KroneckerFactors, other: KroneckerFactors) -> KroneckerFactors:
+    """The sum of two, as one: the diagonal of the sum in the eigenbases of its partial traces over rows and columns.
+
+    Exact where both have one basis; else the trace is kept, and no other matrix in this basis is closer (Frobenius).
+    """
+    left = _basis_of_sum([(part.left, part.eigenvalues.sum(1)) for part in (one, other)])
+    right = _basis_of_sum([(part.right, part.eigenvalues.sum(0)) for part in (one, other)])
+    values = torch.zeros_like(one.eigenvalues)
+    for part in (one, other):
+        values = values + marginal(_turn(left, part.left), _turn(right, part.right), part.eigenvalues)
+    return KroneckerFactors(left, right, values)
+
+
+def _basis_of_sum(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | None:
+    """Eigenvectors of sum B diag(values) B'; None if all B are the identity."""
+    if all(basis is None for basis, _ in parts):
+        return None
+    total = sum(torch.diag(values) if basis is None else (basis * values) @ basis.mT for basis, values in parts)
+    assert isinstance(total, Tensor)
+    return torch.linalg.eigh(total).eigenvectors
+
+
+def _turn(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """new' old: from the coordinates of one basis to those of another."""
+    if new is None:
+        return old
+    return new.mT if old is None else new.mT @ old
 
 
 def _positive(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.covariance import dense
+from hf_bayes.covariance import COVARIANCES, Kronecker, KroneckerBlock, dense
 from hf_bayes.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
@@ -21,6 +21,7 @@ from hf_bayes.laplace.curvature import (
 from hf_bayes.laplace.evidence import Expansion, maximise
 from hf_bayes.rng import generator
 from hf_bayes.subspace import Layout
+from tests.test_covariance import make
 
 LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
 DIM = LAYOUT.dim
@@ -135,3 +136,54 @@ def test_an_indefinite_curvature_is_refused_in_words(kind: str) -> None:
         maximise(Expansion(curvature, 0.0, torch.ones(3).double()), torch.ones(3).double(), "model", layout)
     with pytest.raises(ValueError, match="not positive definite"):
         FullCurvature(torch.full((2, 2), torch.nan)).covariance(torch.tensor(1.0))
+
+
+@kinds
+@pytest.mark.parametrize("prior", COVARIANCES)
+def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> None:
+    curvature, (before, old) = KINDS[kind](), make(prior, seed=3)
+    found = torch.linalg.inv(dense(temper(curvature, before, temperature=1.0, what="posterior"), old))
+    if (kind, prior) == ("kronecker", "kronecker"):
+        expected = curvature.dense() + old  # both have the same eigenbases
+    elif kind in (prior, "full"):
+        expected = curvature.dense() + old
+    else:
+        expected = curvature.dense() + torch.diag(old.diagonal())
+        if kind == "kronecker":  # within a block, of the diagonal what the eigenbasis can hold
+            assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
+            return
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)  # float64, condition numbers below 1e5
+    assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
+
+
+def test_kronecker_blocks_of_two_bases_merge_to_one_that_keeps_the_trace_and_beats_either_basis() -> None:
+    one = KINDS["kronecker"]()
+    turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
+    first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
+    before = Kronecker(
+        (first, numbers(4).exp(), KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()))
+    )
+    old = torch.linalg.inv(dense(before, numbers(1)))
+    expected = one.dense() + old
+    found = torch.linalg.inv(dense(temper(one, before, temperature=1.0, what="posterior"), old))
+    assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
+    # what is not on the diagonal of the sum in a basis is lost: rotate into H's own basis, as if the prior had that one
+    sides = (
+        torch.kron(basis(2), basis(3)),
+        torch.eye(4).double(),
+        torch.kron(torch.eye(3).double(), basis(2).contiguous()),
+    )
+    own = torch.block_diag(*sides)
+    twin = own @ torch.diag((own.T @ expected @ own).diagonal()) @ own.T
+    assert (found - expected).norm() < (twin - expected).norm()
+    assert (found - expected).norm() < 0.5 * (expected - one.dense()).norm()
+
+
+def test_tempering_the_likelihood_leaves_an_inherited_precision_as_it_is() -> None:
+    curvature, (before, old) = KINDS["full"](), make("full", seed=3)
+    for what, expected in (
+        ("posterior", (curvature.dense() + old) / 0.3),
+        ("likelihood", curvature.dense() / 0.3 + old),
+    ):
+        found = torch.linalg.inv(dense(temper(curvature, before, temperature=0.3, what=what), old))
+        assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
