@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_bayes import hub, storage
 from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, Adapter, adapter_key, partner_key, plain_adapter_config
 from hf_bayes.covariance import COVARIANCES
+from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
 from hf_bayes.storage import POSTERIOR, Content
@@ -72,6 +73,15 @@ class Posterior:
     def layout(self) -> Layout:
         """Which columns of theta are which tensor."""
         return self.config.layout
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 that tells this posterior from another: its parameters, and its draws or Gaussian."""
+        if isinstance(self.approximation, Gaussian):
+            return fingerprint_tensors(_gaussian_tensors(self.approximation, self.layout).items())
+        return fingerprint_tensors(
+            (f"draws.{n}", t) for n, t in self.layout.unflatten(self.approximation.theta).items()
+        )
 
     @property
     def representative(self) -> Tensor:

@@ -21,6 +21,7 @@ from hf_bayes.batches import count_terms
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.config import MethodConfig
+from hf_bayes.inheritance import Inherited, inherit
 from hf_bayes.likelihood import Categorical
 from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
@@ -46,6 +47,7 @@ def fit_laplace(
     num_data: float | None = None,
     data_unit: str = "token",
     subspace: str = "trainable",
+    prior: Posterior | str | os.PathLike[str] | None = None,
     noise_std: float | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
@@ -67,10 +69,11 @@ def fit_laplace(
         num_data: N, if it is not the number of likelihood terms in the data.
         data_unit: "token", or "sequence": N counts rows.
         subspace: see ``subspace.select``; of a BayesianModel it is known.
+        prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.inheritance``).
         noise_std: of a regression head.
         tokenizer: whose fingerprint the posterior stores.
         heldout: rows like ``data``: choose ``prior_std`` among ``prior_stds`` by their negative log-likelihood under
-            draws from the Gaussian. Not together with ``fit_prior``.
+            draws from the Gaussian. Not together with ``fit_prior`` or ``prior``.
         prior_stds: candidates.
         seed: of labels drawn for the GGN, of draws that judge a candidate.
     Raises:
@@ -80,8 +83,9 @@ def fit_laplace(
     config: Any = METHODS["laplace"]() if method is None else method
     if config.name != "laplace":
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
-    if heldout is not None and config.fit_prior is not None:
-        raise ValueError(f"heldout= and fit_prior={config.fit_prior!r} both choose the prior: leave one out")
+    if heldout is not None and (config.fit_prior is not None or prior is not None):
+        other = "prior=" if prior is not None else f"fit_prior={config.fit_prior!r}"
+        raise ValueError(f"heldout= and {other} both choose the prior: leave one out")
     for name, value in (("num_data", num_data), *(("prior_stds", std) for std in prior_stds)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise ValueError(f"{name} must be finite and > 0, got {value!r}")
@@ -95,9 +99,12 @@ def fit_laplace(
         subspace = bayesian.posterior.config.subspace
     try:
         refuse_frozen_adapter(bayesian)
+        inherited = (
+            None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit, tokenizer=tokenizer)
+        )
         return _fit(
             bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
-            tokenizer, heldout, prior_stds, seed,
+            tokenizer, heldout, prior_stds, seed, inherited,
         )  # fmt: skip
     finally:
         if owned:
@@ -107,6 +114,7 @@ def fit_laplace(
 def _fit(
     model: BayesianModel, data: Any, config: Any, collate: Callable, batch_size: int, num_data: float | None,
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, prior_stds: Sequence[float], seed: int,
+    inherited: Inherited | None,
 ) -> Posterior:  # fmt: skip
     causal = isinstance(model, BayesianModelForCausalLM)
     terms = count_terms(data, collate, model.likelihood, shift=causal, num_classes=_num_classes(model), progress=False)
@@ -125,20 +133,24 @@ def _fit(
     report: dict[str, Any] = {}
     if heldout is not None:
         config, report["heldout_nll"] = _by_heldout(model, theta, config, look, total, run, heldout, prior_stds, seed)
-    approximation, notes = config.revise(theta, look, _problem(model, theta, config, total))
+    approximation, notes = config.revise(theta, look, _problem(model, theta, config, total, inherited))
     verdict = f"a Gaussian around {len(theta)} given points: not assessed"
     return to_posterior(
         model, approximation, config, subspace=subspace, num_data=total, data_unit=data_unit, tokenizer=tokenizer,
         seed=seed, diagnostics={"converged": None, "verdict": verdict, **notes, **report},
+        prior=None if inherited is None else inherited.record,
     )  # fmt: skip
 
 
-def _problem(model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float) -> Problem:
+def _problem(
+    model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float, inherited: Inherited | None = None
+) -> Problem:
     if config.prior_mean == "initial":
         raise ValueError(
             'prior_mean="initial" is where training started, which a finished model no longer knows: use "zero"'
         )
-    prior = build_prior(config, model.layout, theta[0], model.model)
+    gaussian = None if inherited is None else inherited.gaussian
+    prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
     return Problem(num_data, prior, 1.0, 1, 0, model.layout.sizes)
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_bayes.covariance import COVARIANCES, Covariance, Diagonal, log_normal
+from hf_bayes.covariance import COVARIANCES, Covariance, Diagonal, log_normal, moved
 
 GAUSSIANS = {"gaussian": "diagonal", **{f"gaussian_{kind}": kind for kind in COVARIANCES if kind != "diagonal"}}
 """What a Gaussian calls itself -> the structure of its covariance."""
@@ -113,6 +113,15 @@ class Gaussian:
         """[K, d]: of each element, within each component."""
         return torch.stack([covariance.variance for covariance in self.covariances]).sqrt()
 
+    @property
+    def std(self) -> Tensor:
+        """[d]: of each element, within and between components."""
+        return (self.stds.square().mean(0) + self.means.var(0, correction=0)).sqrt()
+
+    def to(self, like: Tensor) -> Gaussian:
+        """The same in the dtype and on the device of ``like``."""
+        return moved(self, like)
+
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
         """[num_members, d]: member i from component i mod K."""
         count = len(self.means)
@@ -129,6 +138,8 @@ class Gaussian:
 
     def grad(self, theta: Tensor) -> Tensor:
         """[M, d] -> [M, d], the gradient of ``log_prob``."""
+        if len(self.means) == 1:
+            return self.covariances[0].precision_product(self.means - theta)
         responsibility = self._component_log_probs(theta).softmax(1)
         parts = zip(self.means, self.covariances, responsibility.unbind(1), strict=True)
         pulls = [share[:, None] * covariance.precision_product(mean - theta) for mean, covariance, share in parts]
@@ -137,6 +148,28 @@ class Gaussian:
     def _component_log_probs(self, theta: Tensor) -> Tensor:
         components = zip(self.means, self.covariances, strict=True)
         return torch.stack([log_normal(covariance, theta - mean) for mean, covariance in components], 1)
+
+
+def single(approximation: Draws | Gaussian) -> Gaussian:
+    """One Gaussian: itself, or the diagonal one with the moments of the draws or of the mixture.
+
+    Raises:
+        ValueError: for draws that do not tell a variance of every element.
+    """
+    if isinstance(approximation, Gaussian):
+        if len(approximation.means) == 1:
+            return approximation
+        return Gaussian.diagonal(approximation.mean[None], approximation.std[None])
+    if len(approximation.theta) < 2:
+        raise ValueError("one draw has no spread: a Gaussian is fitted to 2 draws or more, better to many")
+    std = approximation.theta.std(0)
+    still = int((std == 0).sum())
+    if still:
+        raise ValueError(
+            f"{still} of {len(std)} elements are the same in all {len(approximation.theta)} draws: a Gaussian fitted "
+            "to them would hold these fixed for ever. Take more draws, from chains that move"
+        )
+    return Gaussian.diagonal(approximation.mean[None], std[None])
 
 
 def joined(parts: Sequence[Gaussian]) -> Gaussian:

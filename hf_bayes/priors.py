@@ -10,23 +10,30 @@ from torch import Tensor, nn
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import GaussianPrior, IndependentPrior, LaplacePrior
+from hf_bayes.posterior import Gaussian
 from hf_bayes.subspace import Layout, is_dense
 
 PRIORS: dict[str, type[IndependentPrior]] = {"gaussian": GaussianPrior, "he": GaussianPrior, "laplace": LaplacePrior}
 """``MethodConfig.prior`` -> the shape of an element's density."""
 
 
-def build_prior(config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module) -> IndependentPrior:
-    """What ``prior``, ``prior_mean`` and ``prior_std`` say; "he" multiplies ``prior_std`` by sqrt(2 / fan-in).
+def build_prior(
+    config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module, inherited: Gaussian | None = None
+) -> IndependentPrior | Gaussian:
+    """What ``prior``, ``prior_mean`` and ``prior_std`` say ("he" multiplies ``prior_std`` by sqrt(2 / fan-in)), or the
+    posterior of an earlier run.
 
     Args:
         config: its ``prior_std`` may map regular expressions on names to stds; the first that matches holds.
         layout: of theta.
         start: [d] the model's own values, the mean if ``prior_mean="initial"``.
         model: whose modules tell the fan-in of a matrix.
+        inherited: see ``inheritance.inherit``.
     Raises:
         ValueError: naming the tensor that no expression matches, or an expression that matches no tensor.
     """
+    if inherited is not None:
+        return inherited.to(start)
     stds = [_std_of(name, config.prior_std) for name in layout.names]
     if isinstance(config.prior_std, dict):
         idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
@@ -53,7 +60,7 @@ def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
     return math.sqrt(2 / (shape[0] if transposed else math.prod(shape[1:])))
 
 
-def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior) -> float | None:
+def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior | Gaussian) -> float | None:
     """The largest implied prior sd of an entry of Delta W over the RMS of its base weight; None without LoRA.
 
     Delta W = s B A has Var = s^2 r var(A) var(B) under a zero-mean prior.

@@ -15,8 +15,10 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat, share_within_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
+from hf_bayes.inheritance import Inherited
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
 from hf_bayes.subspace import per_tensor_mean
 
@@ -38,7 +40,8 @@ class ReportingMixin(_Trainer):
     method: MethodConfig
     chains: range
     mesh: ChainMesh
-    prior: IndependentPrior
+    prior: IndependentPrior | Gaussian
+    inherited: Inherited | None
     optimizer_of_chains: ChainOptimizer | None
     _origin: Tensor
     _losses: Tensor | None
@@ -68,7 +71,15 @@ class ReportingMixin(_Trainer):
         seconds = self._time_one_micro_batch()
         duration = _duration(seconds * steps * accumulation)
         self._say("about %s for %d updates of %d micro-batches", duration, steps, accumulation)
-        ratio = lora_prior_ratio(self.bayesian.model, layout, self.prior)
+        if self.inherited is not None:
+            record = self.inherited.record
+            self._say(
+                "prior: the posterior %s (%s, fingerprint %s)",
+                record["posterior"] or record["method"], record["used_as"], record["fingerprint"][:12],
+            )  # fmt: skip
+            ratio = None  # of a prior around 0 only
+        else:
+            ratio = lora_prior_ratio(self.bayesian.model, layout, self.prior)
         if ratio is not None:
             self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
             if ratio > 1:

@@ -16,6 +16,7 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.inheritance import Inherited
 from hf_bayes.methods import map_rule
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
@@ -53,6 +54,7 @@ def to_posterior(
     tokenizer: Any,
     seed: int,
     diagnostics: dict[str, Any],
+    prior: dict[str, Any] | None = None,
 ) -> Posterior:
     """What a method made of the random parameters of ``model``, with all that is needed to use it."""
     layout = model.layout
@@ -67,7 +69,8 @@ def to_posterior(
             parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
             num_members=approximation.num_stored,
             subspace=subspace,
-            prior={
+            prior=prior
+            or {
                 "name": method.prior,
                 "std": 1.0 if method.prior_std is None else method.prior_std,
                 "mean": method.prior_mean,
@@ -95,6 +98,7 @@ class SavingMixin(_Trainer):
     _loader: Callable[..., Any]
     num_data: float
     problem: Problem
+    inherited: Inherited | None
     _posterior: Posterior | None
     _evaluated: dict[str, float] | None
     """What ``evaluate`` last said of the finished posterior, on the trainer's own eval_dataset."""
@@ -222,6 +226,7 @@ class SavingMixin(_Trainer):
             tokenizer=self.processing_class,
             seed=self.args.seed,
             diagnostics=diagnostics,
+            prior=None if self.inherited is None else self.inherited.record,
         )
 
     # -- checkpoints: private hooks of Trainer, whose signatures a test pins -------------------------------------
@@ -231,6 +236,7 @@ class SavingMixin(_Trainer):
         args, layout = self.args, self.bayesian.layout
         return {
             "method": self.method.to_dict(),
+            "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
             "num_updates": self._chains_optimizer.num_updates,
             "num_rows": None if is_stream(self.train_dataset) else len(self.train_dataset),
             "num_data": self.num_data,

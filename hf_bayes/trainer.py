@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import logging
 import math
+import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,18 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, SchedulerType, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from hf_bayes import checkpoints
+from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
+from hf_bayes.inheritance import inherit
+from hf_bayes.loading import check_tokenizer
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
@@ -57,6 +61,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         method: a config of ``hf_bayes.METHODS``.
         args: ``BayesianTrainingArguments``.
         subspace: see ``hf_bayes.subspace.select``.
+        prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.inheritance``). Chains then
+            start at its mean.
     Raises:
         ValueError: before anything runs, for settings under which the method would not sample what it says.
     """
@@ -76,6 +82,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         args: BayesianTrainingArguments,
         *positional: Any,
         subspace: str = "trainable",
+        prior: Posterior | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_arguments(args, method, model, kwargs)
@@ -93,6 +100,9 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             refuse_other_weights(model, self.mesh)
             # a fresh adapter or head, which every process has drawn for itself, is the first one's
             self._start = self.mesh.from_first(model.theta.detach()[0].clone())
+            self.inherited = None if prior is None else inherit(prior, model, method, data_unit=args.data_unit)
+            if self.inherited is not None:
+                self._start = self.inherited.gaussian.mean.to(self._start)
             self._origin = initial_members(model.layout, self._start, method, seed=args.seed, chains=self.chains)
             model.theta.data = self._origin.clone()
             model.members_per_pass = args.members_per_pass
@@ -100,6 +110,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
             super().__init__(model, args, *positional, **kwargs)
+            if self.inherited is not None and isinstance(self.processing_class, PreTrainedTokenizerBase):
+                check_tokenizer(self.inherited.posterior, self.processing_class)
             # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
             taken = inspect.signature(model.core.forward).parameters
             self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]
@@ -118,7 +130,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             steps = self._num_steps()
             burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
             draws = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
-            prior = build_prior(config, bayesian.layout, self._start, bayesian.model)
+            inherited = None if self.inherited is None else self.inherited.gaussian
+            prior = build_prior(config, bayesian.layout, self._start, bayesian.model, inherited)
             self.problem = Problem(
                 num_data=self.num_data,
                 prior=prior.to(bayesian.theta),

@@ -68,6 +68,7 @@ def trainer(
     kind: type[BayesianTrainer] = BayesianTrainer,
     eval_dataset: Any = None,
     processing_class: Any = None,
+    prior: Any = None,
     compute_metrics: Any = None,
     callbacks: Any = None,
     **changes: Any,
@@ -83,6 +84,7 @@ def trainer(
         data_collator=collator or default_data_collator,
         subspace=subspace,
         processing_class=processing_class,
+        prior=prior,
         compute_metrics=compute_metrics,
         callbacks=callbacks,
     )

@@ -2,6 +2,8 @@
 
     N(theta*, T (H + tau)^-1),   H the curvature of -log p(D | theta) at theta*, tau the prior's precision
 
+A posterior as prior makes it online Laplace with one penalty (Huszar 2018; posteriors section 5.2): precisions add up.
+
 with covariance (H / T + tau)^-1 for ``temper="likelihood"``. The chains run ``map`` (AdamW on U / N) to the end; one
 pass over the data then finds H (``estimators``, ``accumulators``). Around several chains it is an equally weighted
 mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where log p(D | theta) is quadratic.
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from hf_bayes.baselines.map import BETA_1, MAPState, begin, descend
 from hf_bayes.config import MethodConfig
-from hf_bayes.covariance import Covariance
+from hf_bayes.covariance import Covariance, log_normal
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.laplace.curvature import temper
@@ -48,6 +50,8 @@ class LaplaceConfig(MethodConfig):
         fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, None keeps it. The MAP
             stays where ``prior_std`` put it.
         prior_scope: one fitted precision for the "model", for each "tensor" or each "element".
+        strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
+            result holds fast to these data when it is the prior of others. The MAP does not depend on it.
         check_gradient: find the gradient at the MAP in the pass, at half a training step more.
     """
 
@@ -64,6 +68,7 @@ class LaplaceConfig(MethodConfig):
     momentum: float = BETA_1
     fit_prior: str | None = None
     prior_scope: str = "model"
+    strength: float = 1.0
     check_gradient: bool = True
 
     def __post_init__(self) -> None:
@@ -90,6 +95,12 @@ class LaplaceConfig(MethodConfig):
         for field in ("max_factor", "rank"):
             self._check_count(field, getattr(self, field), minimum=1)
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        self._check_number("strength", self.strength, minimum=0.0, strict=True)
+        if self.fit_prior is not None and self.strength != 1:
+            raise ValueError(
+                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: there is no "
+                "evidence of data that count several times"
+            )
         self.spec.check()
 
     @property
@@ -99,6 +110,8 @@ class LaplaceConfig(MethodConfig):
         return CurvatureSpec(**{field: getattr(self, field) for field in fields})
 
     def build(self, problem: Problem) -> Rule:
+        self._check_prior(problem)
+
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
             return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
 
@@ -117,6 +130,7 @@ class LaplaceConfig(MethodConfig):
 
     def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
         """The Gaussian around each row of ``theta`` [M, d], and what the pass found."""
+        self._check_prior(problem)
         covariances, notes = [], []
         for row in theta:
             covariance, note = self._around(row, look, problem)
@@ -124,36 +138,55 @@ class LaplaceConfig(MethodConfig):
             notes.append(note)
         return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes})
 
+    def _check_prior(self, problem: Problem) -> None:
+        if self.fit_prior is not None and isinstance(problem.prior, Gaussian):
+            raise ValueError(
+                f"{self.name}: fit_prior={self.fit_prior!r} would replace the posterior that is the prior: leave it out"
+            )
+
     def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
         found = look(theta, self.spec, gradient=self.check_gradient)
         mean, precision = prior_moments(problem.prior, theta)
         power = 1 / self.temperature if self.temper == "likelihood" else 1.0  # of the likelihood
-        expansion = Expansion(found.curvature.scaled(power), power * found.log_lik, theta - mean)
         note: dict[str, Any] = {"log_lik": found.log_lik}
+        expansion = Expansion(found.curvature.scaled(power), power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
+            assert isinstance(precision, Tensor)
             layout = Layout(tuple(map(str, range(len(problem.sizes)))), tuple((size,) for size in problem.sizes))
             precision = maximise(expansion, precision, self.prior_scope, layout)
             note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
-        if bool((precision > 0).all()):  # a flat prior has no evidence
-            note["log_evidence"] = float(expansion.log_evidence(precision))
-        covariance = temper(found.curvature, precision, temperature=self.temperature, what=self.temper)
+        curvature = found.curvature.scaled(self.strength)
+        covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
+        untempered = 1.0 if self.temper == "likelihood" else self.temperature
+        if isinstance(precision, Covariance):
+            pull = precision.precision_product(mean - theta)
+            log_det = covariance.log_det - len(theta) * math.log(untempered)
+            log_prior = log_normal(precision, theta - mean) + 0.5 * len(theta) * math.log(2 * math.pi)
+            evidence = expansion.log_lik + log_prior + 0.5 * log_det
+        else:
+            pull = precision * (mean - theta)
+            evidence = expansion.log_evidence(precision)
+        if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
+            note["log_evidence"] = float(evidence)
         if found.gradient is not None:
-            slope = power * found.gradient - precision * (theta - mean)
-            untempered = 1.0 if self.temper == "likelihood" else self.temperature
+            slope = power * found.gradient + pull
             note |= _how_far(slope, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         return covariance, note
 
 
-def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and precision [d] of a prior whose elements are independent.
+def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covariance]:
+    """Mean [d], and precision [d] of a prior whose elements are independent, or the covariance of another Gaussian.
 
     Raises:
         ValueError: for another prior.
     """
+    if isinstance(prior, Gaussian) and len(prior.means) == 1:
+        prior = prior.to(like)
+        return prior.means[0], prior.covariances[0]
     if not isinstance(prior, GaussianPrior):
-        raise ValueError(f"laplace needs a GaussianPrior, got {type(prior).__name__}: it adds its precision to H")
+        raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
     return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
 
 

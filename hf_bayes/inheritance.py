@@ -1,0 +1,133 @@
+"""A posterior as the prior of the next run: learning one data set after another (posteriors section 5.2).
+
+    p(theta | D_1, D_2) ~ p(D_2 | theta) p(theta | D_1)
+
+is exact; what is inherited is one Gaussian, the last posterior's (Huszar 2018), not one for each data set before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_bayes import base_model
+from hf_bayes.artifact import Posterior
+from hf_bayes.config import MethodConfig
+from hf_bayes.loading import check_tokenizer
+from hf_bayes.model import BayesianModel
+from hf_bayes.posterior import Draws, Gaussian, single
+
+logger = logging.getLogger(__name__)
+
+_SCALING = ("lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
+"""Fields of a LoRA that decide what a theta means; the others show in names and shapes."""
+
+
+class Inherited(NamedTuple):
+    """A prior that was a posterior.
+
+    Attributes:
+        gaussian: of one component.
+        record: where it came from, JSON-ready: what the next posterior says of its prior.
+        posterior: itself.
+    """
+
+    gaussian: Gaussian
+    record: dict[str, Any]
+    posterior: Posterior
+
+
+def inherit(
+    prior: str | os.PathLike[str] | Posterior,
+    model: BayesianModel,
+    method: MethodConfig,
+    *,
+    data_unit: str,
+    tokenizer: Any = None,
+) -> Inherited:
+    """The prior that ``prior`` makes for the random parameters of ``model``.
+
+    Draws, and mixtures of Gaussians, become the diagonal Gaussian of their moments.
+
+    Args:
+        prior: a posterior, its directory or its Hub id.
+        data_unit: what N counts now.
+        tokenizer: of the next run, if there is one.
+    Raises:
+        ValueError: if the posterior belongs to another base model, tokenizer, subspace or unit of the data, or the
+            method's config says another prior.
+    """
+    posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
+    source = posterior.config.method["name"] if isinstance(prior, Posterior) else str(prior)
+    what = f"prior ({source})"
+    if method.prior_std is not None or method.prior_mean != "zero":
+        raise ValueError(
+            f"{method.name}: prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} and prior= are two "
+            "priors: the posterior has its own mean and covariance. Leave prior_std and prior_mean out"
+        )
+    _check_subspace(posterior, model, what)
+    problems = base_model.differences(
+        posterior.config.base_model, base_model.describe(model.model, model.core, model.layout)
+    )
+    if problems:
+        raise ValueError(f"{what} belongs to another base model: this one has {'; '.join(problems)}")
+    if tokenizer is not None:
+        check_tokenizer(posterior, tokenizer)
+    unit = posterior.config.data_unit
+    if unit in ("token", "sequence") and unit != data_unit:
+        raise ValueError(
+            f"{what} counts each {unit} as a datum, this run each {data_unit}: their precisions are on two scales. Set "
+            f"data_unit={unit!r}"
+        )
+    approximation = posterior.approximation
+    try:
+        gaussian = single(approximation)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if isinstance(approximation, Draws) and posterior.adapter_config and len(approximation.chain.unique()) > 1:
+        logger.warning(
+            "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
+            "and B is no model of any. A Gaussian posterior, or draws of one chain, say more",
+            what,
+        )
+    record = {
+        "posterior": None if isinstance(prior, Posterior) else str(_absolute(prior)),
+        "fingerprint": posterior.fingerprint,
+        "method": posterior.config.method["name"],
+        "approximation": approximation.kind,
+        "used_as": gaussian.kind,
+        "num_data": posterior.config.num_data,
+        "prior": posterior.config.prior,
+    }
+    return Inherited(gaussian, record, posterior)
+
+
+def _absolute(prior: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A Hub id stays what it is."""
+    return Path(prior).absolute() if Path(prior).exists() else prior
+
+
+def _check_subspace(posterior: Posterior, model: BayesianModel, what: str) -> None:
+    before, now = (dict(zip(x.names, x.shapes, strict=True)) for x in (posterior.layout, model.layout))
+    for name in [*now, *before]:
+        if before.get(name) != now.get(name):
+            was, is_ = (
+                f"shape {list(shapes[name])}" if name in shapes else "no such parameter" for shapes in (before, now)
+            )
+            raise ValueError(
+                f"{what} is over other parameters: {name} has {is_} here and {was} there. Choose the subspace "
+                f"({posterior.config.subspace!r}) and the adapter that it was made with"
+            )
+    if list(before) != list(now):
+        raise ValueError(f"{what} holds the same parameters in another order: {list(before)[:3]}, here {list(now)[:3]}")
+    if posterior.config.task != model.task:
+        raise ValueError(f"{what} is for {posterior.config.task}, this model for {model.task}")
+    old, new = posterior.adapter_config or {}, base_model.adapter_config(model.model) or {}
+    for key in _SCALING:
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"{what} has {key}={old.get(key)!r}, this adapter {new.get(key)!r}: equal parameters would be other "
+                "models. Use the same adapter config"
+            )
