@@ -66,6 +66,29 @@ def load_splits(
     return DatasetDict(train=splits["train"], validation=splits["validation"])
 
 
+def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "text") -> tuple[Dataset, Dataset]:
+    """One text to learn and its end to be tested on (posteriors paper, app. E: the last 15 % of a book).
+
+    Args:
+        source: a file or glob as of ``load_splits``, or ``NAME[/CONFIG][:SPLIT]`` of the Hub: a name with two slashes
+            has a configuration, and the split is "train" by default. Rows are joined by blank lines.
+        held_out: share of the text.
+        text_column: the column that holds it.
+    Raises:
+        ValueError, FileNotFoundError: as ``load_splits``.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
+    if Path(source).suffix in _FORMATS:
+        rows = _load_files({"train": _matching(source)})["train"]
+    else:
+        name, _, split = source.partition(":")
+        *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
+        rows = load_dataset("/".join(owner), config, split=split or "train")
+    _check(rows, text_column, repr(source))
+    return _cut("\n\n".join(rows[text_column]), held_out, text_column)
+
+
 class Window(NamedTuple):
     """Tokens [start, end) of a text, of which [loss_start, end) count in the loss."""
 
@@ -263,8 +286,12 @@ def _hold_out(train: Dataset, fraction: float, text_column: str, seed: int) -> t
     if len(train) > 1:
         parts = train.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
         return parts["train"], parts["test"]
-    head, tail = _cut_text(train[0][text_column], 1 - fraction)
-    return Dataset.from_dict({text_column: [head]}), Dataset.from_dict({text_column: [tail]})
+    return _cut(train[0][text_column], fraction, text_column)
+
+
+def _cut(text: str, held_out: float, column: str) -> tuple[Dataset, Dataset]:
+    head, tail = _cut_text(text, 1 - held_out)
+    return Dataset.from_dict({column: [head]}), Dataset.from_dict({column: [tail]})
 
 
 def _cut_text(text: str, fraction: float) -> Sequence[str]:

@@ -40,7 +40,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def run(model: Any, rows: Any, output: Path, prior: Any, steps: int = 450, **fields: Any) -> Posterior:
+def run(model: Any, rows: Any, output: Path, prior: Any, steps: int = 700, **fields: Any) -> Posterior:
     """Full-batch AdamW to the MAP, and the pass."""
     made = trainer(
         output, LaplaceConfig(**(EXACT | fields)), model=model, train=rows, prior=prior, learning_rate=0.2,

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+
+# A script's own folder is on the path when it runs.
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import continual_results
+import run_continual
+
+from hf_bayes import Posterior
+from hf_bayes import data as data_module
+from hf_bayes.data import load_episode
+from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+
+RESULTS = {
+    "single": [[1.0, 9.0, 9.0], [9.0, 2.0, 9.0], [9.0, 9.0, 3.0]],
+    "method": [[1.0, 8.0, 8.0], [1.5, 2.2, 8.0], [2.0, 2.6, 3.3]],
+}
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    tiny_llama(max_position_embeddings=48).save_pretrained(tmp_path / "llama")
+    tiny_tokenizer().save_pretrained(tmp_path / "llama")
+    for name, text in (("one", TEXTS[0]), ("two", TEXTS[1])):
+        (tmp_path / f"{name}.txt").write_text(f"{text}\n" * 12)
+    return {
+        "model_name_or_path": str(tmp_path / "llama"),
+        "episodes": [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")],
+        "output_dir": str(tmp_path / "out"),
+        "lora_rank": 2,
+        "learning_rate": 1e-2,
+        "methods": ["sequential", "offline", "laplace_kronecker", "mean_field"],
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+
+
+def run(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> dict[str, Any]:
+    out = Path(fields["output_dir"])
+    file = out.parent / "run.yaml"
+    file.write_text(yaml.safe_dump(fields))
+    monkeypatch.setattr(sys, "argv", ["run_continual.py", str(file)])
+    run_continual.main()
+    return json.loads((out / "results.json").read_text())
+
+
+def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run(monkeypatch, fields)
+    out = tmp_path / "out"
+    assert results["settings"]["window"] == 48  # the model's context, below 2048
+    losses = results["losses"]
+    methods = ["sequential", "offline", "laplace_kronecker", "mean_field"]
+    assert list(losses) == ["single", *methods]
+    assert all(len(rows) == 2 and all(len(row) == 2 for row in rows) for rows in losses.values())
+    assert losses["single"][0] == losses["sequential"][0] == losses["laplace_kronecker"][0]  # one MAP, three names
+    assert losses["single"][1] != losses["sequential"][1] != losses["laplace_kronecker"][1]
+    for name in ("laplace_kronecker", "mean_field"):
+        first, second = (Posterior.from_pretrained(out / name / f"episode_{index}") for index in (0, 1))
+        assert first.config.prior == {"std": 0.1, "mean": "zero"}
+        assert second.config.prior["fingerprint"] == first.fingerprint
+        gained = second.approximation.covariances[0].precision_diagonal.sum()
+        assert name == "mean_field" or gained > first.approximation.covariances[0].precision_diagonal.sum()
+    assert "| laplace_kronecker |" in capsys.readouterr().out
+    assert {"losses.png", "average.png"} <= {file.name for file in out.iterdir()}
+
+    removed = out / "mean_field" / "episode_1"
+    for file in sorted(removed.rglob("*"), reverse=True):
+        file.unlink()
+    trained: list[str] = []
+    train = run_continual.BayesianTrainer.train
+    monkeypatch.setattr(
+        run_continual.BayesianTrainer,
+        "train",
+        lambda self, **options: (trained.append(self.args.output_dir), train(self, **options))[1],
+    )
+    assert run(monkeypatch, fields) == results  # bit for bit
+    assert trained == [str(removed)]
+    with pytest.raises(ValueError, match=r"other \['strength'\]: choose another output_dir"):
+        run(monkeypatch, {**fields, "strength": 2.0})
+
+
+def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"methods \['ewc'\] are unknown: choose of sequential, offline"):
+        run(monkeypatch, {**fields, "methods": ["ewc"]})
+
+
+def test_forgetting_is_measured_against_single_episodes() -> None:
+    assert continual_results.excess(RESULTS, "method") == pytest.approx([0.0, 0.35, (1.0 + 0.6 + 0.3) / 3])
+    assert continual_results.forgotten(RESULTS, "method") == pytest.approx((1.0 + 0.4) / 2)
+    assert "| method | 2.6333 | 0.6333 | 0.7000 | 0.3000 |" in continual_results.table(RESULTS)
+
+
+def test_an_episode_holds_out_the_end_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {index:03d}" for index in range(100)]
+    (tmp_path / "book.txt").write_text("\n".join(lines))
+    train, test = load_episode(str(tmp_path / "book.txt"))
+    assert len(train) == len(test) == 1
+    assert (train[0]["text"] + test[0]["text"]).splitlines() == lines
+    assert test[0]["text"].splitlines() == lines[-len(test[0]["text"].splitlines()) :]
+    assert len(test[0]["text"]) / 899 == pytest.approx(0.15, abs=0.01)
+    with pytest.raises(ValueError, match=r"held_out must be between 0 and 1, got 1\.5"):
+        load_episode(str(tmp_path / "book.txt"), held_out=1.5)
+    asked: list[Any] = []
+
+    def load(name: str, config: str | None, split: str) -> Dataset:
+        asked.append((name, config, split))
+        return Dataset.from_dict({"text": ["first words of a text", "last words of another"]})
+
+    monkeypatch.setattr(data_module, "load_dataset", load)
+    train, _ = load_episode("owner/name:validation[:10%]")
+    load_episode("owner/name/config")
+    assert asked == [("owner/name", None, "validation[:10%]"), ("owner/name", "config", "train")]
+    assert train[0]["text"] == "first words of a text\n\n"  # cut at the line end before the 85 %
