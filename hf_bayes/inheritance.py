@@ -62,10 +62,10 @@ def inherit(
     posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
     source = posterior.config.method["name"] if isinstance(prior, Posterior) else str(prior)
     what = f"prior ({source})"
-    if method.prior_std is not None or method.prior_mean != "zero":
+    if method.prior_std is not None or method.prior_mean != "zero" or method.prior != "gaussian":
         raise ValueError(
-            f"{method.name}: prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} and prior= are two "
-            "priors: the posterior has its own mean and covariance. Leave prior_std and prior_mean out"
+            f"{method.name}: prior={method.prior!r}, prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} "
+            "and another posterior are two priors: the posterior has its own mean and covariance. Leave these fields out"
         )
     _check_subspace(posterior, model, what)
     problems = base_model.differences(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.attaching import attach
 from hf_bayes.config import MethodConfig
+from hf_bayes.energy import IndependentPrior
 from hf_bayes.likelihood import Categorical
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
@@ -94,6 +95,7 @@ def prior_predictive(
             kind = type(bayesian.likelihood).__name__
             raise ValueError(f"the prior predictive is over classes, got a model with a {kind} likelihood")
         prior = build_prior(method, bayesian.layout, bayesian.theta[0], model)
+        assert isinstance(prior, IndependentPrior)  # the config's own
         draws = prior.sample(num_draws, bayesian.layout.dim, generator(seed, "prior")).to(bayesian.theta)
         bayesian.eval()
         sums = torch.zeros((), dtype=torch.float64, device=model.device)
