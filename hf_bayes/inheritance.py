@@ -65,7 +65,7 @@ def inherit(
     if method.prior_std is not None or method.prior_mean != "zero" or method.prior != "gaussian":
         raise ValueError(
             f"{method.name}: prior={method.prior!r}, prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} "
-            "and another posterior are two priors: the posterior has its own mean and covariance. Leave these fields out"
+            "and another posterior are two priors: that one has its own mean and covariance. Leave these fields out"
         )
     _check_subspace(posterior, model, what)
     problems = base_model.differences(
