@@ -37,7 +37,7 @@ class BayesianTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Members folded into one pass. None: in training one (all, with a trunk and shared minibatches), "
-            "in evaluation as many as make about 4096 rows."
+            "in evaluation as many as make about 1024 rows."
         },
     )
     trunk_memory_gib: float = field(

@@ -27,8 +27,10 @@ from torch import Tensor
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
-# Bytes of a block. On CPU it should stay in the cache; elsewhere launching a kernel must not cost more than running it.
-_BLOCK_BYTES = {"cpu": 4 << 20}
+# Bytes of a block. On CPU each thread's share should stay in its cache; elsewhere launching a kernel must not cost more
+# than running it.
+_BLOCK_BYTES_THREAD = 4 << 20
+_MAX_THREADS = 4
 _BLOCK_BYTES_ACCELERATOR = 64 << 20
 
 
@@ -200,7 +202,9 @@ class _Blocks:
         self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         # One number a row is kept in float64: its last bits are those of the result. Apple's GPUs have no float64.
         self.sum_dtype = torch.float32 if logits.device.type == "mps" else torch.float64
-        limit = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES_ACCELERATOR)
+        on_cpu = logits.device.type == "cpu"
+        threads = min(torch.get_num_threads(), _MAX_THREADS)
+        limit = _BLOCK_BYTES_THREAD * threads if on_cpu else _BLOCK_BYTES_ACCELERATOR
         self.block_rows = max(1, limit // (len(logits) * self.num_classes * self.dtype.itemsize))
 
     @functools.cached_property

@@ -276,7 +276,7 @@ def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, mask = random_logits(4, 5, 11, 25), torch.rand(5, 11) < 0.5
     whole, masked = predict(logits), decompose(logits, mask=mask)
     for limit in (1, 4 * 25 * 4 * 7):  # a row at a time; seven, which divides nothing
-        monkeypatch.setitem(uncertainty._BLOCK_BYTES, "cpu", limit)
+        monkeypatch.setattr(uncertainty, "_BLOCK_BYTES_THREAD", limit // min(torch.get_num_threads(), 4))
         log_probs, parts = predict(logits)
         assert_close(log_probs, whole.log_probs, rtol=0, atol=1e-6)
         for one, other in zip(parts, whole.uncertainty, strict=True):
