@@ -68,7 +68,7 @@ def test_two_episodes_are_the_joint_posterior(tmp_path: Path) -> None:
     saved = Posterior.from_pretrained(tmp_path / "2").config.prior
     assert saved["posterior"] == str(tmp_path / "1")
     assert saved["fingerprint"] == Posterior.from_pretrained(tmp_path / "1").fingerprint
-    assert saved["prior"] == {"std": STD, "mean": "zero"}
+    assert saved["prior"] == {"name": "gaussian", "std": STD, "mean": "zero"}
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")  # they are that of both episodes

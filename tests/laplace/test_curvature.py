@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.covariance import COVARIANCES, Kronecker, KroneckerBlock, dense
+from hf_bayes.covariance import COVARIANCES, Kronecker, KroneckerBlock, LowRank, dense
 from hf_bayes.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
@@ -142,6 +143,9 @@ def test_an_indefinite_curvature_is_refused_in_words(kind: str) -> None:
 @pytest.mark.parametrize("prior", COVARIANCES)
 def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> None:
     curvature, (before, old) = KINDS[kind](), make(prior, seed=3)
+    if isinstance(before, LowRank):  # as a curvature makes them, narrower than their diagonal part
+        before = replace(before, scale=before.scale.clamp(max=0.9))
+        old = torch.linalg.inv(dense(before, old))
     found = torch.linalg.inv(dense(temper(curvature, before, temperature=1.0, what="posterior"), old))
     if (kind, prior) == ("kronecker", "kronecker"):
         expected = curvature.dense() + old  # both have the same eigenbases
@@ -154,6 +158,14 @@ def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> Non
             return
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)  # float64, condition numbers below 1e5
     assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
+
+
+def test_a_low_rank_prior_that_stretches_is_added_by_its_diagonal() -> None:
+    before, old = make("low_rank", seed=3)
+    assert float(before.scale.max()) > 1
+    found = torch.linalg.inv(dense(temper(KINDS["low_rank"](), before, temperature=1.0, what="posterior"), old))
+    expected = KINDS["low_rank"]().dense() + torch.diag(old.diagonal())
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
 
 
 def test_kronecker_blocks_of_two_bases_merge_to_one_that_keeps_the_trace_and_beats_either_basis() -> None:

@@ -71,7 +71,7 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     assert losses["single"][1] != losses["sequential"][1] != losses["laplace_kronecker"][1]
     for name in ("laplace_kronecker", "mean_field"):
         first, second = (Posterior.from_pretrained(out / name / f"episode_{index}") for index in (0, 1))
-        assert first.config.prior == {"std": 0.1, "mean": "zero"}
+        assert first.config.prior == {"name": "gaussian", "std": 0.1, "mean": "zero"}
         assert second.config.prior["fingerprint"] == first.fingerprint
         gained = second.approximation.covariances[0].precision_diagonal.sum()
         assert name == "mean_field" or gained > first.approximation.covariances[0].precision_diagonal.sum()
