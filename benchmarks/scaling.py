@@ -129,6 +129,7 @@ def main() -> None:
     """Launch every layout, keep and show what was found."""
     runs = [launch(*layout) for layout in LAYOUTS]
     record = {"machine": {**machine("cpu"), "cores": os.cpu_count(), "threads": 1}, "runs": runs}
+    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "scaling.json").write_text(json.dumps(record, indent=1) + "\n")
     DOCUMENT.write_text(replaced(DOCUMENT.read_text(), "scaling", render(record)))
     print(render(record))
