@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from functools import wraps
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -109,14 +110,14 @@ def render(record: dict[str, Any]) -> str:
     lines = [
         f"LoRA of rank 8 on all layers of a Llama of 30M parameters (d = {record['runs'][0]['d']:,}), R = {ROWS} rows "
         f"of {LENGTH} tokens, float32, gloo, one thread a process, {about['cores']} cores: {about['processor']}, torch "
-        f"{about['torch']}. Least time of {UPDATES} updates; bytes are what a process hands to torch.distributed.",
+        f"{about['torch']}. Mean of {UPDATES} updates; bytes are what a process hands to torch.distributed.",
         "",
         "| chains | processes | layout (chains x data) | s per update | speed-up | bytes per update and process |",
         "|---|---|---|---|---|---|",
     ]
-    alone = {run["chains"]: min(run["seconds"]) for run in record["runs"] if run["processes"] == 1}
+    alone = {run["chains"]: fmean(run["seconds"]) for run in record["runs"] if run["processes"] == 1}
     for run in record["runs"]:
-        chains, processes, seconds = run["chains"], run["processes"], min(run["seconds"])
+        chains, processes, seconds = run["chains"], run["processes"], fmean(run["seconds"])
         parts = min(chains, processes)
         lines.append(
             f"| {chains} | {processes} | {parts} x {processes // parts} | {seconds:.2f} "
