@@ -1,0 +1,82 @@
+"""How an experiment's numbers become its page: docs/results/NAME.json, .md and .png, made by scripts/reproduce/NAME.py.
+
+A page is written by hand but for its tables, which stand between markers and are made from the JSON. A module here has
+
+    blocks(record) -> dict[str, str]        marker -> table
+    figures(record, directory) -> None      PNG files named NAME.png or NAME_*.png; or no such function
+
+and ends in ``keep(NAME, ...)``. ``python -m scripts.reproduce.report`` makes every page's tables and figures anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import machine
+from benchmarks.table import replaced
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def keep(name: str, run: Callable[[], Mapping[str, Any]], directory: Path = RESULTS) -> None:
+    """Run an experiment, keep its record with the machine's description, and bring its page up to date."""
+    start = time.perf_counter()
+    record = {**run(), "seconds": round(time.perf_counter() - start), "machine": machine("cpu")}
+    (directory / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    render(name, directory)
+
+
+def render(name: str, directory: Path = RESULTS) -> None:
+    """Make the page's tables and figures from the record that is kept."""
+    experiment = importlib.import_module(f"scripts.reproduce.{name}")
+    record = json.loads((directory / f"{name}.json").read_text())
+    if hasattr(experiment, "figures"):
+        experiment.figures(record, directory)
+    page = directory / f"{name}.md"
+    page.write_text(tables(name, record, page.read_text()))
+
+
+def tables(name: str, record: Mapping[str, Any], page: str) -> str:
+    """The page with its tables made from ``record``.
+
+    Raises:
+        ValueError: if the page has lost the markers of a table.
+    """
+    blocks = importlib.import_module(f"scripts.reproduce.{name}").blocks(record)
+    for marker, block in {**blocks, "circumstances": circumstances(record)}.items():
+        page = replaced(page, marker, block)
+    return page
+
+
+def circumstances(record: Mapping[str, Any]) -> str:
+    """What the record was made on, and how long it took."""
+    about = record["machine"]
+    versions = ", ".join(f"{name} {about[name]}" for name in ("python", "torch", "transformers", "peft", "hf_bayes"))
+    return f"{record['seconds']} s on {about['processor']}, threads: {about['threads']}; {versions}."
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table. Floats are shown with three digits; format them yourself for others."""
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation over seeds, as ``0.123 ± 0.004``."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    for kept in sorted(RESULTS.glob("*.json")):
+        render(kept.stem)
