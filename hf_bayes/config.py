@@ -54,6 +54,8 @@ class MethodConfig:
     warm_start_steps: int = 0
     warm_start_learning_rate: float = 1e-3
 
+    ends_at_map: ClassVar[bool] = False
+    """True: the posterior's first member (or mean) is itself a MAP estimate."""
     full_batch: ClassVar[bool] = False
     """True: every evaluation must see the whole data set (exact kernels)."""
 

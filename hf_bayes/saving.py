@@ -21,7 +21,6 @@ from hf_bayes.methods import map_rule
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
-from hf_bayes.refusals import is_stream
 from hf_bayes.types import Approximation, Problem
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods

@@ -618,7 +618,7 @@ def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
         leaf = theta.detach().requires_grad_()
         value = trainer.bayesian(**batch, theta=leaf, folded=False).loss.sum()
         value = value - prior_weight * trainer.prior.log_prob(leaf).sum()
-        return float(value), torch.autograd.grad(value, leaf)[0]
+        return float(value.detach()), torch.autograd.grad(value, leaf)[0]
 
     before, after = energy(start, 1.0), energy(point, 1.0)
     assert after[0] < before[0]
@@ -626,6 +626,17 @@ def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
     bound = 0.05 * before[1].norm()
     assert after[1].norm() < bound
     assert energy(point, 0.5)[1].norm() > bound
+
+
+@pytest.mark.parametrize(
+    ("name", "polished"),
+    [("map", False), ("ensemble", False), ("laplace", False), ("sgd_mc", True), ("swa", True), ("swag", True)],
+)
+def test_an_iterate_of_sgd_is_no_map_estimate_until_it_is_polished(tmp_path, name, polished):
+    trainer = runs.trainer(tmp_path, METHODS[name](burn_in=0.5), max_steps=40)
+    trainer.train()
+    posterior = trainer.posterior
+    assert torch.equal(trainer._map_estimate(posterior)[0], posterior.representative) is not polished
 
 
 def test_a_map_estimate_may_be_left_out(tmp_path):

@@ -60,6 +60,7 @@ class MAPConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "map"
+    ends_at_map: ClassVar[bool] = True
     num_chains: int = 1
     temperature: float = 0.0
     init_jitter: float = 0.0
