@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -46,7 +47,7 @@ def place_in_cycle(step: int, draws: range) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(ABC):
     """How learning rate and temperature run, for every rule alike. ``MethodConfig.schedule`` asks for one.
 
     Steps count updates from 0, those of a warm start left out; ``draws`` are the updates (from 1) that end in a draw.
@@ -54,9 +55,9 @@ class Schedule:
 
     name: str = field(init=False)
 
+    @abstractmethod
     def learning_rate(self, step: int, draws: range) -> float:
         """l_t / l_0 of an update, in (0, 1]."""
-        raise NotImplementedError(f"{type(self).__name__} has to define learning_rate")
 
     def temperature(self, step: int, draws: range) -> float:
         """T_t / T of an update, in [0, 1]."""
@@ -67,7 +68,7 @@ class Schedule:
         """Whether the temperature ever differs from T."""
         return False
 
-    def check(self, draws: range) -> None:
+    def check(self, draws: range) -> None:  # noqa: B027 (most have room between any draws)
         """Refuse draws that the schedule has no room between."""
 
 
