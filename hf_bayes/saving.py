@@ -96,6 +96,7 @@ class SavingMixin(_Trainer):
     _warn: Callable[..., None]
     _loader: Callable[..., Any]
     num_data: float
+    num_rows: int | None
     problem: Problem
     inherited: Inherited | None
     _posterior: Posterior | None
@@ -172,7 +173,7 @@ class SavingMixin(_Trainer):
         """
         args, config, steps = self.args, self.method, self._num_steps()
         start = self.mesh.share(posterior.representative.cpu())[0][None].to(args.device)
-        if config.temperature == 0:
+        if config.ends_at_map:
             return start
         count = args.map_updates if args.map_updates is not None else -(-steps * config.num_chains // 10)
         count = min(count, steps)
@@ -237,7 +238,7 @@ class SavingMixin(_Trainer):
             "method": self.method.to_dict(),
             "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
             "num_updates": self._chains_optimizer.num_updates,
-            "num_rows": None if is_stream(self.train_dataset) else len(self.train_dataset),
+            "num_rows": self.num_rows,
             "num_data": self.num_data,
             "rows_per_update": self.get_total_train_batch_size(args),
             "minibatch": args.minibatch,

@@ -50,7 +50,7 @@ from hf_bayes.types import Approximation, Evaluation, Kernel, Problem, Rule
 logger = logging.getLogger(__name__)
 
 SMALL_PASS_ROWS = 512
-"""Rows (members x sequences x positions) up to which members are folded in training without a trunk."""
+"""Rows (members x sequences x positions) up to which members are folded in training."""
 
 
 class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, SavingMixin):
@@ -140,10 +140,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 burn_in=burn_in,
                 sizes=bayesian.layout.sizes,
                 draw_steps=draws,
+                batch_fraction=None if self.num_rows is None else args.per_device_train_batch_size / self.num_rows,
             )
-            if not is_stream(self.train_dataset):
-                fraction = args.per_device_train_batch_size / len(self.train_dataset)
-                self.problem = self.problem._replace(batch_fraction=fraction)
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
                 bayesian,

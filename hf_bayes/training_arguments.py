@@ -36,8 +36,8 @@ class BayesianTrainingArguments(TrainingArguments):
     members_per_pass: int | None = field(
         default=None,
         metadata={
-            "help": "Members folded into one pass. None: in training one (all, with a trunk and shared minibatches), "
-            "in evaluation as many as make about 1024 rows."
+            "help": "Members folded into one pass. None: as many as make about 512 rows in training, 1024 in "
+            "evaluation."
         },
     )
     trunk_memory_gib: float = field(

@@ -34,6 +34,8 @@ class TrainingDataMixin(_Trainer):
     chains: range
     num_data: float
     _say: Callable[..., None]
+    num_rows: int | None
+    """Of the training data; None for a stream."""
     num_terms: int | None
     """Likelihood terms counted in the data set; None for a stream."""
 
@@ -43,10 +45,11 @@ class TrainingDataMixin(_Trainer):
         require_rows(self.train_dataset, args, self.method)
         require_batches(self.method, args.gradient_accumulation_steps * self.mesh.data_size)
         if is_stream(self.train_dataset):
-            self.num_terms, self.num_data = None, float(args.num_data)
+            self.num_rows, self.num_terms, self.num_data = None, None, float(args.num_data)
             self._say("N = %g likelihood terms (given)", self.num_data)
             return
         dataset, collate = self._training_data()
+        self.num_rows = len(dataset)
         self.num_terms = count_terms(
             dataset,
             collate,
@@ -55,9 +58,9 @@ class TrainingDataMixin(_Trainer):
             num_classes=self._num_classes(),
             progress=not args.disable_tqdm,
         )
-        natural = len(dataset) if args.data_unit == "sequence" else self.num_terms
+        natural = self.num_rows if args.data_unit == "sequence" else self.num_terms
         self.num_data = float(args.num_data or natural)
-        self.method = self.method.for_batches(args.per_device_train_batch_size / len(dataset))
+        self.method = self.method.for_batches(args.per_device_train_batch_size / self.num_rows)
         if self.method.full_batch:
             args.gradient_accumulation_steps = len(self._batches(None))
         self._batches(None)  # refuses batches that cannot be drawn

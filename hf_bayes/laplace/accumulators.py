@@ -15,7 +15,7 @@ causal model's head has one for each likelihood term.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,14 @@ class Module(Protocol):
     def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]: ...
 
 
+class Processes(Protocol):
+    """Those that see other rows of the same data (``distributed.ChainMesh``)."""
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor: ...
+
+    def share(self, value: Any) -> list[Any]: ...
+
+
 class Accumulator(ABC):
     """Sums over pulls. ``add`` takes ``members.taps.Share``s, ``end_pull`` follows the last one of each pull."""
 
@@ -72,6 +80,15 @@ class Accumulator(ABC):
 
     def begin(self, num_rows: int) -> None:  # noqa: B027
         """A batch of ``num_rows`` rows begins."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[Tensor]:
+        """The sums."""
+
+    def sum_over(self, processes: Processes) -> None:
+        """Add what others found in their rows."""
+        for tensor in self.tensors():
+            processes.sum_over_data(tensor)
 
     def _zeros(self) -> dict[str, Tensor]:
         return {
@@ -101,6 +118,9 @@ class GradientSum(Accumulator):
         x, g = (share.x.flatten(0, 1)[None], share.g.flatten(0, 1)[None]) if tap.linear else (share.x, share.g)
         for name, value in tap.row_gradients(x, g, self.like.dtype).items():
             self.sums[name] += value.sum(0)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return self.sums.values()
 
     def total(self) -> Tensor:
         """[d]"""
@@ -138,6 +158,9 @@ class DiagonalSum(Accumulator):
 
     def _moments(self, name: str, rows: Tensor) -> Tensor:
         return rows.square().sum(0)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return self.sums.values()
 
     def result(self) -> DiagonalCurvature:
         return DiagonalCurvature(self.layout.flatten(self.sums))
@@ -225,6 +248,29 @@ class KroneckerSum(Accumulator):
         self.inputs[own] = self.inputs.get(own, 0) + self._moment(rows)
         self.counts[own] = self.counts.get(own, 0.0) + number
 
+    def tensors(self) -> Iterable[Tensor]:
+        return [
+            *(self.outputs[name] for name in self.sources),
+            *(self.inputs[source] for source in sorted(self.inputs)),
+            *self.rest.tensors(),
+        ]
+
+    def sum_over(self, processes: Processes) -> None:
+        # rows without a likelihood term never reach a language model's head: a process may have met fewer modules
+        self.sources = {name: source for found in processes.share(self.sources) for name, source in found.items()}
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        for name, (source, transposed) in self.sources.items():
+            width, length = reversed(shapes[name]) if transposed else shapes[name]
+            self.outputs.setdefault(name, self._no_moment(width))
+            self.inputs.setdefault(source, self._no_moment(length))
+        counts = torch.tensor([self.counts.get(source, 0.0) for source in sorted(self.inputs)], dtype=torch.float64)
+        counts = processes.sum_over_data(counts.to(self.like.device))
+        self.counts = dict(zip(sorted(self.inputs), counts.tolist(), strict=True))
+        super().sum_over(processes)
+
+    def _no_moment(self, size: int) -> Tensor:
+        return self.like.new_zeros(size if size > self.max_factor else (size, size))
+
     def _owners(self) -> dict[int, str]:
         """source -> the one of its weights that adds up its factor."""
         owners: dict[int, str] = {}
@@ -284,6 +330,9 @@ class FullSum(RowSum):
             )
         self.matrix = like.new_zeros(layout.dim, layout.dim)
 
+    def tensors(self) -> Iterable[Tensor]:
+        return [self.matrix]
+
     def _take(self, rows: Tensor) -> None:
         self.matrix.addmm_(rows.mT, rows)
 
@@ -304,6 +353,9 @@ class LowRankSum(RowSum):
         rng = generator("low_rank", layout.dim)
         self.omega = torch.randn(layout.dim, columns, generator=rng, dtype=like.dtype).to(like.device)
         self.sketch = torch.zeros_like(self.omega)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return [self.sketch]
 
     def _take(self, rows: Tensor) -> None:
         self.sketch.addmm_(rows.mT, rows @ self.omega)
