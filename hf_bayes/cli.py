@@ -1,4 +1,4 @@
-"""A script's arguments: from the command line, from a YAML or JSON file, or from a file with overrides."""
+"""What scripts share: arguments from the command line or a YAML or JSON file, the model they name, and the run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import nn
+from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.methods import from_dict
+from hf_bayes.trainer import BayesianTrainer
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,6 +28,68 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
+
+
+@dataclass
+class ModelArguments:
+    """The model, what of it is random, and the method."""
+
+    model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run modelling code of the Hub repository."})
+    dtype: str = field(default="auto", metadata={"help": "Of the frozen weights; random ones are float32."})
+    config_overrides: dict | str | None = field(
+        default=None, metadata={"help": "Fields of the model's config, as JSON: dropout is best turned off."}
+    )
+    lora_rank: int = field(
+        default=8, metadata={"help": "Rank of the LoRA that becomes random, with a classifier's head; 0: no LoRA."}
+    )
+    lora_alpha: int = field(default=16, metadata={"help": "LoRA's scale is alpha / rank."})
+    lora_targets: list[str] | None = field(default=None, metadata={"help": "Layers; peft's choice by default."})
+    subspace: str = field(
+        default="trainable",
+        metadata={
+            "help": "What is random: trainable, last_layer, last_block or a regular expression (with --lora_rank 0)."
+        },
+    )
+    method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})
+    method_args: dict | str | None = field(default=None, metadata={"help": "Fields of its config, as JSON."})
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Where it has no padding token it pads with its last one: padding is never read."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model_name_or_path, **self._repository)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def load_model(self, auto_class: Any, **fields: Any) -> PreTrainedModel:
+        """The model; ``fields`` of its config give way to ``config_overrides``."""
+        fields = {**fields, **mapping(self.config_overrides)}
+        return auto_class.from_pretrained(self.model_name_or_path, dtype=self.dtype, **self._repository, **fields)
+
+    def add_lora(self, model: PreTrainedModel, task_type: TaskType) -> nn.Module:
+        """The model with its LoRA, if it gets one."""
+        if not self.lora_rank:
+            return model
+        lora = LoraConfig(
+            task_type=task_type, r=self.lora_rank, lora_alpha=self.lora_alpha, target_modules=self.lora_targets
+        )
+        return get_peft_model(model, lora)
+
+    @property
+    def _repository(self) -> dict[str, Any]:
+        return {"revision": self.model_revision, "trust_remote_code": self.trust_remote_code}
+
+
+def train_and_save(trainer: BayesianTrainer) -> None:
+    """Train (or go on from ``resume_from_checkpoint``), evaluate, save, and push if asked."""
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_model()
+    trainer.save_metrics("eval", metrics)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
 
 
 def parse_arguments(*types: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:

@@ -10,39 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from peft import TaskType
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import mapping, method_config, parse_arguments
+from hf_bayes.cli import ModelArguments, method_config, parse_arguments, train_and_save
 from hf_bayes.data import labelled_text, load_splits
-
-
-@dataclass
-class ModelArguments:
-    """The model, what of it is random, and the method."""
-
-    model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run modelling code of the Hub repository."})
-    dtype: str = field(default="auto", metadata={"help": "Of the frozen weights; random ones are float32."})
-    config_overrides: dict | str | None = field(
-        default=None, metadata={"help": "Fields of the model's config, as JSON: dropout is best turned off."}
-    )
-    lora_rank: int = field(
-        default=8, metadata={"help": "Rank of the LoRA that becomes random, beside the classifier; 0: no LoRA."}
-    )
-    lora_alpha: int = field(default=16, metadata={"help": "LoRA's scale is alpha / rank."})
-    lora_targets: list[str] | None = field(default=None, metadata={"help": "Layers; peft's choice by default."})
-    subspace: str = field(
-        default="trainable",
-        metadata={
-            "help": "What is random: trainable, last_layer, last_block or a regular expression (with --lora_rank 0)."
-        },
-    )
-    method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})
-    method_args: dict | str | None = field(default=None, metadata={"help": "Fields of its config, as JSON."})
 
 
 @dataclass
@@ -65,8 +39,7 @@ def main() -> None:
     set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
     method = method_config(model_args.method, model_args.method_args)
 
-    hub = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **hub)
+    tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
         splits, names = labelled_text(
             load_splits(
@@ -83,27 +56,15 @@ def main() -> None:
             max_length=data_args.max_length,
         )
 
-    model = AutoModelForSequenceClassification.from_pretrained(
-        model_args.model_name_or_path,
-        dtype=model_args.dtype,
+    model = model_args.load_model(
+        AutoModelForSequenceClassification,
         num_labels=len(names),
         id2label=dict(enumerate(names)),
         label2id={name: index for index, name in enumerate(names)},
-        **hub,
-        **mapping(model_args.config_overrides),
     )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     # decoders read the class off the last token that is not padding: they must know which one that is
     model.config.pad_token_id = tokenizer.pad_token_id
-    if model_args.lora_rank:
-        lora = LoraConfig(
-            task_type="SEQ_CLS",
-            r=model_args.lora_rank,
-            lora_alpha=model_args.lora_alpha,
-            target_modules=model_args.lora_targets,
-        )
-        model = get_peft_model(model, lora)
+    model = model_args.add_lora(model, TaskType.SEQ_CLS)
 
     trainer = BayesianTrainer(
         model=model,
@@ -115,13 +76,7 @@ def main() -> None:
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_model()
-    trainer.save_metrics("eval", metrics)
-    if args.push_to_hub:
-        trainer.push_to_hub()
+    train_and_save(trainer)
 
 
 if __name__ == "__main__":
