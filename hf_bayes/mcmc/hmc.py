@@ -1,20 +1,22 @@
 """Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), all chains in one batch.
 
-With V = U / T and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I), makes ``num_leapfrog`` steps
+With V = U / T, scales s and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I), makes ``num_leapfrog``
+steps
 
-    p     -= e/2 grad V(theta)
-    theta += e p
-    p     -= e/2 grad V(theta),
+    p     -= e/2 s grad V(theta)
+    theta += e s p
+    p     -= e/2 s grad V(theta),
 
-and accepts the end with probability min(1, exp(-dH)).
+and accepts the end with probability min(1, exp(-dH)): a diagonal mass matrix 1 / s^2, in coordinates theta / s.
 
-Stationary law: exp(-U / T) exactly, at any step size e. Burn-in tunes e of each chain as in Hoffman & Gelman (2014,
-section 3.2): algorithm 4's doubling or halving finds the first e, dual averaging (gamma 0.05, t0 10, kappa 0.75) moves
-log e towards the target acceptance, and the averaged iterate is frozen with the last update of burn-in. Every update
-runs at e (1 + jitter (2u - 1)), u uniform and independent of the state: without it a trajectory as long as the period
-of some direction brings that direction back to where it was, for ever.
+Stationary law: exp(-U / T) exactly, at any e and s. Both are tuned in burn-in, for each chain, and frozen with its last
+update. e as in Hoffman & Gelman (2014, section 3.2): algorithm 4's doubling or halving finds the first e, dual
+averaging (gamma 0.05, t0 10, kappa 0.75) moves log e towards the target acceptance, the averaged iterate is what is
+frozen. s is the standard deviation of the chain's positions in windows that double, as in Stan (``mass_windows``); e is
+found anew after each. Every update runs at e (1 + jitter (2u - 1)), u uniform and independent of the state: without it
+a trajectory as long as the period of some direction brings that direction back to where it was, for ever.
 
-``num_leapfrog`` gradients an update; energy and gradient at theta are carried along. The mass is the identity.
+``num_leapfrog`` gradients an update; energy and gradient at theta are carried along.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class HMCState(NamedTuple):
         log_step_mean: [M] its weighted average, what is frozen.
         log_step_centre: [M] what dual averaging shrinks log e towards: log(10 first e).
         shortfall: [M] running mean of target - acceptance.
+        scale: [M, d] s.
+        mean, squares: [M, d] of the positions in this window, and of their deviations from it, summed.
         step: [M] int64, updates done.
     """
 
@@ -63,6 +67,9 @@ class HMCState(NamedTuple):
     log_step_mean: Tensor
     log_step_centre: Tensor
     shortfall: Tensor
+    scale: Tensor
+    mean: Tensor
+    squares: Tensor
     step: Tensor
 
 
@@ -74,7 +81,8 @@ class HMCConfig(MethodConfig):
         num_leapfrog: leapfrog steps (gradients) in an update.
         step_size: leapfrog step e in parameter units; None takes the run's learning_rate. With burn-in it is where the
             search for the first e starts, without it is used as it is.
-        target_acceptance: mean acceptance probability the adaptation aims at. None: no adaptation.
+        target_acceptance: mean acceptance probability the adaptation aims at. None: no adaptation, of the mass neither.
+        adapt_mass: whether burn-in learns a diagonal mass matrix (burn-ins below 20 updates never do).
         jitter: each update's e is uniform on e (1 +- jitter).
     """
 
@@ -83,6 +91,7 @@ class HMCConfig(MethodConfig):
     num_leapfrog: int = 10
     step_size: float | None = None
     target_acceptance: float | None = 0.8
+    adapt_mass: bool = True
     jitter: float = 0.2
 
     def __post_init__(self) -> None:
@@ -98,6 +107,7 @@ class HMCConfig(MethodConfig):
     def build(self, problem: Problem) -> Kernel:
         first_size = self.step_size if self.step_size is not None else problem.learning_rate
         adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
+        windows = mass_windows(adapted_steps) if self.adapt_mass else ()
 
         def potential_of(evaluate: Evaluate) -> Potential:
             def potential(theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,19 +123,23 @@ class HMCConfig(MethodConfig):
             value, gradient = potential(theta)
             check_start(self.name, value, gradient)
             size = theta.new_full((len(theta),), first_size)
-            if adapted_steps > 0:
-                size = find_step_size(theta, randn(rngs, theta), value, gradient, size, potential)
-            log_size = size.log()
-            steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            centre = log_size + math.log(10)
-            return HMCState(theta, value, gradient, log_size, log_size, centre, torch.zeros_like(log_size), steps)
+            zeros, still = torch.zeros_like(theta), torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            state = HMCState(
+                theta, value, gradient, *dual_averaging_from(size), torch.ones_like(theta), zeros, zeros, still
+            )
+            return with_first_step_size(state, potential, rngs) if adapted_steps > 0 else state
 
         def step(state: HMCState, evaluate: Evaluate, rngs: Rngs) -> tuple[HMCState, Info]:
             size = state.log_step.exp()
             jittered = size * (1 + self.jitter * (2 * rand(rngs, state.theta) - 1))
             momentum = randn(rngs, state.theta)
             theta, end_momentum, value, gradient = leapfrog(
-                state.theta, momentum, state.gradient, jittered[:, None], self.num_leapfrog, potential_of(evaluate)
+                state.theta,
+                momentum,
+                state.gradient,
+                jittered[:, None] * state.scale,
+                self.num_leapfrog,
+                potential_of(evaluate),
             )
             error = energy_error(momentum, end_momentum, state.potential, value)
             divergent = error.abs() > MAX_ENERGY_ERROR
@@ -143,36 +157,91 @@ class HMCConfig(MethodConfig):
                 "energy_error": error,
                 "divergent": divergent.to(size.dtype),
             }
-            return self._adapted(moved, acceptance, adapted_steps), info
+            return tuned(moved, acceptance, potential_of(evaluate), rngs), info
+
+        def tuned(state: HMCState, acceptance: Tensor, potential: Potential, rngs: Rngs) -> HMCState:
+            done = int(state.step[0])  # updates of every chain
+            if done > adapted_steps:
+                return state
+            assert self.target_acceptance is not None
+            found = max((edge for edge in windows[1:] if edge < done), default=0)
+            state = with_step_size(state, self.target_acceptance - acceptance, done - found)
+            if windows and windows[0] < done <= windows[-1]:
+                count = done - max(edge for edge in windows if edge < done)
+                state = with_position(state, count)
+                if done in windows:
+                    state = with_first_step_size(with_scale(state, count), potential, rngs)
+            return state._replace(log_step=state.log_step_mean) if done == adapted_steps else state
 
         def finish(state: HMCState, draws: Tensor) -> Draws:
             return Draws.from_chains(draws)
 
         return Kernel(init, step, finish)
 
-    def _adapted(self, state: HMCState, acceptance: Tensor, adapted_steps: int) -> HMCState:
-        """Dual averaging (Hoffman & Gelman eq. 6); with the last adapted update the averaged step takes over."""
-        if self.target_acceptance is None:
-            return state
-        t = state.step.to(state.log_step.dtype)
-        adapting = state.step <= adapted_steps
-        # t here counts the update just made, so the first one has t = 1 as in the paper
-        missed = self.target_acceptance - acceptance.to(t.dtype)
-        shortfall = state.shortfall + (missed - state.shortfall) / (t + 10)
-        log_step = state.log_step_centre - t.sqrt() / 0.05 * shortfall
-        log_step_mean = torch.lerp(state.log_step_mean, log_step, t**-0.75)
-        log_step = torch.where(state.step == adapted_steps, log_step_mean, log_step)
-        return state._replace(
-            log_step=torch.where(adapting, log_step, state.log_step),
-            log_step_mean=torch.where(adapting, log_step_mean, state.log_step_mean),
-            shortfall=torch.where(adapting, shortfall, state.shortfall),
-        )
+
+def with_step_size(state: HMCState, shortfall: Tensor, t: int) -> HMCState:
+    """Dual averaging's update ``t``, from 1 (Hoffman & Gelman eq. 6); ``shortfall`` [M] is target - acceptance."""
+    shortfall = state.shortfall + (shortfall.to(state.shortfall.dtype) - state.shortfall) / (t + 10)
+    log_step = state.log_step_centre - math.sqrt(t) / 0.05 * shortfall
+    log_step_mean = torch.lerp(state.log_step_mean, log_step, t**-0.75)
+    return state._replace(log_step=log_step, log_step_mean=log_step_mean, shortfall=shortfall)
+
+
+def mass_windows(adapted_steps: int) -> tuple[int, ...]:
+    """Updates between which positions are gathered: Stan's windows of 25, 50, 100, ..., the last as long as is left.
+
+    Before them a chain finds the typical set (75 updates), after them its step size (50); of fewer than 150 updates
+    these take 15 and 10 %, and of fewer than 20 there are no windows.
+    """
+    if adapted_steps < 20:
+        return ()
+    first, after, size = (
+        (75, 50, 25) if adapted_steps >= 150 else (adapted_steps * 15 // 100, adapted_steps // 10, None)
+    )
+    edges, last = [first], adapted_steps - after
+    while size is not None and edges[-1] + 3 * size <= last:  # else the next one, of 2 sizes, would not fit behind it
+        edges.append(edges[-1] + size)
+        size *= 2
+    return (*edges, last)
+
+
+def with_position(state: HMCState, count: int) -> HMCState:
+    """The position as number ``count`` of its window, from 1 (Welford's recursion)."""
+    mean, squares = (torch.zeros_like(state.mean),) * 2 if count == 1 else (state.mean, state.squares)
+    deviation = state.theta - mean
+    mean = mean + deviation / count
+    return state._replace(mean=mean, squares=squares + deviation * (state.theta - mean))
+
+
+def with_scale(state: HMCState, count: int) -> HMCState:
+    """The window's standard deviations as scales, their logarithms drawn to the mean one as by 5 more positions."""
+    total = state.squares.mean(1, keepdim=True)
+    # a coordinate that rounding kept still gets the smallest scale that its neighbours' digits allow
+    least = total.clamp_min(torch.finfo(total.dtype).tiny) * torch.finfo(total.dtype).eps
+    logs = 0.5 * (state.squares.maximum(least) / count).log()
+    logs = (count * logs + 5 * logs.mean(1, keepdim=True)) / (count + 5)
+    return state._replace(scale=torch.where(total > 0, logs.exp(), state.scale))  # a still chain keeps its scales
+
+
+def dual_averaging_from(size: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[M] each: log_step, log_step_mean, log_step_centre and shortfall before the first update."""
+    return size.log(), size.log(), size.log() + math.log(10), torch.zeros_like(size)
+
+
+def with_first_step_size(state: HMCState, potential: Potential, rngs: Rngs) -> HMCState:
+    """Dual averaging from where one leapfrog step is accepted half of the time."""
+    momentum = randn(rngs, state.theta)
+    size = find_step_size(
+        state.theta, momentum, state.potential, state.gradient, state.log_step.exp(), potential, scale=state.scale
+    )
+    names = ("log_step", "log_step_mean", "log_step_centre", "shortfall")
+    return state._replace(**dict(zip(names, dual_averaging_from(size), strict=True)))
 
 
 def leapfrog(
     theta: Tensor, momentum: Tensor, gradient: Tensor, step_size: Tensor, num_leapfrog: int, potential: Potential
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Leapfrog steps of size ``step_size`` [M, 1]: time-reversible and volume-preserving, local error O(e^3).
+    """Leapfrog steps of size ``step_size`` [M, 1 or d]: time-reversible and volume-preserving, local error O(e^3).
 
     Returns:
         theta [M, d], momentum [M, d], V [M] and grad V [M, d] at the end. The potential is only ever asked at finite
@@ -196,12 +265,19 @@ def energy_error(start_momentum: Tensor, end_momentum: Tensor, start: Tensor, en
 
 
 def find_step_size(
-    theta: Tensor, momentum: Tensor, value: Tensor, gradient: Tensor, step_size: Tensor, potential: Potential
+    theta: Tensor,
+    momentum: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    step_size: Tensor,
+    potential: Potential,
+    *,
+    scale: Tensor | float = 1.0,
 ) -> Tensor:
     """[M]: ``step_size`` doubled or halved until one leapfrog step's acceptance crosses 1/2 (their algorithm 4)."""
 
     def log_acceptance(step_size: Tensor) -> Tensor:
-        _, end_momentum, end, _ = leapfrog(theta, momentum, gradient, step_size[:, None], 1, potential)
+        _, end_momentum, end, _ = leapfrog(theta, momentum, gradient, step_size[:, None] * scale, 1, potential)
         return -energy_error(momentum, end_momentum, value, end)
 
     log_ratio = log_acceptance(step_size)

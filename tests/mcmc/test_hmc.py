@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes.diagnostics import ess
 from hf_bayes.energy import energy as energy_of
 from hf_bayes.energy import grad_energy
 from hf_bayes.mcmc import hmc
-from hf_bayes.mcmc.hmc import HMCConfig, Potential, find_step_size, leapfrog
+from hf_bayes.mcmc.hmc import HMCConfig, Potential, find_step_size, leapfrog, mass_windows
 from hf_bayes.sampling import SampleResult, sample
 from tests.mcmc.targets import TARGETS, banana, chain_rngs, evaluator, gaussian, problem, starts, worst_z
 
 
 def run(
-    config: HMCConfig, target: str, *, num_steps: int = 500, burn_in: int = 250, num_chains: int = 64
+    config: HMCConfig, target: str, *, num_steps: int = 560, burn_in: int = 250, num_chains: int = 64
 ) -> SampleResult:
     return sample(
         TARGETS[target], starts(num_chains), config, num_steps=num_steps, learning_rate=0.1, burn_in=burn_in, seed=1
@@ -154,7 +155,7 @@ def wide_gaussian(theta: Tensor, batch: object) -> Tensor:
 
 @pytest.mark.parametrize("first_size", [1e-3, 10.0])
 def test_adaptation_reaches_the_target_and_is_frozen_after_burn_in(first_size: float) -> None:
-    config = HMCConfig(step_size=first_size)
+    config = HMCConfig(step_size=first_size, adapt_mass=False)  # a mass would leave it 50 updates
     result = sample(wide_gaussian, starts(16, dim=50) / 2, config, num_steps=1200, learning_rate=1.0, burn_in=1000)
     acceptance, step_size = result.info["acceptance"][1000:], result.info["step_size"]
     # dual averaging averages log e over updates whose acceptance is concave in it: it ends 0.02 to 0.04 too high
@@ -275,3 +276,40 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         dataclasses.replace(HMCConfig(), **fields)
     assert message in str(error.value)
+
+
+STRETCHED = torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=torch.float64)
+
+
+def stretched(theta: Tensor, batch: object = None) -> Tensor:
+    """N(0, diag(STRETCHED^2))."""
+    return 0.5 * (theta / STRETCHED).square().sum(1)
+
+
+def run_stretched(**changes: Any) -> SampleResult:
+    config = HMCConfig(num_leapfrog=8, **changes)
+    theta = starts(16, dim=4) * STRETCHED
+    return sample(stretched, theta, config, num_steps=600, learning_rate=0.1, burn_in=400, seed=1)
+
+
+def test_windows_of_the_mass_are_those_of_stan() -> None:
+    assert mass_windows(1000) == (75, 100, 150, 250, 450, 950)  # 75 | 25 50 100 200 500 | 50
+    assert mass_windows(150) == (75, 100)
+    assert mass_windows(100) == (15, 90)
+    assert mass_windows(19) == ()
+
+
+def test_the_mass_is_the_variance_of_each_coordinate() -> None:
+    state = run_stretched().state
+    ratio = (state.scale / STRETCHED).log()
+    # the last window has 150 positions: at an ESS of 50 a standard deviation is good to 10 %, here to four of them; the
+    # pull of 5 in 155 is 11 % of the outermost scales, which lie 30 times from the mean one
+    assert ratio.abs().max() < 0.5
+    without = run_stretched(adapt_mass=False).state
+    assert torch.equal(without.scale, torch.ones_like(without.scale))
+
+
+def test_a_mass_makes_stretched_laws_mix() -> None:
+    with_mass, without = (run_stretched(adapt_mass=adapt).draws for adapt in (True, False))
+    assert ess(with_mass).min() > 500  # of 16 x 200
+    assert ess(without).min() < 100  # the twin: 8 steps of the narrowest scale do not cross the widest
