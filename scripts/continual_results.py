@@ -59,6 +59,34 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def draw_losses(panels: Sequence[Any], results: Results, episodes: Sequence[str]) -> None:
+    """The paper's figure 5: each episode's test loss from when it is learnt, one of matplotlib's axes each."""
+    for index, (panel, episode) in enumerate(zip(panels, episodes, strict=True)):
+        for name, rows in results.items():
+            if name != "single":
+                steps = range(index + 1, len(rows) + 1)
+                panel.plot(steps, [row[index] for row in rows[index:]], **_style(name))
+        panel.axhline(results["single"][index][index], color="grey", linewidth=0.8, label="single")
+        panel.axvline(index + 1, color="grey", linestyle=":")
+        panel.set_title(episode, fontsize=8)
+        panel.set_xticks(range(1, len(episodes) + 1))
+    panels[-1].set_xlabel("episodes learnt")
+
+
+def draw_average(panel: Any, results: Results) -> None:
+    """The paper's figure 6: loss above that of single-episode training, mean over the episodes seen."""
+    for name, rows in results.items():
+        if name != "single":
+            panel.plot(range(1, len(rows) + 1), excess(results, name), **_style(name))
+    panel.set_xticks(range(1, len(results["single"]) + 1))
+    panel.set_xlabel("episodes learnt")
+    panel.axhline(0, color="grey", linewidth=0.8)
+
+
+def _style(name: str) -> dict[str, Any]:
+    return {"label": name, "linestyle": "--" if name == "offline" else "-", "marker": "o", "markersize": 3}
+
+
 def figures(results: Results, episodes: Sequence[str], directory: Path) -> None:
     """``losses.png`` (one panel an episode) and ``average.png``."""
     import matplotlib
@@ -66,27 +94,16 @@ def figures(results: Results, episodes: Sequence[str], directory: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    methods, count = [name for name in results if name != "single"], len(episodes)
-    steps = range(1, count + 1)
-    figure, panels = pyplot.subplots(count, 1, sharex=True, figsize=(6, 1.6 * count), squeeze=False)
-    for episode, panel in enumerate(panels[:, 0]):
-        for name in methods:
-            style = "--" if name == "offline" else "-o"
-            panel.plot(steps, [row[episode] for row in results[name]], style, markersize=3, label=name)
-        panel.axhline(results["single"][episode][episode], color="grey", linewidth=0.8, label="single")
-        panel.axvline(episode + 1, color="grey", linestyle=":")
-        panel.set_title(Path(episodes[episode]).name, fontsize=8)
+    figure, panels = pyplot.subplots(len(episodes), 1, sharex=True, figsize=(6, 1.6 * len(episodes)), squeeze=False)
+    draw_losses(panels[:, 0], results, [Path(episode).name for episode in episodes])
     panels[0, 0].legend(fontsize=6)
-    panels[-1, 0].set_xlabel("episodes learnt")
     figure.supylabel("test loss, nats per token", fontsize=8)
     figure.tight_layout()
     figure.savefig(directory / "losses.png", dpi=150)
     pyplot.close(figure)
 
     figure, panel = pyplot.subplots(figsize=(6, 3.5))
-    for name in methods:
-        panel.plot(steps, excess(results, name), "--" if name == "offline" else "-o", markersize=3, label=name)
-    panel.set_xlabel("episodes learnt")
+    draw_average(panel, results)
     panel.set_ylabel("loss above single-episode training")
     panel.legend(fontsize=7)
     figure.tight_layout()

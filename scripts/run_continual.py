@@ -27,6 +27,8 @@ from hf_bayes.cli import mapping, parse_arguments
 from hf_bayes.config import MethodConfig
 from hf_bayes.data import load_episode, token_windows
 
+Losses = dict[str, list[list[float]]]
+
 
 @dataclass
 class ModelArguments:
@@ -73,13 +75,16 @@ def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
         "mean_field": MeanFieldConfig(**common, **mapping(given.mean_field_args)),
     }
     if unknown := sorted(set(given.methods) - set(known)):
-        raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(list(known)[1:])}")
-    return {name: known[name] for name in ("single", *given.methods)}  # single is what the others are compared with
+        raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(known)}")
+    return {name: known[name] for name in given.methods}
 
 
-def main() -> None:
-    """Parse, then for each method and episode: train, test on all episodes, save."""
-    model_args, given, args = parse_arguments(ModelArguments, ContinualArguments, BayesianTrainingArguments)
+def run(model_args: ModelArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Losses:
+    """For each method and episode: train, test on all episodes, save. What is there already is not made again.
+
+    Returns:
+        {method: [[test loss of episode e] after episode n]}.
+    """
     output = Path(args.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
     if tokenizer.pad_token is None:
@@ -128,7 +133,7 @@ def main() -> None:
             file.write_text(json.dumps({"settings": settings, "losses": found}))
         return found
 
-    results: dict[str, list[list[float]]] = {}
+    results: Losses = {}
     for name, config in methods(given).items():
         folder, before, results[name] = output / name, None, []
         if name == "offline":  # all updates that the others make, on all data
@@ -140,8 +145,18 @@ def main() -> None:
             before = None if name == "single" else folder / f"episode_{index}"
     if args.process_index == 0:
         (output / "results.json").write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
+    return results
+
+
+def main() -> None:
+    """Parse, run, show."""
+    model_args, given, args = parse_arguments(ModelArguments, ContinualArguments, BayesianTrainingArguments)
+    if "single" not in given.methods:  # the others are compared with it
+        given.methods = ["single", *given.methods]
+    results = run(model_args, given, args)
+    if args.process_index == 0:
         print(table(results))
-        figures(results, given.episodes, output)
+        figures(results, given.episodes, Path(args.output_dir))
 
 
 if __name__ == "__main__":

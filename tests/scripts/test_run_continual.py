@@ -95,7 +95,7 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
 
 
 def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"methods \['ewc'\] are unknown: choose of sequential, offline"):
+    with pytest.raises(ValueError, match=r"methods \['ewc'\] are unknown: choose of single, sequential, offline"):
         run(monkeypatch, {**fields, "methods": ["ewc"]})
 
 
