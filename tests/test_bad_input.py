@@ -18,20 +18,24 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.laplace.laplace import LaplaceConfig
+from hf_bayes.laplace_fit import fit_laplace
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.methods import METHODS
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
-from tests.models import CHECKPOINTING, PAD, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.faults.corruptions import edit_tensors, sign
+from tests.models import CHECKPOINTING, PAD, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 
 NAN = float("nan")
 
@@ -461,6 +465,9 @@ def test_b14_tied_weights_are_sampled_once(tmp_path):
     assert trainer.bayesian.layout.names == ("model.embed_tokens.weight",)
     assert trainer.bayesian.layout.dim == model.lm_head.weight.numel()
     trainer.save_model()
+    assert {name for path in tmp_path.glob("members/*/*.safetensors") for name in load_file(path)} == {
+        "model.embed_tokens.weight"
+    }
     x = torch.arange(4, 12)[None]
     loaded = BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=tiny_llama(tie_word_embeddings=True))
     assert torch.equal(loaded(input_ids=x).logits, trainer.bayesian(input_ids=x).logits)
@@ -539,6 +546,38 @@ def test_b25_a_gaussian_and_several_members_are_not(tmp_path, warnings_of):
     assert "1 member" not in warnings_of()
 
 
+def test_b26_a_laplace_approximation_far_from_a_map_says_how_far(tmp_path):
+    model = with_lora(tiny_llama())
+    with pytest.warns(
+        UserWarning, match=r"no MAP: the gradient .* has norm .* standard deviations away .* Train longer"
+    ):
+        run(tmp_path, LaplaceConfig(prior_std=0.1), model=model, learning_rate=0.5)
+
+
+def test_b26_a_curvature_that_is_not_positive_definite_is_refused(tmp_path):
+    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
+    method = LaplaceConfig(estimator="hessian", structure="full", prior_std=100.0)
+    with pytest.raises(ValueError, match=r"not positive definite \(.*lowest eigenvalue is -.*estimator='ggn'"):
+        run(tmp_path, method, model=model, subspace="last_block", train=runs.label_rows(4), max_steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_b28_dropout_is_off_in_a_laplace_pass_and_on_again_after_it():
+    model = with_lora(tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5)).train()
+    first, second = (fit_laplace(model, runs.token_rows(4), LaplaceConfig(), seed=3) for _ in range(2))
+    assert runs.equal(first.approximation, second.approximation)
+    assert all(module.training for module in model.modules())
+
+
+def test_b28_dropout_is_off_in_the_ratio_of_a_metropolis_step(tmp_path):
+    errors = []
+    for dropout in (0.5, 0.0):
+        model = with_lora(tiny_gpt2(resid_pdrop=dropout, attn_pdrop=dropout))
+        history = run(tmp_path, HMCConfig(num_chains=1), model=model, max_steps=2).state.log_history
+        errors.append([entry["energy_error/chain_0"] for entry in history if "loss" in entry])
+    assert errors[0] == errors[1]
+
+
 def test_b29_a_posterior_of_ours_and_checkpoints_may_be_overwritten(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "notes.txt").write_text("of the user")
@@ -574,12 +613,29 @@ def load(directory: Path, **changes: Any) -> Any:
     return BayesianModelForCausalLM.from_pretrained(directory, **{"base_model": tiny_llama(), **changes})
 
 
+def respoil(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    edit_tensors(directory / MEMBER, change)
+    sign(directory)
+
+
 MEMBER = "members/member_001/adapter_model.safetensors"
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 UNREADABLE: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "B17-truncated": (lambda d: (d / MEMBER).write_bytes((d / MEMBER).read_bytes()[:-9]), (MEMBER,)),
     "B17-bit flip": (lambda d: flip(d / MEMBER), (MEMBER, "sha256")),
     "B18-missing member": (lambda d: shutil.rmtree(d / "members/member_002"), ("member_002",)),
     "B18-edited config": (lambda d: rewrite_config(d, num_members=3), ("posterior_config.json",)),
+    # whole and signed, but no member of this ensemble
+    "B18-wrong shape": (
+        lambda d: respoil(d, lambda tensors: tensors.update({FIRST: tensors[FIRST][:1]})),
+        (MEMBER, "q_proj.lora_A", "expected shape [2, 16], got [1, 16]"),
+    ),
+    "B18-missing key": (lambda d: respoil(d, lambda tensors: tensors.pop(FIRST)), (MEMBER, FIRST)),
+    "B18-extra key": (lambda d: respoil(d, lambda tensors: tensors.update(extra=torch.ones(2))), (MEMBER, "extra")),
+    "B18-other dtype": (
+        lambda d: respoil(d, lambda tensors: tensors.update({FIRST: tensors[FIRST].double()})),
+        (MEMBER, FIRST, "float64", "float32"),
+    ),
     "B17-no manifest": (lambda d: (d / "manifest.json").unlink(), ("manifest.json",)),
 }
 
@@ -618,6 +674,20 @@ def test_b21_resized_embeddings_are_refused(saved):
     model.resize_token_embeddings(336, mean_resizing=False)
     with pytest.raises(ValueError, match="another base model"):
         load(saved, base_model=model)
+
+
+OTHER_PRIORS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "other base": (lambda: with_lora(tiny_llama(seed=1)), ("another base model", "weights fingerprint", "expected")),
+    "other shapes": (lambda: with_lora(tiny_llama(), r=3), ("lora_A", "shape [3, 16] here and shape [2, 16] there")),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_PRIORS, ids=str)
+def test_b10_a_prior_of_another_model_is_refused(saved, tmp_path, other):
+    build, words = OTHER_PRIORS[other]
+    with pytest.raises(ValueError) as caught:
+        runs.trainer(tmp_path, MAPConfig(), model=build(), prior=saved)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_b20_more_members_than_stored_are_refused(saved):
