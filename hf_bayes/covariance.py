@@ -279,6 +279,34 @@ class LowRank(Covariance):
         basis, singular, _ = torch.linalg.svd(columns / std[:, None], full_matrices=False)
         return cls(std, basis, 1 + singular.square())
 
+    @classmethod
+    def less(cls, precision: Tensor, columns: Tensor) -> LowRank:
+        """(diag(precision) + U U')^-1 of ``columns`` U [d, r]."""
+        scale = precision.sqrt()
+        basis, singular, _ = torch.linalg.svd(columns / scale[:, None], full_matrices=False)
+        return cls(1 / scale, basis, 1 / (1 + singular.square()))
+
+    def truncated(self, rank: int) -> LowRank:
+        """The ``rank`` directions whose precision exceeds S^-2 by the largest factor; of the others the diagonal.
+
+        The diagonal of the whole precision stays as it was.
+
+        Raises:
+            ValueError: if some direction is wider than S^2: there is no precision in it to keep.
+        """
+        gain = 1 / self.scale - 1
+        if bool((gain < 0).any()):
+            raise ValueError(
+                f"{int((gain < 0).sum())} of {len(gain)} directions are wider than the diagonal part: only directions "
+                "of more precision can be truncated"
+            )
+        if len(gain) <= rank:
+            return self
+        columns = self.basis * gain.sqrt() / self.std[:, None]
+        order = gain.argsort(descending=True)
+        kept, others = columns[:, order[:rank]], columns[:, order[rank:]]
+        return LowRank.less(self.std.square().reciprocal() + others.square().sum(1), kept)
+
     def __post_init__(self) -> None:
         if self.std.ndim != 1 or not bool((self.std > 0).all()):
             raise ValueError(f"a low-rank covariance needs positive stds of shape [d], got {_faults(self.std)}")

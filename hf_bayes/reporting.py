@@ -145,11 +145,13 @@ class ReportingMixin(_Trainer):
         Args:
             draws: [M, S, d].
         """
-        found = self._of_all_chains({
-            **self._chains_optimizer.mean_info(),
-            **self._distances(),
-            **self._kinetic_share(),
-        })
+        found = self._of_all_chains(
+            {
+                **self._chains_optimizer.mean_info(),
+                **self._distances(),
+                **self._kinetic_share(),
+            }
+        )
         means = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)

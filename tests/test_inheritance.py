@@ -92,6 +92,24 @@ def test_each_structure_adds_lambda_times_the_curvature(structure: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_low_rank_episodes_grow_no_wider_than_asked() -> None:
+    model, parts, mean, _ = episodes()
+    found = {}
+    for max_rank in (None, 1):
+        config = LaplaceConfig(structure="low_rank", num_samples=None, max_rank=max_rank)
+        posterior = fit_laplace(model, parts[0], dataclasses.replace(config, prior_std=STD), **HEAD)
+        found[max_rank] = fit_laplace(model, parts[1], config, prior=posterior, **HEAD).approximation.covariances[0]
+    assert found[1].basis.shape[1] == 1 < found[None].basis.shape[1]
+    exact = precision_of(
+        fit_laplace(model, [*parts[0], *parts[1]], LaplaceConfig(prior_std=STD, **EXACT), **HEAD), mean
+    )
+    for covariance in found.values():
+        assert relative(covariance.precision_diagonal, exact.diagonal()) < 1e-6  # labels in float32 batches: 1e-7
+    with pytest.raises(ValueError, match="max_rank=1 needs structure='low_rank', got 'full'"):
+        LaplaceConfig(structure="full", max_rank=1)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
 def test_the_gradient_at_the_joint_map_vanishes_and_evidences_add_up() -> None:
     model, parts, *_ = episodes()
     first = fit_laplace(model, parts[0], LaplaceConfig(prior_std=STD, **EXACT), **HEAD)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -250,9 +250,8 @@ class LowRankCurvature(Curvature):
         return LowRankCurvature(torch.cat([self.columns, before], 1)), prior.std.square().reciprocal()
 
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> LowRank:
-        scale = _positive(precision.expand(self.dim)).sqrt()
-        basis, singular, _ = torch.linalg.svd(self.columns / scale[:, None], full_matrices=False)
-        return LowRank(temperature**0.5 / scale, basis, 1 / (1 + singular.square()))
+        found = LowRank.less(_positive(precision.expand(self.dim)), self.columns)
+        return replace(found, std=temperature**0.5 * found.std)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_bayes.baselines.map import BETA_1, MAPState, begin, descend
 from hf_bayes.config import MethodConfig
-from hf_bayes.covariance import Covariance, log_normal
+from hf_bayes.covariance import Covariance, LowRank, log_normal
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.laplace.curvature import temper
@@ -46,6 +46,8 @@ class LaplaceConfig(MethodConfig):
         sharing: K-FAC over positions: "expand" or "reduce".
         max_factor: longest side of a Kronecker factor that is not diagonal.
         rank: of "low_rank".
+        max_rank: of "low_rank" with a low-rank posterior as the prior: directions that are kept of the sum, of the
+            others the diagonal. None keeps all, which is exact; the ranks add up then.
         momentum: AdamW's beta_1 on the way to the MAP.
         fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, None keeps it. The MAP
             stays where ``prior_std`` put it.
@@ -66,6 +68,7 @@ class LaplaceConfig(MethodConfig):
     sharing: str = "expand"
     max_factor: int = 4096
     rank: int = 32
+    max_rank: int | None = None
     momentum: float = BETA_1
     fit_prior: str | None = None
     prior_scope: str = "model"
@@ -95,6 +98,13 @@ class LaplaceConfig(MethodConfig):
             self._check_count("num_samples", self.num_samples, minimum=1)
         for field in ("max_factor", "rank"):
             self._check_count(field, getattr(self, field), minimum=1)
+        if self.max_rank is not None:
+            self._check_count("max_rank", self.max_rank, minimum=1)
+            if self.structure != "low_rank":
+                raise ValueError(
+                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: the "
+                    "others hold as many numbers after every episode. Leave it out"
+                )
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_number("strength", self.strength, minimum=0.0, strict=True)
         if self.fit_prior is not None and self.strength != 1:
@@ -174,6 +184,9 @@ class LaplaceConfig(MethodConfig):
             note |= _how_far(slope, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
+        if self.max_rank is not None:
+            assert isinstance(covariance, LowRank)
+            covariance = covariance.truncated(self.max_rank)
         return covariance, note
 
 
