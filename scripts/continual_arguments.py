@@ -1,0 +1,59 @@
+"""What run_continual.py is told: the base model, the episodes, and how each method learns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_bayes import LaplaceConfig, MAPConfig, MeanFieldConfig
+from hf_bayes.cli import mapping
+from hf_bayes.config import MethodConfig
+
+
+@dataclass
+class ModelArguments:
+    """The base model and its LoRA."""
+
+    model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
+    dtype: str = field(default="auto", metadata={"help": "Of the frozen weights; random ones are float32."})
+    lora_rank: int = field(default=8, metadata={"help": "Rank."})
+    lora_alpha: int = field(default=32, metadata={"help": "LoRA's scale is alpha / rank."})
+    lora_targets: list[str] | None = field(default=None, metadata={"help": "Layers; peft's choice by default."})
+    lora_layers: list[int] | None = field(default=None, metadata={"help": "Indices of blocks; all by default."})
+
+
+@dataclass
+class ContinualArguments:
+    """The episodes, and how they are learnt."""
+
+    episodes: list[str] = field(metadata={"help": "Files, globs, or NAME[/CONFIG][:SPLIT] of the Hub, in this order."})
+    methods: list[str] = field(
+        default_factory=lambda: ["sequential", "offline", "laplace_diagonal", "laplace_kronecker", "mean_field"],
+        metadata={"help": "Of single, with which the others are compared, and these, the default."},
+    )
+    held_out: float = field(default=0.15, metadata={"help": "The last part of each episode, for testing."})
+    text_column: str = field(default="text", metadata={"help": "Column of the text."})
+    window: int | None = field(default=None, metadata={"help": "Tokens; 2048, or the model's context if shorter."})
+    stride: int | None = field(
+        default=None, metadata={"help": "New tokens in a window, the others are their context; half a window."}
+    )
+    prior_std: float = field(default=0.1, metadata={"help": "Of the first prior, and of methods that inherit none."})
+    strength: float = field(default=1.0, metadata={"help": "lambda of precision_new = precision_old + lambda F."})
+    estimator: str = field(
+        default="ef_sequence", metadata={"help": "F: ef_sequence (the paper's), ef_token, ggn: see docs/laplace.md."}
+    )
+    mean_field_args: dict | str | None = field(default=None, metadata={"help": "Fields of MeanFieldConfig, as JSON."})
+
+
+def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
+    """What each row of the table trains with."""
+    common: dict[str, Any] = {"prior_std": given.prior_std}
+    laplace = {**common, "estimator": given.estimator, "strength": given.strength}
+    known = {
+        **dict.fromkeys(("single", "sequential", "offline"), MAPConfig(**common)),
+        **{f"laplace_{name}": LaplaceConfig(structure=name, **laplace) for name in ("diagonal", "kronecker")},
+        "mean_field": MeanFieldConfig(**common, **mapping(given.mean_field_args)),
+    }
+    if unknown := sorted(set(given.methods) - set(known)):
+        raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(known)}")
+    return {name: known[name] for name in given.methods}
