@@ -66,8 +66,8 @@ def draw_losses(panels: Sequence[Any], results: Results, episodes: Sequence[str]
             if name != "single":
                 steps = range(index + 1, len(rows) + 1)
                 panel.plot(steps, [row[index] for row in rows[index:]], **_style(name))
-        panel.axhline(results["single"][index][index], color="grey", linewidth=0.8, label="single")
-        panel.axvline(index + 1, color="grey", linestyle=":")
+        panel.axhline(results["single"][index][index], color="grey", linewidth=0.8, label="trained on it alone")
+        panel.axvline(index + 1, color="grey", linestyle=":", label="learnt here")
         panel.set_title(episode, fontsize=8)
         panel.set_xticks(range(1, len(episodes) + 1))
     panels[-1].set_xlabel("episodes learnt")

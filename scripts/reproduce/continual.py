@@ -304,7 +304,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     figure, panels = pyplot.subplots(1, width, figsize=(4.5 * width, 3.8), sharey=True, squeeze=False)
     for panel, (order, losses) in zip(panels[0], means.items(), strict=True):
         draw_average(panel, losses)
-        panel.set_title(", ".join(order), fontsize=9)
+        panel.set_title(f"order: {', '.join(order)}", fontsize=9)
     panels[0, 0].set_ylabel("test loss above single-episode\ntraining, nats per token")
     panels[0, 0].legend(fontsize=8)
     figure.tight_layout()
