@@ -71,7 +71,7 @@ class Settings:
         default="continual-output", metadata={"help": "Texts, base model and posteriors; to go on from."}
     )
     characters: int = field(default=30_000, metadata={"help": "Of each text, from its middle."})
-    updates: int = field(default=40, metadata={"help": "Of each episode; offline makes as many as all together."})
+    updates: int = field(default=80, metadata={"help": "Of each episode; offline makes as many as all together."})
     batch_size: int = field(default=4, metadata={"help": "Windows of an update."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Of Adam, all methods."})
     prior_std: float = field(
