@@ -21,6 +21,7 @@ from hf_bayes.batches import count_terms
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.config import MethodConfig
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.inheritance import Inherited, inherit
 from hf_bayes.likelihood import Categorical
 from hf_bayes.methods import METHODS
@@ -55,6 +56,8 @@ def fit_laplace(
     seed: int = 0,
 ) -> Posterior:
     """The Laplace approximation around weights that are there: of a finished adapter, or of each draw of a posterior.
+
+    Of several processes (``torchrun``) all must call it: they share the rows, and each returns the whole.
 
     The model is given back as it was. Its weights should maximise the posterior under the method's prior; how far they
     are from that is measured, stored, and warned of.
@@ -121,13 +124,15 @@ def _fit(
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
+    mesh = ChainMesh(1, torch.device(model.device))
     seen: dict[bytes, Survey] = {}
 
     def look(theta: Tensor, what: Any, *, gradient: bool) -> Survey:
         key = theta.numpy().tobytes()
         if key not in seen:  # candidate priors share one pass
-            options: dict[str, Any] = {"scale": total / terms, "gradient": gradient, "seed": seed}
-            seen[key] = survey(model, theta.to(model.device), lambda: run(data), what, **options)
+            options: dict[str, Any] = {"scale": total / terms, "gradient": gradient, "seed": seed, "mesh": mesh}
+            rows = functools.partial(run, data)
+            seen[key] = survey(model, theta.to(model.device), rows, len(data), what, **options)
         return seen[key]
 
     report: dict[str, Any] = {}
@@ -166,7 +171,7 @@ def _by_heldout(
         look(row, config.spec, gradient=config.check_gradient)
     for candidate in candidates:
         gaussian, _ = candidate.revise(theta, look, _problem(model, theta, candidate, num_data))
-        found[f"{candidate.prior_std:g}"] = _nll(model, gaussian, run(heldout), seed)
+        found[f"{candidate.prior_std:g}"] = _nll(model, gaussian, run(heldout, range(len(heldout))), seed)
     best = min(range(len(candidates)), key=lambda index: list(found.values())[index])
     return dataclasses.replace(config, prior_std=candidates[best].prior_std), found
 
@@ -183,8 +188,10 @@ def _nll(model: BayesianModel, gaussian: Gaussian, batches: Iterator[dict[str, A
         model.train(training)
 
 
-def _batches(rows: Any, *, model: BayesianModel, collate: Callable, batch_size: int) -> Iterator[dict[str, Any]]:
-    loader: DataLoader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+def _batches(
+    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable, batch_size: int
+) -> Iterator[dict[str, Any]]:
+    loader: DataLoader = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
     for batch in loader:
         yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 

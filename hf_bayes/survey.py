@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.covariance import moved
+from hf_bayes.distributed import ChainMesh
 from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
 from hf_bayes.laplace.cells import CurvatureSpec
 from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
@@ -29,7 +30,8 @@ MAX_HESSIAN = 2048
 PULLS_AT_ONCE = 4
 """Pulls whose gradients at the backbone's output are held together, so that the head runs once for them."""
 
-Batches = Callable[[], Iterable[dict[str, Any]]]
+Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
+"""Numbers of rows in the data -> these rows, in this order, in batches."""
 
 
 class Survey(NamedTuple):
@@ -56,11 +58,13 @@ def survey(
     model: BayesianModel,
     theta: Tensor,
     batches: Batches,
+    num_rows: int,
     spec: CurvatureSpec,
     *,
     scale: float = 1.0,
     gradient: bool = True,
     seed: int = 0,
+    mesh: ChainMesh | None = None,
     context: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Survey:
     """Look at the data from theta.
@@ -70,11 +74,13 @@ def survey(
 
     Args:
         theta: [d].
-        batches: gives the data, in the same order each time it is called; labels as the model takes them.
+        batches: gives rows of the data; labels as the model takes them.
+        num_rows: in the data.
         spec: estimator and structure.
         scale: nats of the result per nat of a term: N over the number of terms, where N is not that number.
         gradient: find the gradient, too: half a training step more, except for ``ef_sequence``.
-        seed: of labels and signs; they do not depend on batches.
+        seed: of labels and signs; those of a row depend on its number, and not on batches or processes.
+        mesh: its processes that share a chain share the rows, too, and each finds the whole; None is one process.
         context: entered around forwards, for autocast.
     Raises:
         ValueError: before the pass, for a cell of estimator and structure that does not exist; for data without terms
@@ -83,14 +89,15 @@ def survey(
     spec.check()
     if spec.estimator == "hessian":
         with plain(model.members, theta) as random:
-            found = _hessian(model, theta, random, batches, spec, scale, context)
+            found = _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
         assert found.gradient is not None
         return found._replace(curvature=moved(found.curvature, "cpu"), gradient=found.gradient.cpu())
-    looked = _look(model, theta, batches, spec, None, gradient=gradient, seed=seed, context=context)
+    options: dict[str, Any] = {"seed": seed, "mesh": mesh, "context": context}
+    looked = _look(model, theta, batches, num_rows, spec, None, gradient=gradient, **options)
     if spec.structure == "kronecker_corrected":
         basis = looked.curvature
         assert isinstance(basis, KroneckerCurvature)
-        again = _look(model, theta, batches, spec, basis, gradient=False, seed=seed, context=context)
+        again = _look(model, theta, batches, num_rows, spec, basis, gradient=False, **options)
         looked = looked._replace(curvature=again.curvature)
     return looked._replace(
         curvature=moved(looked.curvature.scaled(scale), "cpu"),
@@ -103,11 +110,13 @@ def _look(
     model: BayesianModel,
     theta: Tensor,
     batches: Batches,
+    num_rows: int,
     spec: CurvatureSpec,
     basis: KroneckerCurvature | None,
     *,
     gradient: bool,
     seed: int,
+    mesh: ChainMesh | None,
     context: Callable[[], AbstractContextManager],
 ) -> Survey:
     layout = model.layout
@@ -119,19 +128,37 @@ def _look(
             accumulator, fallbacks = CorrectedSum(layout, theta, basis), {}
         slope = GradientSum(layout, theta) if gradient else None
         kind = _CausalPass if isinstance(model, BayesianModelForCausalLM) else _OutputPass
-        one = kind(model, taps, spec.build_estimator(), accumulator, slope, seed)
+        rows = _share(num_rows, mesh)
+        one = kind(model, taps, spec.build_estimator(), accumulator, slope, rows, seed)
         with taps.open(), torch.enable_grad():
-            for batch in batches():
+            for batch in batches(rows):
                 for part in _single_rows(batch) if any(tap.tied for tap in taps.taps) else [batch]:
                     with context():
                         one.look(part)
-    if one.num_terms == 0:
+    log_lik, num_terms = _sum((one.log_lik, one.num_terms), theta, mesh)
+    if mesh is not None and mesh.data_size > 1:
+        accumulator.sum_over(mesh)
+        if slope is not None:
+            slope.sum_over(mesh)
+    if num_terms == 0:
         raise ValueError("the data hold no likelihood term (all labels are -100 after the causal shift): check labels")
     total = None if slope is None else slope.total()
-    for what, value in (("log-likelihood", torch.tensor(one.log_lik)), ("gradient", total)):
+    for what, value in (("log-likelihood", torch.tensor(log_lik)), ("gradient", total)):
         if value is not None and not bool(value.isfinite().all()):
             raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
-    return Survey(accumulator.result(), one.log_lik, total, one.num_rows, one.num_terms, fallbacks)
+    return Survey(accumulator.result(), log_lik, total, num_rows, int(num_terms), fallbacks)
+
+
+def _share(num_rows: int, mesh: ChainMesh | None) -> list[int]:
+    """The rows of this process."""
+    rows = torch.arange(num_rows)
+    return (rows if mesh is None else rows.tensor_split(mesh.data_size)[mesh.data_rank]).tolist()
+
+
+def _sum(values: tuple[float, ...], like: Tensor, mesh: ChainMesh | None) -> list[float]:
+    """Over the processes that share rows."""
+    total = torch.tensor(values, dtype=torch.float64)
+    return (total if mesh is None else mesh.sum_over_data(total.to(like.device))).tolist()
 
 
 class _Pass:
@@ -144,13 +171,14 @@ class _Pass:
         estimator: Estimator,
         accumulator: Accumulator,
         slope: GradientSum | None,
+        rows: Sequence[int],
         seed: int,
     ) -> None:
         self.model, self.taps, self.estimator = model, taps, estimator
         self.likelihood: Likelihood = model.likelihood
         self.accumulator, self.slope = accumulator, slope
-        self.rngs = [generator(seed, "labels", index) for index in range(estimator.num_draws)]
-        self.num_rows, self.num_terms, self.log_lik = 0, 0, 0.0
+        self.rows, self.seed = iter(rows), seed
+        self.num_terms, self.log_lik = 0, 0.0
 
     def look(self, batch: dict[str, Any]) -> None:
         raise AssertionError("a pass defines look")
@@ -159,7 +187,6 @@ class _Pass:
         rows = num_rows_of(batch)
         self.taps.begin(rows, batch.get("attention_mask"), is_term if is_term.ndim == 2 else None)
         self.accumulator.begin(rows)
-        self.num_rows += rows
         self.num_terms += int(is_term.sum())
 
     def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
@@ -174,11 +201,19 @@ class _Pass:
             return [(self.estimator, 0, [self.accumulator, self.slope])]
         return [*pulls, (EmpiricalFisherOfRows(), 0, [self.slope])]
 
-    def _uniforms(self, labels: Tensor, num_outputs: int) -> Tensor:
-        """[S, n] or [S, n, C]: each sample's stream goes on from term to term, so batches do not matter."""
-        shape = (len(labels), num_outputs) if self.likelihood.labels_per_output else (len(labels),)
-        drawn = [torch.rand(shape, generator=rng, dtype=torch.float64) for rng in self.rngs]
-        return torch.stack(drawn).to(labels.device) if drawn else labels.new_zeros(0, *shape)
+    def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:
+        """[S, n] or [S, n, C] for the terms of the batch: a stream for each sample and row."""
+        shape = (num_outputs,) if self.likelihood.labels_per_output else ()
+        rows = [(next(self.rows), count) for count in is_term.reshape(len(is_term), -1).sum(1).tolist()]
+        drawn = [
+            torch.cat([
+                torch.rand(count, *shape, generator=generator(self.seed, "labels", sample, row), dtype=torch.float64)
+                for row, count in rows
+            ])
+            for sample in range(self.estimator.num_draws)
+        ]  # fmt: skip
+        empty = torch.zeros(0, sum(count for _, count in rows), *shape)
+        return (torch.stack(drawn) if drawn else empty).to(is_term.device)
 
     def _listen(self, accumulators: list[Accumulator], *, first: bool) -> None:
         def consume(share: Share) -> None:
@@ -203,7 +238,7 @@ class _OutputPass(_Pass):
         ordinals = (
             is_term.flatten(1).cumsum(1) - 1 if is_term.ndim > 1 else torch.zeros_like(is_term, dtype=torch.int64)
         )
-        uniforms = self._uniforms(targets, logits.shape[-1])
+        uniforms = self._uniforms(is_term, logits.shape[-1])
         terms = Terms(flat.detach()[index], targets, ordinals.flatten()[index], uniforms)
         self.log_lik += float(self.likelihood.log_prob(terms.logits[None], targets[None]).double().sum())
         pulls = self._pulls(logits.shape[-1], int(terms.ordinals.max()) + 1 if len(index) else 1)
@@ -232,7 +267,7 @@ class _CausalPass(_Pass):
         index = is_term.flatten().nonzero()[:, 0]
         targets, orders = labels.flatten()[index], ordinals.flatten()[index]
         vocabulary = self.model.core.get_output_embeddings().weight.shape[0]
-        uniforms = self._uniforms(targets, vocabulary)
+        uniforms = self._uniforms(is_term, vocabulary)
         pulls = self._pulls(vocabulary, int(is_term.sum(1).max()))
         random_head = not _within(head.backbone, self.taps)
         size = 1 if random_head else PULLS_AT_ONCE
@@ -310,8 +345,10 @@ def _hessian(
     theta: Tensor,
     random: dict[str, nn.Parameter],
     batches: Batches,
+    num_rows: int,
     spec: CurvatureSpec,
     scale: float,
+    mesh: ChainMesh | None,
     context: Callable[[], AbstractContextManager],
 ) -> Survey:
     """Column by column, through the gradient's own graph."""
@@ -323,13 +360,13 @@ def _hessian(
         )
     causal, parameters = isinstance(model, BayesianModelForCausalLM), list(random.values())
     matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
-    log_lik, num_rows, num_terms = 0.0, 0, 0
+    log_lik, num_terms = 0.0, 0.0
     for parameter in parameters:
         parameter.requires_grad_()
     try:
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            for batch in batches():
+            for batch in batches(_share(num_rows, mesh)):
                 inputs = {**batch, "use_cache": False} if causal else dict(batch)
                 labels = inputs.pop("labels")
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE) if causal else labels
@@ -346,13 +383,16 @@ def _hessian(
                     matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
                 slope += flat.detach().to(slope)
                 log_lik += float(value.detach())
-                num_rows += num_rows_of(inputs)
                 num_terms += int(model.likelihood.is_term(labels).sum())
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
+    log_lik, num_terms = _sum((log_lik, num_terms), theta, mesh)
+    if mesh is not None:
+        mesh.sum_over_data(matrix)
+        mesh.sum_over_data(slope)
     matrix = (matrix + matrix.mT) / 2
     curvature: Curvature = FullCurvature(matrix)
     if spec.structure == "diagonal":
         curvature = DiagonalCurvature(matrix.diagonal().clone())
-    return Survey(curvature.scaled(scale), scale * log_lik, scale * slope, num_rows, num_terms, {})
+    return Survey(curvature.scaled(scale), scale * log_lik, scale * slope, num_rows, int(num_terms), {})

@@ -391,7 +391,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         """What the method makes of its chains, and its report. One that stores no members is whole in every process."""
         chains, method = self._chains_optimizer, self._chains_optimizer.method
         if isinstance(method, Rule) and method.revise is not None:
-            # each process passes over the data for its own chains; processes that share chains find the same
+            # for the chains of this process; processes that share chains share the rows and find the same
             parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
             chains.spread = None
             names = parts[0].report
@@ -411,11 +411,13 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
         return survey(
             self.bayesian,
             theta.to(self.args.device),
-            self._all_rows,
+            self._rows_by_number,
+            len(self.train_dataset),
             what,
             scale=self.num_data / self.num_terms,
             gradient=gradient,
             seed=self.args.seed,
+            mesh=self.mesh,
             context=self.compute_loss_context_manager,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -169,10 +169,11 @@ class TrainingDataMixin(_Trainer):
         cut = slice(members.start * rows, members.stop * rows)
         return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
 
-    def _all_rows(self) -> Iterator[dict[str, Any]]:
-        """Every row once, in order, in batches of the training's size."""
+    def _rows_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """These rows of the training data, in this order, in batches of its size."""
         dataset, collate = self._training_data()
-        for batch in DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate):
+        size = self.args.per_device_train_batch_size
+        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
             yield self._prepare_inputs(batch)
 
     def _first_rows(self) -> dict[str, Any]:

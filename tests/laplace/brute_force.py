@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,12 @@ class Problem:
     def layout(self) -> Layout:
         return select(self.model, self.subspace)
 
-    def batches(self, size: int) -> Callable[[], list[dict[str, Tensor]]]:
-        """Right-padded batches of ``size`` rows."""
-        return lambda: [pad(self.rows[start : start + size]) for start in range(0, len(self.rows), size)]
+    def batches(self, size: int) -> Callable[[Sequence[int]], list[dict[str, Tensor]]]:
+        """Right-padded batches of ``size`` rows, of those that are asked for by number."""
+        return lambda numbers: [
+            pad([self.rows[number] for number in numbers[start : start + size]])
+            for start in range(0, len(numbers), size)
+        ]
 
 
 def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -231,14 +234,15 @@ def drawn(problem: Problem, logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.stack([(row <= u).sum() for row, u in zip(steps, uniforms, strict=True)])
 
 
-def uniform_streams(problem: Problem, rows: list[Row], make: Callable[[int], torch.Generator], samples: int) -> list:
-    """The stream of each sample, cut into rows."""
-    shapes = [tuple(row.labels.shape) for row in rows]
-    streams = []
-    for sample in range(samples):
-        generator = make(sample)
-        streams.append([torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes])
-    return streams
+def uniform_streams(rows: list[Row], make: Callable[[int, int], torch.Generator], samples: int) -> list:
+    """For each sample those of every row."""
+    return [
+        [
+            torch.rand(tuple(row.labels.shape), generator=make(sample, number), dtype=torch.float64)
+            for number, row in enumerate(rows)
+        ]
+        for sample in range(samples)
+    ]
 
 
 def outer(rows: list[Row], pulls: list[list[Tensor]]) -> Tensor:

@@ -51,11 +51,12 @@ def run(made: Problem, *, batch: int = 3, **changes: Any) -> Survey:
     options = {k: changes.pop(k) for k in ("scale", "gradient", "seed") if k in changes}
     noise = brute_force.NOISE if made.task == "regression" else None
     with attach(made.model, subspace=made.subspace, noise_std=noise) as model:
-        return survey(model, model.theta[0].detach(), made.batches(batch), CurvatureSpec(**changes), **options)
+        theta, spec = model.theta[0].detach(), CurvatureSpec(**changes)
+        return survey(model, theta, made.batches(batch), len(made.rows), spec, **options)
 
 
 def pulls(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
-    streams = brute_force.uniform_streams(made, rows, lambda s: generator(0, "labels", s), samples or 0)
+    streams = brute_force.uniform_streams(rows, lambda s, row: generator(0, "labels", s, row), samples or 0)
     return brute_force.cotangents(made, rows, estimator, samples, streams)
 
 
@@ -256,7 +257,7 @@ def test_dropout_is_off_in_the_pass_and_the_model_is_given_back_as_it_was() -> N
         before = {name: (value.clone(), value.requires_grad) for name, value in made.model.named_parameters()}
         forwards = [vars(module).get("forward") for module in made.model.modules()]
         spec = CurvatureSpec(num_samples=2)
-        found = [survey(model, theta + shift, made.batches(3), spec) for shift in (0, 0, 1)]
+        found = [survey(model, theta + shift, made.batches(3), 3, spec) for shift in (0, 0, 1)]
         assert all(module.training for module in made.model.modules())
         assert [vars(module).get("forward") for module in made.model.modules()] == forwards
         for name, value in made.model.named_parameters():
@@ -280,7 +281,8 @@ def test_activation_checkpointing_changes_nothing_and_recomputes(part: str) -> N
             if checkpointing:
                 models.switch_on_checkpointing(model)
             calls.clear()
-            found.append(survey(model, model.theta[0].detach(), made.batches(3), CurvatureSpec(structure="kronecker")))
+            spec = CurvatureSpec(structure="kronecker")
+            found.append(survey(model, model.theta[0].detach(), made.batches(3), 3, spec))
             runs = len(calls)
         assert runs == (3 if checkpointing else 1)  # once forward, once for each of two backward passes
     handle.remove()

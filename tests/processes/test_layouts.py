@@ -132,6 +132,19 @@ def test_different_rows_on_processes_that_share_a_chain_matter(launches):
         assert off > 1e6 * (shared[name][0] - whole[name][0]).norm()
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_laplace_pass_whose_rows_are_shared_is_that_of_one_process(launches, processes):
+    found, expected = launches[processes].find("look/"), launches[1].find("look/")
+    assert len(found) == 12
+    for name, values in found.items():
+        assert len(values) == processes
+        for value in values:
+            torch.testing.assert_close(value, expected[name][0], rtol=1e-9, atol=1e-9, msg=name)
+    for name, values in launches[processes].find("deaf/").items():  # the twin: without sums it sees its own rows
+        whole = expected[name.replace("deaf", "look")][0]
+        assert min(float((value - whole).norm() / whole.norm()) for value in values) > 0.1, name
+
+
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_resume_is_bitwise_on_the_same_layout(launches, processes):
     for numbers in launches[processes].numbers:

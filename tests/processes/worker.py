@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
+from hf_bayes.attaching import attach
+from hf_bayes.distributed import ChainMesh
+from hf_bayes.laplace.cells import CurvatureSpec
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.survey import survey
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.types import Evaluation
 from tests import runs
@@ -152,10 +156,33 @@ class Worker:
         self.keep("gaussian", trainer)
 
     def laplace(self) -> None:
-        method = LaplaceConfig(num_chains=CHAINS, structure="kronecker", prior_std=0.5, init_jitter=0.1)
-        trainer = self.trainer("laplace", method)
+        """Two chains, as in ``shared_chains``."""
+        method = LaplaceConfig(num_chains=2, structure="kronecker", prior_std=0.5, init_jitter=0.1)
+        size = max(1, dist.get_world_size() // 2)
+        trainer = self.trainer("laplace", method, data_size=size)
         trainer.train()
         self.keep("laplace", trainer)
+
+    def look(self) -> None:
+        """The Laplace pass, its nine rows shared; and, for the twin, without a word between processes."""
+        rows = runs.token_rows([8, 5, 7, 8, 3, 8, 6, 4, 7])
+        mesh, deaf = ChainMesh(1, torch.device("cpu")), ChainMesh(1, torch.device("cpu"))
+        deaf.sum_over_data = lambda tensor: tensor
+        collate = runs.padding_collator()
+
+        def batches(numbers: Any) -> Any:
+            return (collate([rows[number] for number in numbers[start : start + 2]])
+                    for start in range(0, len(numbers), 2))  # fmt: skip
+
+        with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
+            for structure in ("diagonal", "kronecker", "kronecker_corrected", "low_rank"):
+                spec = CurvatureSpec(structure=structure)
+                for name, processes in (("look", mesh), ("deaf", deaf)):
+                    found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
+                    self.tensors[f"{name}/{structure}"] = found.curvature.diagonal.contiguous()
+                    self.tensors[f"{name}/{structure}/gradient"] = found.gradient.contiguous()
+                    sums = torch.tensor([found.log_lik, found.num_terms], dtype=torch.float64)
+                    self.tensors[f"{name}/{structure}/sums"] = sums
 
     def generate(self) -> None:
         """Members of one model spread over the processes."""
@@ -196,6 +223,7 @@ def main() -> None:
     worker.shared_chains()
     worker.gaussian()
     worker.laplace()
+    worker.look()
     worker.generate()
     worker.refuse()
     worker.write()
