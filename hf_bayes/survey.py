@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
 from hf_bayes.laplace.cells import CurvatureSpec
 from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
+from hf_bayes.laplace.slope import Slope
+from hf_bayes.laplace.slope import halves as halves_of
 from hf_bayes.likelihood import IGNORE, Likelihood
 from hf_bayes.members.plain import plain
 from hf_bayes.members.taps import Share, Taps
@@ -33,6 +36,12 @@ PULLS_AT_ONCE = 4
 Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
 
+Job = tuple[Estimator, list[Accumulator]]
+"""What is pulled back, and who is told of it."""
+
+TRUE = EmpiricalFisherOfRows()
+"""Pulls back scores at the data's labels: their sum over rows is the gradient."""
+
 
 class Survey(NamedTuple):
     """What a pass found, on the scale of the full data.
@@ -40,7 +49,7 @@ class Survey(NamedTuple):
     Attributes:
         curvature: H of -log p(D | theta).
         log_lik: log p(D | theta) in nats.
-        gradient: [d] of log p(D | theta); None if nobody asked.
+        slope: grad log p(D | theta); None if nobody asked.
         num_rows: examples or sequences.
         num_terms: likelihood terms.
         fallbacks: {parameter: why it is kept diagonally}.
@@ -48,7 +57,7 @@ class Survey(NamedTuple):
 
     curvature: Curvature
     log_lik: float
-    gradient: Tensor | None
+    slope: Slope | None
     num_rows: int
     num_terms: int
     fallbacks: dict[str, str]
@@ -78,7 +87,8 @@ def survey(
         num_rows: in the data.
         spec: estimator and structure.
         scale: nats of the result per nat of a term: N over the number of terms, where N is not that number.
-        gradient: find the gradient, too: half a training step more, except for ``ef_sequence``.
+        gradient: find the gradient, too: of many rows and parameters from a part of the rows (``laplace.slope``), of
+            few for half a training step more, of ``ef_sequence`` exactly and at no cost.
         seed: of labels and signs; those of a row depend on its number, and not on batches or processes.
         mesh: its processes that share a chain share the rows, too, and each finds the whole; None is one process.
         context: entered around forwards, for autocast.
@@ -87,72 +97,88 @@ def survey(
             or with gradients that are not finite.
     """
     spec.check()
+    everything = range(num_rows)
     if spec.estimator == "hessian":
         with plain(model.members, theta) as random:
-            found = _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
-        assert found.gradient is not None
-        return found._replace(curvature=moved(found.curvature, "cpu"), gradient=found.gradient.cpu())
-    options: dict[str, Any] = {"seed": seed, "mesh": mesh, "context": context}
-    looked = _look(model, theta, batches, num_rows, spec, None, gradient=gradient, **options)
-    if spec.structure == "kronecker_corrected":
-        basis = looked.curvature
-        assert isinstance(basis, KroneckerCurvature)
-        again = _look(model, theta, batches, num_rows, spec, basis, gradient=False, **options)
-        looked = looked._replace(curvature=again.curvature)
-    return looked._replace(
-        curvature=moved(looked.curvature.scaled(scale), "cpu"),
-        log_lik=scale * looked.log_lik,
-        gradient=None if looked.gradient is None else scale * looked.gradient.cpu(),
-    )
+            return _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
+    layout, estimator = model.layout, spec.build_estimator()
+    with plain(model.members, theta):
+        taps = Taps(model.model, layout.names)
+        run = partial(_run, model, taps, theta, batches, seed=seed, mesh=mesh, context=context)
+        accumulator, fallbacks = spec.accumulator(layout, theta, taps.taps)
+        # rows' own scores are what the gradient is made of: it is exact at no cost
+        free = isinstance(estimator, EmpiricalFisherOfRows)
+        halves = halves_of(num_rows, layout.dim, seed) if gradient and not free else None
+        slopes = [GradientSum(layout, theta) for _ in halves or range(1 if gradient else 0)]
+        jobs: list[Job] = [(estimator, [accumulator, *slopes] if free else [accumulator])]
+        if halves is None and slopes and not free:
+            jobs.append((TRUE, [*slopes]))
+        log_lik, num_terms = run(jobs, everything)
+        if num_terms == 0:
+            raise ValueError(
+                "the data hold no likelihood term (all labels are -100 after the causal shift): check labels"
+            )
+        _require_finite("log-likelihood", torch.tensor(log_lik))
+        for slope, half in zip(slopes, halves or [], strict=False):
+            run([(TRUE, [slope])], half)
+        found = _slope(slopes, halves, num_rows, scale)
+        if spec.structure == "kronecker_corrected":
+            basis = accumulator.result()
+            assert isinstance(basis, KroneckerCurvature)
+            accumulator = CorrectedSum(layout, theta, basis)
+            run([(estimator, [accumulator])], everything)
+    curvature = moved(accumulator.result().scaled(scale), "cpu")
+    return Survey(curvature, scale * log_lik, found, num_rows, int(num_terms), fallbacks)
 
 
-def _look(
+def _slope(slopes: list[GradientSum], halves: list[list[int]] | None, num_rows: int, scale: float) -> Slope | None:
+    if not slopes:
+        return None
+    totals = torch.stack([slope.total() for slope in slopes]).cpu()
+    _require_finite("gradient", totals)
+    if halves is None:
+        return Slope(scale * totals.expand(2, -1), num_rows, num_rows)
+    size = len(halves[0])
+    return Slope(scale * num_rows / size * totals, 2 * size, num_rows)
+
+
+def _require_finite(what: str, value: Tensor) -> None:
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
+
+
+def _run(
     model: BayesianModel,
+    taps: Taps,
     theta: Tensor,
     batches: Batches,
-    num_rows: int,
-    spec: CurvatureSpec,
-    basis: KroneckerCurvature | None,
+    jobs: list[Job],
+    rows: Sequence[int],
     *,
-    gradient: bool,
     seed: int,
     mesh: ChainMesh | None,
     context: Callable[[], AbstractContextManager],
-) -> Survey:
-    layout = model.layout
-    with plain(model.members, theta):
-        taps = Taps(model.model, layout.names)
-        if basis is None:
-            accumulator, fallbacks = spec.accumulator(layout, theta, taps.taps)
-        else:
-            accumulator, fallbacks = CorrectedSum(layout, theta, basis), {}
-        slope = GradientSum(layout, theta) if gradient else None
-        kind = _CausalPass if isinstance(model, BayesianModelForCausalLM) else _OutputPass
-        rows = _share(num_rows, mesh)
-        one = kind(model, taps, spec.build_estimator(), accumulator, slope, rows, seed)
-        with taps.open(), torch.enable_grad():
-            for batch in batches(rows):
-                for part in _single_rows(batch) if any(tap.tied for tap in taps.taps) else [batch]:
-                    with context():
-                        one.look(part)
-    log_lik, num_terms = _sum((one.log_lik, one.num_terms), theta, mesh)
+) -> list[float]:
+    """Tell the accumulators of some rows; their log-likelihood and terms."""
+    kind = _CausalPass if isinstance(model, BayesianModelForCausalLM) else _OutputPass
+    mine = _share(rows, mesh)
+    one = kind(model, taps, jobs, mine, seed)
+    with taps.open(), torch.enable_grad():
+        for batch in batches(mine):
+            for part in _single_rows(batch) if any(tap.tied for tap in taps.taps) else [batch]:
+                with context():
+                    one.look(part)
     if mesh is not None and mesh.data_size > 1:
-        accumulator.sum_over(mesh)
-        if slope is not None:
-            slope.sum_over(mesh)
-    if num_terms == 0:
-        raise ValueError("the data hold no likelihood term (all labels are -100 after the causal shift): check labels")
-    total = None if slope is None else slope.total()
-    for what, value in (("log-likelihood", torch.tensor(log_lik)), ("gradient", total)):
-        if value is not None and not bool(value.isfinite().all()):
-            raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
-    return Survey(accumulator.result(), log_lik, total, num_rows, int(num_terms), fallbacks)
+        for _, accumulators in jobs:
+            for accumulator in accumulators:
+                accumulator.sum_over(mesh)
+    return _sum((one.log_lik, one.num_terms), theta, mesh)
 
 
-def _share(num_rows: int, mesh: ChainMesh | None) -> list[int]:
-    """The rows of this process."""
-    rows = torch.arange(num_rows)
-    return (rows if mesh is None else rows.tensor_split(mesh.data_size)[mesh.data_rank]).tolist()
+def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
+    """Those of this process."""
+    numbers = torch.as_tensor(rows)
+    return (numbers if mesh is None else numbers.tensor_split(mesh.data_size)[mesh.data_rank]).tolist()
 
 
 def _sum(values: tuple[float, ...], like: Tensor, mesh: ChainMesh | None) -> list[float]:
@@ -168,15 +194,12 @@ class _Pass:
         self,
         model: Any,
         taps: Taps,
-        estimator: Estimator,
-        accumulator: Accumulator,
-        slope: GradientSum | None,
+        jobs: list[Job],
         rows: Sequence[int],
         seed: int,
     ) -> None:
-        self.model, self.taps, self.estimator = model, taps, estimator
+        self.model, self.taps, self.jobs = model, taps, jobs
         self.likelihood: Likelihood = model.likelihood
-        self.accumulator, self.slope = accumulator, slope
         self.rows, self.seed = iter(rows), seed
         self.num_terms, self.log_lik = 0, 0.0
 
@@ -186,20 +209,18 @@ class _Pass:
     def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
         rows = num_rows_of(batch)
         self.taps.begin(rows, batch.get("attention_mask"), is_term if is_term.ndim == 2 else None)
-        self.accumulator.begin(rows)
+        for _, accumulators in self.jobs:
+            for accumulator in accumulators:
+                accumulator.begin(rows)
         self.num_terms += int(is_term.sum())
 
     def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
         """Every pull of a batch, and who is told of it."""
-        count = self.estimator.num_pulls(num_outputs, num_ordinals)
-        pulls: list[tuple[Estimator, int, list[Accumulator]]] = [
-            (self.estimator, index, [self.accumulator]) for index in range(count)
+        return [
+            (estimator, index, accumulators)
+            for estimator, accumulators in self.jobs
+            for index in range(estimator.num_pulls(num_outputs, num_ordinals))
         ]
-        if self.slope is None:
-            return pulls
-        if isinstance(self.estimator, EmpiricalFisherOfRows):
-            return [(self.estimator, 0, [self.accumulator, self.slope])]
-        return [*pulls, (EmpiricalFisherOfRows(), 0, [self.slope])]
 
     def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:
         """[S, n] or [S, n, C] for the terms of the batch: a stream for each sample and row."""
@@ -210,7 +231,7 @@ class _Pass:
                 torch.rand(count, *shape, generator=generator(self.seed, "labels", sample, row), dtype=torch.float64)
                 for row, count in rows
             ])
-            for sample in range(self.estimator.num_draws)
+            for sample in range(max(estimator.num_draws for estimator, _ in self.jobs))
         ]  # fmt: skip
         empty = torch.zeros(0, sum(count for _, count in rows), *shape)
         return (torch.stack(drawn) if drawn else empty).to(is_term.device)
@@ -366,7 +387,7 @@ def _hessian(
     try:
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            for batch in batches(_share(num_rows, mesh)):
+            for batch in batches(_share(range(num_rows), mesh)):
                 inputs = {**batch, "use_cache": False} if causal else dict(batch)
                 labels = inputs.pop("labels")
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE) if causal else labels
@@ -395,4 +416,5 @@ def _hessian(
     curvature: Curvature = FullCurvature(matrix)
     if spec.structure == "diagonal":
         curvature = DiagonalCurvature(matrix.diagonal().clone())
-    return Survey(curvature.scaled(scale), scale * log_lik, scale * slope, num_rows, int(num_terms), {})
+    found = Slope(scale * slope.cpu().expand(2, -1), num_rows, num_rows)
+    return Survey(moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {})

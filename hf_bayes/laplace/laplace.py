@@ -26,6 +26,7 @@ from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.laplace.curvature import temper
 from hf_bayes.laplace.estimators import ESTIMATORS
 from hf_bayes.laplace.evidence import SCOPES, Expansion, maximise
+from hf_bayes.laplace.slope import Slope
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.subspace import Layout
 from hf_bayes.types import Evaluation, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
@@ -54,7 +55,8 @@ class LaplaceConfig(MethodConfig):
         prior_scope: one fitted precision for the "model", for each "tensor" or each "element".
         strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
             result holds fast to these data when it is the prior of others. The MAP does not depend on it.
-        check_gradient: find the gradient at the MAP in the pass, at half a training step more.
+        check_gradient: find the gradient at the MAP, of many rows and parameters from a part of the rows
+            (``laplace.slope``).
     """
 
     name: ClassVar[str] = "laplace"
@@ -179,9 +181,8 @@ class LaplaceConfig(MethodConfig):
             evidence = expansion.log_evidence(precision)
         if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
             note["log_evidence"] = float(evidence)
-        if found.gradient is not None:
-            slope = power * found.gradient + pull
-            note |= _how_far(slope, covariance, untempered)
+        if found.slope is not None:
+            note |= _how_far(found.slope.scaled(power), pull, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         if self.max_rank is not None:
@@ -204,10 +205,14 @@ def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covarian
     return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
 
 
-def _how_far(slope: Tensor, covariance: Covariance, temperature: float) -> dict[str, float]:
-    """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds."""
-    square = float((slope * covariance.product(slope[None])[0]).sum()) / temperature / len(slope)
-    norm, step = float(slope.norm()), math.sqrt(max(square, 0.0))
+def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: float) -> dict[str, float]:
+    """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds.
+
+    Args:
+        pull: [d] grad log p(theta).
+    """
+    norm = math.sqrt(max(slope.square(pull, lambda rows: rows), 0.0))
+    step = math.sqrt(max(slope.square(pull, covariance.product) / temperature / len(pull), 0.0))
     if step > MAX_DISPLACEMENT:
         warnings.warn(
             f"the weights are no MAP: the gradient of log p(theta | D) has norm {norm:.3g}, and the Gaussian's maximum "
@@ -215,7 +220,7 @@ def _how_far(slope: Tensor, covariance: Covariance, temperature: float) -> dict[
             "curvature is that of this point all the same. Train longer, lower the learning rate, or let prior_std fit "
             "the weights"
         )
-    return {"gradient_norm": norm, "displacement": step}
+    return {"gradient_norm": norm, "displacement": step, "gradient_rows": slope.num_rows}
 
 
 def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:

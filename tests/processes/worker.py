@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset
 from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
 from hf_bayes.attaching import attach
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.laplace import slope
 from hf_bayes.laplace.cells import CurvatureSpec
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.survey import survey
@@ -180,7 +182,10 @@ class Worker:
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
                     self.tensors[f"{name}/{structure}"] = found.curvature.diagonal.contiguous()
-                    self.tensors[f"{name}/{structure}/gradient"] = found.gradient.contiguous()
+                    self.tensors[f"{name}/{structure}/gradient"] = found.slope.halves.contiguous()
+                    with unittest.mock.patch.multiple(slope, SMALL=0, LEAST_ROWS=4):  # of nine rows
+                        part = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
+                    self.tensors[f"{name}/{structure}/halves"] = part.slope.halves.contiguous()
                     sums = torch.tensor([found.log_lik, found.num_terms], dtype=torch.float64)
                     self.tensors[f"{name}/{structure}/sums"] = sums
 
