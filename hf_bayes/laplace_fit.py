@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -23,7 +23,8 @@ from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.inheritance import Inherited, inherit
-from hf_bayes.likelihood import Categorical
+from hf_bayes.laplace.evidence import fit_noise as fit_noise_of
+from hf_bayes.likelihood import Categorical, Normal
 from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
@@ -50,6 +51,7 @@ def fit_laplace(
     subspace: str = "trainable",
     prior: Posterior | str | os.PathLike[str] | None = None,
     noise_std: float | None = None,
+    fit_noise: bool = False,
     tokenizer: Any = None,
     heldout: Any = None,
     prior_stds: Sequence[float] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
@@ -74,6 +76,7 @@ def fit_laplace(
         subspace: see ``subspace.select``; of a BayesianModel it is known.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.inheritance``).
         noise_std: of a regression head.
+        fit_noise: replace it by the one with the largest evidence, the weights held fixed (``evidence.fit_noise``).
         tokenizer: whose fingerprint the posterior stores.
         heldout: rows like ``data``: choose ``prior_std`` among ``prior_stds`` by their negative log-likelihood under
             draws from the Gaussian. Not together with ``fit_prior`` or ``prior``.
@@ -89,6 +92,8 @@ def fit_laplace(
     if heldout is not None and (config.fit_prior is not None or prior is not None):
         other = "prior=" if prior is not None else f"fit_prior={config.fit_prior!r}"
         raise ValueError(f"heldout= and {other} both choose the prior: leave one out")
+    if fit_noise:
+        _refuse_to_fit_noise(config, heldout, prior)
     for name, value in (("num_data", num_data), *(("prior_stds", std) for std in prior_stds)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise ValueError(f"{name} must be finite and > 0, got {value!r}")
@@ -97,17 +102,26 @@ def fit_laplace(
     if isinstance(model, (str, os.PathLike)):
         model = _load(model)
     owned = not isinstance(model, BayesianModel)
-    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
+    bayesian = (
+        model
+        if isinstance(model, BayesianModel)
+        else attach(model, subspace=subspace, noise_std=noise_std or (1.0 if fit_noise else None))
+    )
     if not owned and bayesian.posterior is not None:
         subspace = bayesian.posterior.config.subspace
     try:
         refuse_frozen_adapter(bayesian)
+        if fit_noise and not isinstance(bayesian.likelihood, Normal):
+            raise ValueError(
+                f"fit_noise=True is for regressions: the likelihood of {type(bayesian.core).__name__} is "
+                f"{type(bayesian.likelihood).__name__} and has no noise_std. Leave it out"
+            )
         inherited = (
             None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit, tokenizer=tokenizer)
         )
         return _fit(
             bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
-            tokenizer, heldout, prior_stds, seed, inherited,
+            tokenizer, heldout, prior_stds, seed, inherited, fit_noise,
         )  # fmt: skip
     finally:
         if owned:
@@ -117,7 +131,7 @@ def fit_laplace(
 def _fit(
     model: BayesianModel, data: Any, config: Any, collate: Callable, batch_size: int, num_data: float | None,
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, prior_stds: Sequence[float], seed: int,
-    inherited: Inherited | None,
+    inherited: Inherited | None, fit_noise: bool,
 ) -> Posterior:  # fmt: skip
     causal = isinstance(model, BayesianModelForCausalLM)
     terms = count_terms(data, collate, model.likelihood, shift=causal, num_classes=_num_classes(model), progress=False)
@@ -138,13 +152,63 @@ def _fit(
     report: dict[str, Any] = {}
     if heldout is not None:
         config, report["heldout_nll"] = _by_heldout(model, theta, config, look, total, run, heldout, prior_stds, seed)
-    approximation, notes = config.revise(theta, look, _problem(model, theta, config, total, inherited))
-    verdict = f"a Gaussian around {len(theta)} given points: not assessed"
-    return to_posterior(
-        model, approximation, config, subspace=subspace, num_data=total, data_unit=data_unit, tokenizer=tokenizer,
-        seed=seed, diagnostics={"converged": None, "verdict": verdict, **notes, **report},
-        prior=None if inherited is None else inherited.record,
-    )  # fmt: skip
+    problem = _problem(model, theta, config, total, inherited)
+    likelihood = model.likelihood
+    if fit_noise:
+        look = _with_fitted_noise(model, theta, config, look, problem)
+    try:
+        approximation, notes = config.revise(theta, look, problem)
+        verdict = f"a Gaussian around {len(theta)} given points: not assessed"
+        return to_posterior(
+            model, approximation, config, subspace=subspace, num_data=total, data_unit=data_unit, tokenizer=tokenizer,
+            seed=seed, diagnostics={"converged": None, "verdict": verdict, **notes, **report},
+            prior=None if inherited is None else inherited.record,
+        )  # fmt: skip
+    finally:
+        model.likelihood = likelihood
+
+
+def _refuse_to_fit_noise(config: Any, heldout: Any, prior: Any) -> None:
+    if heldout is not None or prior is not None:
+        other = "prior=" if prior is not None else "heldout="
+        raise ValueError(f"fit_noise=True and {other} do not go together: give noise_std, or leave {other} out")
+    if config.temperature != 1 or config.strength != 1:
+        raise ValueError(
+            f"fit_noise=True needs temperature=1 and strength=1, got {config.temperature:g} and {config.strength:g}: "
+            "there is no evidence of a tempered likelihood, or of data that count several times"
+        )
+    if config.estimator not in ("ggn", "hessian"):
+        raise ValueError(
+            f"fit_noise=True needs estimator='ggn' or 'hessian', got {config.estimator!r}: it follows the curvature as "
+            "1 / noise_std^2, and an empirical Fisher goes with residuals / noise_std^4"
+        )
+
+
+def _with_fitted_noise(model: BayesianModel, theta: Tensor, config: Any, look: Look, problem: Problem) -> Look:
+    """``look`` as it would be with the learnt noise, which the model is given, too."""
+    before, count = cast("Normal", model.likelihood).noise_std, problem.num_data * model.config.num_labels
+    constant = 0.5 * math.log(2 * math.pi)
+    found = [look(row, config.spec, gradient=config.check_gradient) for row in theta]
+    squares = [-2 * before**2 * (one.log_lik + count * (math.log(before) + constant)) for one in found]
+
+    def at(sigma: float) -> list[Survey]:
+        ratio = (before / sigma) ** 2
+        return [
+            one._replace(
+                curvature=one.curvature.scaled(ratio),
+                log_lik=-0.5 * square / sigma**2 - count * (math.log(sigma) + constant),
+                slope=None if one.slope is None else one.slope.scaled(ratio),
+            )
+            for one, square in zip(found, squares, strict=True)
+        ]
+
+    def expand(sigma: float) -> list[tuple[Any, Any]]:
+        return [config.expand(row, one, problem) for row, one in zip(theta, at(sigma), strict=True)]
+
+    sigma = fit_noise_of(expand, sum(squares), count * len(theta))
+    model.likelihood = Normal(sigma)
+    seen = {row.numpy().tobytes(): one for row, one in zip(theta, at(sigma), strict=True)}
+    return lambda theta, what, *, gradient: seen[theta.numpy().tobytes()]
 
 
 def _problem(

@@ -157,32 +157,43 @@ class LaplaceConfig(MethodConfig):
                 f"{self.name}: fit_prior={self.fit_prior!r} would replace the posterior that is the prior: leave it out"
             )
 
-    def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
-        found = look(theta, self.spec, gradient=self.check_gradient)
+    @property
+    def _power(self) -> float:
+        """Of the likelihood."""
+        return 1 / self.temperature if self.temper == "likelihood" else 1.0
+
+    def expand(self, theta: Tensor, found: Any, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
+        """The log posterior around ``theta`` [d], from a ``survey.Survey``, and the prior's precision."""
         mean, precision = prior_moments(problem.prior, theta)
-        power = 1 / self.temperature if self.temper == "likelihood" else 1.0  # of the likelihood
-        note: dict[str, Any] = {"log_lik": found.log_lik}
-        expansion = Expansion(found.curvature.scaled(power), power * found.log_lik, theta - mean)
+        expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
             layout = Layout(tuple(map(str, range(len(problem.sizes)))), tuple((size,) for size in problem.sizes))
             precision = maximise(expansion, precision, self.prior_scope, layout)
+        return expansion, precision
+
+    def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
+        found = look(theta, self.spec, gradient=self.check_gradient)
+        expansion, precision = self.expand(theta, found, problem)
+        note: dict[str, Any] = {"log_lik": found.log_lik}
+        if self.fit_prior == "evidence":
+            assert isinstance(precision, Tensor)
             note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
         covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
         if isinstance(precision, Covariance):
-            pull = precision.precision_product(mean - theta)
+            pull = precision.precision_product(-expansion.offset)
             log_det = covariance.log_det - len(theta) * math.log(untempered)
-            log_prior = log_normal(precision, theta - mean) + 0.5 * len(theta) * math.log(2 * math.pi)
+            log_prior = log_normal(precision, expansion.offset) + 0.5 * len(theta) * math.log(2 * math.pi)
             evidence = expansion.log_lik + log_prior + 0.5 * log_det
         else:
-            pull = precision * (mean - theta)
+            pull = -precision * expansion.offset
             evidence = expansion.log_evidence(precision)
         if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
             note["log_evidence"] = float(evidence)
         if found.slope is not None:
-            note |= _how_far(found.slope.scaled(power), pull, covariance, untempered)
+            note |= _how_far(found.slope.scaled(self._power), pull, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         if self.max_rank is not None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import BayesianModelForCausalLM, EnsembleConfig, LaplaceConfig, fit_laplace
+from hf_bayes import (
+    BayesianModelForCausalLM,
+    BayesianModelForSequenceClassification,
+    EnsembleConfig,
+    LaplaceConfig,
+    fit_laplace,
+)
 from hf_bayes.artifact import Posterior
 from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
@@ -42,7 +48,18 @@ def regression(rows: int = 12) -> tuple[Any, list[dict[str, Any]], Tensor, Tenso
 
 
 def fit(model: Any, data: Any, **changes: Any) -> Posterior:
-    names = ("subspace", "collate", "noise_std", "num_data", "data_unit", "batch_size", "heldout", "prior_stds", "seed")
+    names = (
+        "subspace",
+        "collate",
+        "noise_std",
+        "fit_noise",
+        "num_data",
+        "data_unit",
+        "batch_size",
+        "heldout",
+        "prior_stds",
+        "seed",
+    )
     options = {name: changes.pop(name) for name in names if name in changes}
     return fit_laplace(model, data, LaplaceConfig(**changes), **options)
 
@@ -101,6 +118,67 @@ def test_evidence_finds_the_prior_that_exact_regression_finds() -> None:
     best = torch.linalg.solve(h + torch.eye(5) / STD**2, phi.T @ y / NOISE**2)
     gamma = 5 - tau * torch.linalg.inv(h + tau * torch.eye(5)).trace()
     assert float(tau * best.square().sum()) == pytest.approx(float(gamma), rel=1e-4)
+
+
+def test_learnt_noise_and_prior_are_those_of_regression_with_the_largest_evidence(tmp_path: Path) -> None:
+    model, data, phi, _ = regression()
+    rng = torch.Generator().manual_seed(3)
+    y = phi @ torch.tensor([3.0, -2, 1, 0, 2]).double() + 0.3 * torch.randn(12, generator=rng, dtype=torch.float64)
+    y = y.float().double()  # as labels arrive
+    for row, label in zip(data, y.tolist(), strict=True):
+        row["label"] = label
+    logs = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # of noise and prior std
+
+    def minus_evidence() -> Tensor:
+        noise, std = logs.exp()
+        marginal = noise**2 * torch.eye(12) + std**2 * phi @ phi.T
+        return -torch.distributions.MultivariateNormal(torch.zeros(12).double(), marginal).log_prob(y)
+
+    optimizer = torch.optim.LBFGS([logs], max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = minus_evidence()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    noise, std = logs.detach().exp().tolist()
+    best = torch.linalg.solve(phi.T @ phi / noise**2 + torch.eye(5) / std**2, phi.T @ y / noise**2)
+    model.classifier.weight.data, model.classifier.bias.data = best[None, :4].clone(), best[4:].clone()
+    posterior = fit(model, data, structure="full", num_samples=None, fit_prior="evidence", fit_noise=True,
+                    subspace="last_layer", noise_std=2.0, prior_std=1.0)  # fmt: skip
+    (note,) = posterior.config.diagnostics["laplace"]
+    found = posterior.config.head["noise_std"]
+    assert found == pytest.approx(noise, rel=1e-4)  # the prior's steps end at 1e-6 in its logarithm
+    assert note["prior_precision"] == pytest.approx(std**-2, rel=1e-3)
+    assert note["log_evidence"] == pytest.approx(-float(minus_evidence()), abs=1e-4)
+    residuals = float((y - phi @ best).square().mean().sqrt())
+    assert abs(residuals / noise - 1) > 0.05  # the twin: as if no parameter had been fitted
+    posterior.save_pretrained(tmp_path)
+    loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=model).linearise()
+    row = {key: torch.tensor([value]) for key, value in data[0].items() if key != "label"}
+    spread = float(phi[0] @ dense(posterior.approximation.covariances[0], phi) @ phi[0])
+    assert float(loaded(**row).predictive_std) == pytest.approx((found**2 + spread) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"estimator": "ef_sequence"}, "needs estimator='ggn' or 'hessian', got 'ef_sequence'"),
+        ({"temperature": 0.5}, "needs temperature=1 and strength=1, got 0.5 and 1"),
+        ({"heldout": label_rows(2)}, "fit_noise=True and heldout= do not go together"),
+    ],
+)
+def test_noise_without_an_evidence_is_refused(changes: dict[str, Any], message: str) -> None:
+    model, data, *_ = regression()
+    with pytest.raises(ValueError, match=message):
+        fit(model, data, fit_noise=True, **{**LAST, **changes})
+
+
+def test_noise_of_a_classifier_is_refused() -> None:
+    with pytest.raises(ValueError, match="fit_noise=True is for regressions: the likelihood of LlamaForCausalLM"):
+        fit(with_lora(tiny_llama()), token_rows(2), fit_noise=True)
 
 
 def test_heldout_rows_choose_a_prior_that_does_not_ruin_predictions() -> None:
