@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import bounds, scaling, table
+from benchmarks import bounds, laplace_torch, scaling, table
 from benchmarks.harness import Line, interleave, ratio
 from benchmarks.models import WHERE, Subject
 
@@ -21,6 +21,12 @@ def test_the_document_shows_the_scaling_that_was_measured() -> None:
     document, file = scaling.DOCUMENT.read_text(), table.RESULTS / "scaling.json"
     text = scaling.render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
     assert document == table.replaced(document, "scaling", text), "run python -m benchmarks.scaling"
+
+
+def test_the_document_shows_the_comparison_with_laplace_torch_that_was_measured() -> None:
+    document, file = laplace_torch.DOCUMENT.read_text(), table.RESULTS / "laplace_torch.json"
+    text = laplace_torch.render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
+    assert document == table.replaced(document, "laplace-torch", text), "run python -m benchmarks.laplace_torch"
 
 
 def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
