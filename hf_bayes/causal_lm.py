@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft import PeftModel
@@ -69,6 +69,18 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.generation_config = self.core.generation_config
         self.likelihood = Categorical()
         self._trace: GenerationTrace | None = None
+
+    def linearise(self, link: str | None = "monte_carlo") -> NoReturn:
+        """Refused: a classifier's way to predict (``BayesianClassifier.linearise``).
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"linearised predictions take a Jacobian and a covariance of all outputs, at every position "
+            f"{self.config.get_text_config().vocab_size} words: a language model predicts by members drawn from its "
+            "posterior (from_pretrained(..., members=M))"
+        )
 
     @classmethod
     def wraps(cls, core: nn.Module) -> bool:

@@ -152,7 +152,7 @@ class BayesianClassifier(BayesianModel):
             link: from Gaussian logits to probabilities, of ``predictive.LINKS``; regressions need none. None goes back
                 to members.
         Raises:
-            ValueError: for another link, a posterior that is no Gaussian, or outputs it is not defined for.
+            ValueError: for another link, or a posterior that is no Gaussian.
         """
         if link is None:
             self._linearised = None
@@ -165,18 +165,16 @@ class BayesianClassifier(BayesianModel):
                 f"linearise needs a Gaussian posterior, got {found}: load one that fit_laplace or mean_field has made, "
                 "or predict by members"
             )
-        if isinstance(self.likelihood, Bernoulli) or self.task == "token_classification":
-            raise ValueError(
-                f"linearised predictions are of one class or of numbers for each example; {type(self).__name__} with a "
-                f"{type(self.likelihood).__name__} likelihood has others: predict by members"
-            )
         self._linearised = self.posterior.approximation, link
         return self
 
     def _predict_linearised(
         self, inputs: dict[str, Any], labels: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """[B, C] log-probabilities or means, uncertainties or deviations by name, and the terms' NLL [n]."""
+        """[B, ..., C] answers as ``forward`` gives them, uncertainties or deviations by name, and the terms' NLL [n].
+
+        The NLL of several labels adds up those of each, whose dependence through the weights is left out.
+        """
         assert self._linearised is not None
         gaussian, link = self._linearised
         if gaussian.means.device != self.theta.device:
@@ -191,6 +189,12 @@ class BayesianClassifier(BayesianModel):
             deviations = Deviations((variance + noise**2).sqrt(), variance.sqrt())._asdict()
             numbers = None if labels is None else labels.to(mean).reshape(center.shape)
             return center, deviations, None if numbers is None else -log_density(numbers, mean, covariance, noise)
+        if isinstance(self.likelihood, Bernoulli):  # a label is a choice between 0 and z
+            variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
+            none = torch.zeros_like(mean)
+            no, yes = LINKS[link](torch.stack([none, mean], -1), torch.stack([none, variance], -1)).log_probs.unbind(-1)
+            logits = yes - no
+            return logits, {}, None if labels is None else -self.likelihood.log_prob(logits[None], labels[None])[0]
         prediction = LINKS[link](mean, covariance)
         nll = None
         if labels is not None:
@@ -204,7 +208,9 @@ class BayesianClassifier(BayesianModel):
         """What ``evaluate_batch`` returns, without the NLL of members, of which there are none."""
         answers, parts, nll = self._predict_linearised(inputs, labels)
         assert nll is not None
-        if isinstance(self.likelihood, Normal):
+        if isinstance(self.likelihood, Bernoulli):
+            statistics = {"nll": nll}
+        elif isinstance(self.likelihood, Normal):
             squares = (answers - labels.to(answers).reshape(answers.shape)).square()
             statistics = {"nll": nll} | {name: v.mean(-1) for name, v in {"mse": squares, **parts}.items()}
         else:

@@ -32,8 +32,8 @@ class Outputs(NamedTuple):
     """K Gaussians over the outputs, of equal weight.
 
     Attributes:
-        mean: [K, B, C].
-        covariance: [K, B, C, C], or [K, B, C] where outputs are independent.
+        mean: [K, B, C], of taggers [K, B, T, C].
+        covariance: [K, B, C, C] or [K, B, T, C, C], or as the mean where outputs are independent.
     """
 
     mean: Tensor
@@ -43,10 +43,12 @@ class Outputs(NamedTuple):
 def gaussian_outputs(model: BayesianClassifier, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
     """The outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
+    Those of a tagger are found position by position: T times C backward passes, and no covariance between positions.
+
     Memory: Jacobians of as many rows as keep within ``JACOBIAN_BUDGET``.
 
     Raises:
-        ValueError: for outputs that are not [B, C].
+        ValueError: for outputs that are neither [B, C] nor [B, T, C].
     """
     taps = Taps(model.model, model.layout.names)
     head = _linear_head(taps, model.layout)
@@ -66,16 +68,19 @@ def _of_batch(
     rows = num_rows_of(inputs)
     taps.begin(rows, inputs.get("attention_mask"))
     logits = model._logits(inputs, 1)[0]
-    if logits.ndim != 2:
+    if logits.ndim not in (2, 3):
         raise ValueError(
-            f"linearised predictions need one row of outputs [B, C] for each example, got {list(logits.shape)} from "
-            f"{type(model.core).__name__}: predict by members"
+            f"linearised predictions need outputs [B, C] for each example, or [B, T, C] for each token, got "
+            f"{list(logits.shape)} from {type(model.core).__name__}: predict by members"
         )
-    features = None if head is None else _features(taps, logits, like)
-    if head is not None and features is not None:
-        spread = head_covariance(covariance, model.layout, features, weight=head.names["weight"])
-    else:
-        spread = covariance_of_outputs(covariance, model.layout, _jacobian(taps, logits, model.layout, like))
+
+    def spread_of(outputs: Tensor) -> Tensor:
+        features = None if head is None else _features(taps, outputs, like)
+        if head is not None and features is not None:
+            return head_covariance(covariance, model.layout, features, weight=head.names["weight"])
+        return covariance_of_outputs(covariance, model.layout, _jacobian(taps, outputs, model.layout, like))
+
+    spread = spread_of(logits) if logits.ndim == 2 else torch.stack([spread_of(one) for one in logits.unbind(1)], 1)
     return widened(logits.detach()).to(like.dtype), spread
 
 
@@ -157,7 +162,7 @@ def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[
         taps.listen(add, first=output == 0)
         cotangent = torch.zeros_like(logits)
         cotangent[:, output] = 1
-        torch.autograd.backward(logits, cotangent, inputs=[taps.anchor], retain_graph=output + 1 < num_outputs)
+        torch.autograd.backward(logits, cotangent, inputs=[taps.anchor], retain_graph=True)
     return found
 
 
