@@ -71,11 +71,14 @@ class Categorical:
         return away
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        steps = widened(logits).softmax(-1).double().cumsum(-1)
-        # the last class whatever rounding has left of 1
-        return torch.searchsorted(steps, (uniforms.double() * steps[:, -1])[:, None], right=True)[:, 0].clamp_max(
-            logits.shape[-1] - 1
-        )
+        # in pieces, since float64 steps of all terms would take more memory than a training step's logits
+        drawn = []
+        for some, uniform in zip(logits.chunk(8), uniforms.chunk(8), strict=True):
+            steps = widened(some).softmax(-1).double().cumsum(-1)
+            # the last class whatever rounding has left of 1
+            where = torch.searchsorted(steps, (uniform.double() * steps[:, -1])[:, None], right=True)[:, 0]
+            drawn.append(where.clamp_max(logits.shape[-1] - 1))
+        return torch.cat(drawn)
 
     def fisher_root(self, logits: Tensor, output: int) -> Tensor:
         # diag(p) - p p' = sum_c p_c (e_c - p)(e_c - p)'
