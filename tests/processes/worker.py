@@ -74,7 +74,7 @@ class Worker:
         state = trainer.optimizer_of_chains.state_of_chains
         for field, value in state._asdict().items():
             for chain, row in zip(trainer.chains, value, strict=True):
-                self.tensors[f"{name}/{field}/{chain}"] = row.cpu().contiguous()
+                self.tensors[f"{name}/{field}/{chain}"] = row.cpu().clone()
         self.numbers[f"{name}/logs"] = trainer.state.log_history
         trainer.save_model()
         self.numbers[f"{name}/metrics"] = trainer.posterior.config.metrics
