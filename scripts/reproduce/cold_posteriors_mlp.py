@@ -1,0 +1,333 @@
+"""SG-MCMC against HMC on multilayer perceptrons (cold_posteriors, Figure 4, section 4.2 and apps N and O).
+
+    python -m scripts.reproduce.cold_posteriors_mlp
+
+An MLP of depth 2 drawn from its prior labels 100 points in R^5 with 3 classes; MLPs of depth 1 to 3, ten units a layer,
+learn them at temperatures from 1e-3 to 1, once by HMC and once by SG-MCMC on full batches. The model that made the data
+is in the family, so that T = 1 is optimal in expectation, and a cold posterior would be the sampler's fault.
+
+All data sets, chains and, in HMC, temperatures are rows of one theta: row m sees data set m and, in HMC, U / T_m.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_bayes import HMCConfig, SGHMCConfig, sample
+from hf_bayes.cli import parse_arguments
+from hf_bayes.diagnostics import ess, rhat
+from hf_bayes.energy import GaussianPrior
+from hf_bayes.rng import generator
+from hf_bayes.schedules import Cyclical
+from scripts.reproduce.report import keep, spread, table
+
+NAME = "cold_posteriors_mlp"
+INPUTS, UNITS, CLASSES = 5, 10, 3
+BIAS_STD = 0.05
+NUM_PROBES = 10
+"""Held-out points whose class probabilities R-hat and ESS look at, beside the log-likelihood of the training data."""
+
+
+@dataclass
+class Arguments:
+    """Sizes; the paper's own are in the page."""
+
+    depths: int = 3
+    temperatures: tuple[float, ...] = (0.001, 0.01, 0.1, 0.3, 1.0)
+    num_datasets: int = 4
+    num_chains: int = 4
+    num_data: int = 100
+    num_test: int = 10_000
+    hmc_burn_in: int = 200
+    hmc_updates: int = 600
+    hmc_thin: int = 4
+    num_leapfrog: int = 30
+    cycles: int = 60
+    burn_in_cycles: int = 10
+    cycle_length: int = 200
+    learning_rate: float = 0.1
+    momentum: float = 0.98
+    seed: int = 0
+
+
+class MLP:
+    """``depth`` hidden layers of ReLU units, their weights a row of theta [M, d]."""
+
+    def __init__(self, depth: int) -> None:
+        widths = [INPUTS, *[UNITS] * depth, CLASSES]
+        self.shapes = list(zip(widths[1:], widths[:-1], strict=True))
+        self.sizes = [size for out, into in self.shapes for size in (out * into, out)]
+        stds = [std for _, into in self.shapes for std in (math.sqrt(2 / into), BIAS_STD)]
+        spread_out = torch.tensor(stds).repeat_interleave(torch.tensor(self.sizes))
+        self.prior = GaussianPrior(torch.zeros(()), spread_out)
+        """He's normal prior on weights and N(0, 0.05^2) on biases (app. N)."""
+
+    def logits(self, theta: Tensor, x: Tensor) -> Tensor:
+        """[M, n, C] of theta [M, d] at x [M or 1, n, 5]."""
+        parts = theta.split(self.sizes, 1)
+        x = x.expand(len(theta), -1, -1)
+        for layer, shape in enumerate(self.shapes):
+            x = x.relu() if layer else x
+            weight, bias = parts[2 * layer].unflatten(1, shape), parts[2 * layer + 1]
+            x = torch.baddbmm(bias[:, None], x, weight.mT)
+        return x
+
+    def log_lik(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """[M], of x [M, n, 5] and y [M, n]."""
+        return -F.cross_entropy(self.logits(theta, x).mT, y, reduction="none").sum(1)
+
+    def start(self, num_rows: int, rng: torch.Generator) -> Tensor:
+        """[M, d] draws from the prior."""
+        return self.prior.sample(num_rows, sum(self.sizes), rng)
+
+
+@dataclass(frozen=True)
+class Data:
+    """D data sets: x [D, n, 5], y [D, n], and as many points again to test on."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    truth_nll: list[float]
+    """Held-out cross-entropy of the network that made the labels."""
+
+
+def draw_data(args: Arguments) -> Data:
+    """Labels of an MLP of depth 2 drawn from its prior, one for each data set."""
+    rng, truth = generator(args.seed, "data"), MLP(2)
+    theta = truth.start(args.num_datasets, rng)
+    x = torch.randn(args.num_datasets, args.num_data + args.num_test, INPUTS, generator=rng)
+    probs = truth.logits(theta, x).softmax(-1)
+    y = torch.multinomial(probs.flatten(0, 1), 1, generator=rng).view(x.shape[:2])
+    n = args.num_data
+    best = [float(F.nll_loss(p.log(), labels)) for p, labels in zip(probs[:, n:], y[:, n:], strict=True)]
+    return Data(x[:, :n], y[:, :n], x[:, n:], y[:, n:], best)
+
+
+def hmc(net: MLP, data: Data, args: Arguments) -> tuple[dict[float, Tensor], dict[float, float]]:
+    """{T: draws [D, K, S, d]}, {T: mean acceptance}."""
+    shape = (len(args.temperatures), args.num_datasets, args.num_chains)
+    temperature = torch.tensor(args.temperatures)[:, None, None].expand(shape).flatten()
+    x, y = (v[None, :, None].expand(*shape, *v.shape[1:]).flatten(0, 2) for v in (data.x, data.y))
+
+    def energy(whitened: Tensor, batch: None) -> Tensor:
+        theta = whitened * net.prior.std
+        return -(net.log_lik(theta, x, y) + net.prior.log_prob(theta)) / temperature
+
+    run = sample(
+        energy,
+        # in units of the prior's standard deviations: that of the biases would hold the steps of the weights down
+        net.start(math.prod(shape), generator(args.seed, "hmc")) / net.prior.std,
+        HMCConfig(num_leapfrog=args.num_leapfrog, step_size=0.001),
+        num_steps=args.hmc_burn_in + args.hmc_updates,
+        learning_rate=1.0,
+        burn_in=args.hmc_burn_in,
+        thin=args.hmc_thin,
+        seed=args.seed,
+    )
+    draws, accepted = (
+        (run.draws * net.prior.std).unflatten(0, shape),
+        run.info["acceptance"][args.hmc_burn_in :].mean(0).view(shape),
+    )
+    return (
+        dict(zip(args.temperatures, draws, strict=True)),
+        {t: float(a.mean()) for t, a in zip(args.temperatures, accepted, strict=True)},
+    )
+
+
+def sgmcmc(net: MLP, data: Data, temperature: float, args: Arguments) -> tuple[Tensor, float]:
+    """Draws [D, K, S, d], one at the end of each cycle, and the mean configurational temperature there over T."""
+    shape = (args.num_datasets, args.num_chains)
+    x, y = (v[:, None].expand(*shape, *v.shape[1:]).flatten(0, 1) for v in (data.x, data.y))
+
+    def energy(theta: Tensor, batch: None) -> Tensor:
+        return -(net.log_lik(theta, x, y) + net.prior.log_prob(theta))
+
+    run = sample(
+        energy,
+        net.start(math.prod(shape), generator(args.seed, "sgmcmc")),
+        # a batch is all data: one is enough for the preconditioner
+        SGHMCConfig(
+            temperature=temperature,
+            momentum=args.momentum,
+            schedule=Cyclical(),
+            preconditioner_batches=1,
+            preconditioner="layerwise",
+        ),
+        num_steps=args.cycles * args.cycle_length,
+        learning_rate=args.learning_rate,
+        num_data=args.num_data,
+        burn_in=args.burn_in_cycles * args.cycle_length,
+        thin=args.cycle_length,
+        seed=args.seed,
+    )
+    ends = run.info["configurational_temperature"][args.cycle_length - 1 :: args.cycle_length][args.burn_in_cycles :]
+    return run.draws.unflatten(0, shape), float(ends.mean()) / temperature
+
+
+def predictive(net: MLP, draws: Tensor, x: Tensor) -> Tensor:
+    """[n, C] mean probabilities of draws [S, d] at x [n, 5]."""
+    return sum(net.logits(part, x[None]).softmax(-1).sum(0) for part in draws.split(20)) / len(draws)  # type: ignore[return-value]
+
+
+def converged(net: MLP, draws: Tensor, data: Data) -> tuple[float, float]:
+    """Largest R-hat and smallest ESS over data sets and functions of theta, of draws [D, K, S, d]."""
+    worst, least = 0.0, math.inf
+    for index, of_set in enumerate(draws):
+        rows = of_set.flatten(0, 1)
+        probs = net.logits(rows, data.test_x[index, None, :NUM_PROBES]).softmax(-1)[..., :-1].flatten(1)
+        log_lik = net.log_lik(rows, data.x[index].expand(len(rows), -1, -1), data.y[index].expand(len(rows), -1))
+        values = torch.cat([probs, log_lik[:, None]], 1).unflatten(0, of_set.shape[:2])
+        worst, least = max(worst, float(rhat(values).max())), min(least, float(ess(values).min()))
+    return worst, least
+
+
+def symmetrised_kl(p: Tensor, q: Tensor) -> float:
+    """Mean over points of KL(p || q) + KL(q || p), in nats."""
+    return float(((p - q) * (p.clamp_min(1e-30).log() - q.clamp_min(1e-30).log())).sum(-1).mean())
+
+
+def compare(net: MLP, data: Data, draws: dict[str, Tensor]) -> dict[str, Any]:
+    """Held-out cross-entropy and convergence of each sampler's draws [D, K, S, d], and how far they are apart."""
+    record: dict[str, Any] = {}
+    means: dict[str, list[Tensor]] = {}
+    for name, of_sampler in draws.items():
+        means[name] = [
+            torch.stack([predictive(net, chain, data.test_x[index]) for chain in of_set])
+            for index, of_set in enumerate(of_sampler)
+        ]  # [K, n, C] each
+        record[f"{name}_nll"] = [
+            float(F.nll_loss(chains.mean(0).log(), y)) for chains, y in zip(means[name], data.test_y, strict=True)
+        ]
+        record[f"{name}_rhat"], record[f"{name}_ess"] = converged(net, of_sampler, data)
+    pairs = list(zip(means["hmc"], means["sgmcmc"], strict=True))
+    record["kl"] = [symmetrised_kl(exact.mean(0), other.mean(0)) for exact, other in pairs]
+    # what two independent halves of the HMC chains differ by: no comparison can see less
+    record["kl_hmc"] = [symmetrised_kl(exact[::2].mean(0), exact[1::2].mean(0)) for exact in means["hmc"]]
+    return record
+
+
+def experiment(args: Arguments) -> dict[str, Any]:
+    """The record of all depths and temperatures."""
+    data, rows = draw_data(args), []
+    for depth in range(1, args.depths + 1):
+        net = MLP(depth)
+        exact, acceptance = hmc(net, data, args)
+        for temperature in args.temperatures:
+            other, configurational = sgmcmc(net, data, temperature, args)
+            found = compare(net, data, {"hmc": exact[temperature], "sgmcmc": other})
+            rows.append(
+                {
+                    **{"depth": depth, "temperature": temperature, **found},
+                    **{"acceptance": acceptance[temperature], "configurational_temperature": configurational},
+                }
+            )
+    return {"settings": asdict(args), "truth_nll": data.truth_nll, "rows": rows}
+
+
+def _of(record: dict[str, Any], depth: int, key: str) -> list[Any]:
+    return [row[key] for row in record["rows"] if row["depth"] == depth]
+
+
+def blocks(record: dict[str, Any]) -> dict[str, str]:
+    """The page's tables."""
+    sets = len(record["truth_nll"])
+    columns = ["depth", "T", "HMC nll", "SG-MCMC nll", "difference", "sym. KL", "sym. KL of HMC's halves"]
+    predictions = table(
+        columns,
+        (
+            [
+                *[row["depth"], f"{row['temperature']:g}", spread(row["hmc_nll"]), spread(row["sgmcmc_nll"])],
+                spread([b - a for a, b in zip(row["hmc_nll"], row["sgmcmc_nll"], strict=True)], 4),
+                *[f"{sum(row[key]) / sets:.1e}" for key in ("kl", "kl_hmc")],
+            ]
+            for row in record["rows"]
+        ),
+    )
+    names = ["HMC R-hat", "HMC ESS", "HMC acceptance", "SG-MCMC R-hat", "SG-MCMC ESS", "configurational T / T"]
+    keys = ["hmc_rhat", "hmc_ess", "acceptance", "sgmcmc_rhat", "sgmcmc_ess", "configurational_temperature"]
+    convergence = table(
+        ["depth", "T", *names],
+        ([row["depth"], f"{row['temperature']:g}", *(_shown(key, row[key]) for key in keys)] for row in record["rows"]),
+    )
+    best = table(
+        ["depth", "best T by HMC", "best T by SG-MCMC", "T = 1 is best on, HMC", "T = 1 is best on, SG-MCMC"],
+        ([depth, *_best(record, depth)] for depth in sorted({row["depth"] for row in record["rows"]})),
+    )
+    return {"predictions": predictions, "convergence": convergence, "best": best}
+
+
+def _shown(key: str, value: float) -> str:
+    return f"{value:.0f}" if key.endswith("ess") else f"{value:.3f}"
+
+
+def _best(record: dict[str, Any], depth: int) -> list[str]:
+    """The temperature with the least mean held-out nll, then on how many data sets T = 1 has it, by each sampler."""
+    temperatures, means, ones = _of(record, depth, "temperature"), [], []
+    for key in ("hmc_nll", "sgmcmc_nll"):
+        values = torch.tensor(_of(record, depth, key))  # [temperatures, data sets]
+        means.append(f"{temperatures[int(values.mean(1).argmin())]:g}")
+        hottest = max(range(len(temperatures)), key=temperatures.__getitem__)
+        ones.append(f"{int((values.argmin(0) == hottest).sum())} of {values.shape[1]} data sets")
+    return means + ones
+
+
+def figures(record: dict[str, Any], directory: Path) -> None:
+    """Above the paper's Figure 4, below its Figure 32."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    depths = sorted({row["depth"] for row in record["rows"]})
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained")
+    colours = ("#4477AA", "#EE6677", "#228833")
+    for axis, depth in zip(axes[0], depths, strict=False):
+        temperatures = _of(record, depth, "temperature")
+        for key, name, marker, colour in (
+            ("hmc_nll", "HMC", "o-", "#4477AA"),
+            ("sgmcmc_nll", "SG-MCMC", "s--", "#EE6677"),
+        ):
+            values = [sum(v) / len(v) for v in _of(record, depth, key)]
+            axis.plot(temperatures, values, marker, ms=5, color=colour, label=name)
+            best = min(range(len(values)), key=values.__getitem__)
+            axis.plot(temperatures[best], values[best], "*", ms=16, color=colour, label=f"best T of {name}")
+        truth = sum(record["truth_nll"]) / len(record["truth_nll"])
+        axis.axhline(truth, color="0.5", lw=1, ls=":", label="the network that made the data")
+        axis.set(title=f"depth {depth}", xlabel="temperature T", xscale="log")
+    axes[0, 0].set_ylabel("held-out cross-entropy (nats)\nmean over data sets")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    panels = (
+        ("_rhat", "largest R-hat", 1.05, "1.05"),
+        ("_ess", "smallest ESS", 200, "50 a chain"),
+        ("kl", "symmetrised KL of the predictives (nats)", None, ""),
+    )
+    for axis, (key, label, line, words) in zip(axes[1], panels, strict=True):
+        for depth, colour in zip(depths, colours, strict=False):
+            temperatures = _of(record, depth, "temperature")
+            pairs = [("kl", "SG-MCMC and HMC"), ("kl_hmc", "two halves of HMC's chains")]
+            if key != "kl":
+                pairs = [(f"hmc{key}", "HMC"), (f"sgmcmc{key}", "SG-MCMC")]
+            for (name, what), style in zip(pairs, ("o-", "s--"), strict=True):
+                values = [sum(v) / len(v) if isinstance(v, list) else v for v in _of(record, depth, name)]
+                axis.plot(temperatures, values, style, ms=4, color=colour, label=f"depth {depth}, {what}")
+        if line is not None:
+            axis.axhline(line, color="0.5", lw=1, ls=":", label=words)
+        axis.set(xlabel="temperature T", ylabel=label, xscale="log", yscale="log")
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(directory / f"{NAME}.png", dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    (arguments,) = parse_arguments(Arguments)
+    torch.set_num_threads(1)
+    keep(NAME, lambda: experiment(arguments))
