@@ -88,7 +88,7 @@ class Arguments:
     text_column: str = field(default="text")
     label_column: str = field(default="label")
     max_length: int = field(default=16, metadata={"help": "Tokens of a row, padded to it; windows of a causal LM."})
-    num_train: int | None = field(default=2000, metadata={"help": "n, rows to train on; all by default of None."})
+    num_train: int | None = field(default=1000, metadata={"help": "n, rows to train on; all by default of None."})
     depth: int | None = field(default=None, metadata={"help": "num_hidden_layers of the model."})
     subspace: str = field(default="trainable", metadata={"help": "What is random."})
     methods: list[str] = field(default_factory=lambda: list(METHODS))
@@ -100,16 +100,18 @@ class Arguments:
     learning_rate: float = field(default=0.1, metadata={"help": "Of SGHMC and SGD."})
     momentum: float = field(default=0.98, metadata={"help": "Of SGHMC and SGD."})
     preconditioner_batches: int = field(default=16, metadata={"help": "Updates of an estimate of SGHMC's masses."})
-    num_steps: int = field(default=1600, metadata={"help": "Updates of a chain."})
+    num_steps: int = field(default=800, metadata={"help": "Updates of a chain."})
     burn_in: float = field(default=0.5)
-    num_draws: int = field(default=5, metadata={"help": "Draws of the serial chain, one at the end of each cycle."})
+    num_draws: int = field(default=4, metadata={"help": "Draws of the serial chain, one at the end of each cycle."})
     num_chains: int = field(default=4, metadata={"help": "Of sghmc_parallel."})
-    adam_steps: int = field(default=1000, metadata={"help": "Updates of MLE, MAP and mean-field VI."})
+    adam_steps: int = field(default=500, metadata={"help": "Updates of MLE, MAP and mean-field VI."})
     adam_learning_rate: float = field(default=3e-3)
     init_std: float = field(default=0.1, metadata={"help": "Of the mean-field Gaussian, at the start."})
     std_learning_rate: float = field(default=0.02)
-    laplace_structure: str = field(default="diagonal")
-    laplace_rank: int = field(default=32)
+    laplace_structure: str = field(
+        default="low_rank", metadata={"help": "The CNN-LSTM has no other: its LSTM is called for each word."}
+    )
+    laplace_rank: int = field(default=64)
     num_members: int = field(default=10, metadata={"help": "Draws of a Gaussian."})
 
 

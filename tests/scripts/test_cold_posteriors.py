@@ -36,15 +36,15 @@ def settings(tmp_path: Path, folder: str) -> dict:
         "test_file": str(tmp_path / "test.jsonl"),
         "num_train": 24,
         "batch_size": 4,
-        "num_steps": 12,
+        "num_steps": 8,
         "num_draws": 2,
         "preconditioner_batches": 1,
         "num_chains": 2,
-        "adam_steps": 4,
+        "adam_steps": 2,
         "laplace_structure": "low_rank",
         "laplace_rank": 4,
         "num_members": 2,
-        "temperatures": [0.01, 1.0],
+        "temperatures": [0.1],
     }
 
 
@@ -87,7 +87,7 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
     phases = {"phase_1_sgd", "phase_2_sghmc", "phase_3_sgd"}
     linearised = {"laplace_ef_linearised", "laplace_ggn_linearised"}
     assert set(lines) == set(temperature_sweep.METHODS) - {"phases"} | phases | linearised
-    assert all(set(lines[name]) == {0.01, 1.0} for name in linearised | {"sghmc_serial", "mean_field"})
+    assert all(set(lines[name]) == {0.1} for name in linearised | {"sghmc_serial", "mean_field"})
     assert all(math.isfinite(v) for at in lines.values() for m in at.values() for vs in m.values() for v in vs)
     temperature_sweep.figures(record, tmp_path)
     assert (tmp_path / "temperature_sweep.png").exists()
@@ -125,13 +125,13 @@ def test_unknown_methods_are_refused(settings: dict) -> None:
 
 
 def test_the_ablation_measures_momenta_at_the_ends_of_cycles(settings: dict) -> None:
-    args = cold_posteriors_ablation.Arguments(**{**settings, "temperatures": [1.0], "num_steps": 40, "num_draws": 4})
+    args = cold_posteriors_ablation.Arguments(**{**settings, "temperatures": [1.0], "num_steps": 16, "num_draws": 2})
     record = cold_posteriors_ablation.experiment(args)
     assert [(row["preconditioned"], row["cyclical"]) for row in record["rows"]] == [
         *[(True, True), (False, True), (True, False), (False, False)]
     ]
     for row in record["rows"]:
-        # 2 chains x 4 ends: the mean of chi^2(120) / 120, of momenta that start from their law and barely forget it
+        # 2 chains x 2 ends: the mean of chi^2(120) / 120, of momenta that start from their law and barely forget it
         assert row["kinetic"]["embedding.weight"] == pytest.approx(1, abs=0.5)
         assert len(row["nll"]) == 2
     assert "| 1 | yes | yes |" in cold_posteriors_ablation.blocks(record)["ablation"]
