@@ -288,7 +288,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     import matplotlib.pyplot as plt
 
     depths = sorted({row["depth"] for row in record["rows"]})
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(12, 7.2), layout="constrained")
     colours = ("#4477AA", "#EE6677", "#228833")
     for axis, depth in zip(axes[0], depths, strict=False):
         temperatures = _of(record, depth, "temperature")
@@ -300,29 +300,28 @@ def figures(record: dict[str, Any], directory: Path) -> None:
             axis.plot(temperatures, values, marker, ms=5, color=colour, label=name)
             best = min(range(len(values)), key=values.__getitem__)
             axis.plot(temperatures[best], values[best], "*", ms=16, color=colour, label=f"best T of {name}")
-        truth = sum(record["truth_nll"]) / len(record["truth_nll"])
-        axis.axhline(truth, color="0.5", lw=1, ls=":", label="the network that made the data")
         axis.set(title=f"depth {depth}", xlabel="temperature T", xscale="log")
     axes[0, 0].set_ylabel("held-out cross-entropy (nats)\nmean over data sets")
     axes[0, 0].legend(frameon=False, fontsize=8)
+    truth = sum(record["truth_nll"]) / len(record["truth_nll"])
+    words = f"the network that made the data: {truth:.3f}"
+    axes[0, 1].text(0.05, 0.05, words, transform=axes[0, 1].transAxes, fontsize=8)
     panels = (
-        ("_rhat", "largest R-hat", 1.05, "1.05"),
-        ("_ess", "smallest ESS", 200, "50 a chain"),
-        ("kl", "symmetrised KL of the predictives (nats)", None, ""),
+        ("_rhat", "largest R-hat", 1.05, "HMC", "SG-MCMC"),
+        ("_ess", "smallest ESS of all chains", 200, "HMC", "SG-MCMC"),
+        ("kl", "symmetrised KL of the predictives (nats)", None, "SG-MCMC and HMC", "two halves of HMC's chains"),
     )
-    for axis, (key, label, line, words) in zip(axes[1], panels, strict=True):
+    for axis, (key, label, line, solid, dashed) in zip(axes[1], panels, strict=True):
         for depth, colour in zip(depths, colours, strict=False):
-            temperatures = _of(record, depth, "temperature")
-            pairs = [("kl", "SG-MCMC and HMC"), ("kl_hmc", "two halves of HMC's chains")]
-            if key != "kl":
-                pairs = [(f"hmc{key}", "HMC"), (f"sgmcmc{key}", "SG-MCMC")]
-            for (name, what), style in zip(pairs, ("o-", "s--"), strict=True):
+            names = ("kl", "kl_hmc") if key == "kl" else (f"hmc{key}", f"sgmcmc{key}")
+            for name, style, what in zip(names, ("o-", "s--"), (solid, dashed), strict=True):
                 values = [sum(v) / len(v) if isinstance(v, list) else v for v in _of(record, depth, name)]
+                temperatures = _of(record, depth, "temperature")
                 axis.plot(temperatures, values, style, ms=4, color=colour, label=f"depth {depth}, {what}")
         if line is not None:
-            axis.axhline(line, color="0.5", lw=1, ls=":", label=words)
-        axis.set(xlabel="temperature T", ylabel=label, xscale="log", yscale="log")
-        axis.legend(frameon=False, fontsize=7)
+            axis.axhline(line, color="0.5", lw=1, ls=":", label=f"{line:g}, what convergence asks for")
+        axis.set(xlabel="temperature T", ylabel=label, xscale="log", yscale="linear" if key == "_rhat" else "log")
+        axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
     plt.close(figure)
 
