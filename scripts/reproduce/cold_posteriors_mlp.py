@@ -126,7 +126,7 @@ def hmc(net: MLP, data: Data, args: Arguments) -> tuple[dict[float, Tensor], dic
         energy,
         # in units of the prior's standard deviations: that of the biases would hold the steps of the weights down
         net.start(math.prod(shape), generator(args.seed, "hmc")) / net.prior.std,
-        HMCConfig(num_leapfrog=args.num_leapfrog, step_size=0.001),
+        HMCConfig(num_leapfrog=args.num_leapfrog, step_size=0.001, adapt_mass=False),
         num_steps=args.hmc_burn_in + args.hmc_updates,
         learning_rate=1.0,
         burn_in=args.hmc_burn_in,
