@@ -52,7 +52,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.sums: dict[str, Tensor] = {}
         """Sums of ``info`` over the updates after burn-in, name -> [M]."""
         self.unmoved: Tensor | None = None
-        """[M]: share of the numbers of theta that the first update (after a warm start) left bitwise as they were."""
+        """[M]: share of the numbers of theta that the first move (after a warm start) left bitwise as they were."""
+        self._moved = False
         self.finished: Tensor | None = None
         """[M', d]: the posterior's members, once training is over."""
         self.spread: SpreadMembers | None = None
@@ -176,8 +177,9 @@ class ChainOptimizer(torch.optim.Optimizer):
                 )
             before = self.state_of_chains.theta
             state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
-            if self.num_updates == self.warm_start and lr > 0:
-                self.unmoved = (state.theta == before).double().mean(1)
+            # an update that hands back the very theta, as estimates of a preconditioner do, is no move
+            if not self._moved and self.num_updates >= self.warm_start and lr > 0 and state.theta is not before:
+                self.unmoved, self._moved = (state.theta == before).double().mean(1), True
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()

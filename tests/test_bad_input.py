@@ -479,6 +479,13 @@ def test_b16_updates_lost_in_rounding_are_noticed(tmp_path, warnings_of, learnin
     assert ("lost in their rounding" in warnings_of()) == warned
 
 
+@pytest.mark.parametrize(("learning_rate", "warned"), [(1e-20, True), (1e-2, False)])
+def test_b16_estimates_of_a_preconditioner_are_no_updates_lost(tmp_path, warnings_of, learning_rate, warned):
+    method = SGHMCConfig(num_chains=2, preconditioner="layerwise", preconditioner_batches=2)
+    run(tmp_path, method, learning_rate=learning_rate, max_steps=6)
+    assert ("lost in their rounding" in warnings_of()) == warned
+
+
 def test_b16_a_bf16_base_keeps_its_chains_in_float32(tmp_path):
     trainer = run(tmp_path, model=with_lora(tiny_llama(dtype=torch.bfloat16)), learning_rate=1e-5, max_steps=2)
     assert trainer.bayesian.theta.dtype == torch.float32
