@@ -408,7 +408,9 @@ def figures(record: dict[str, Any], directory: Path) -> None:
             if line in lines:
                 axis.axhline(np.mean(lines[line][None][metric]), color="0.3", lw=1.2, ls=dashes, label=line.upper())
         axis.set(xscale="log", xlabel="temperature T", ylabel=labels[metric])
-    axes[0, 1].set_yscale("log")
+    low, high = axes[0, 1].get_ylim()
+    if high > 5 * low > 0:  # members of wide Gaussians are worse than any guess
+        axes[0, 1].set_yscale("log")
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
