@@ -27,7 +27,9 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def keep(name: str, run: Callable[[], Mapping[str, Any]], directory: Path = RESULTS) -> None:
     """Run an experiment, keep its record with the machine's description, and bring its page up to date."""
     start = time.perf_counter()
-    record = {**run(), "seconds": round(time.perf_counter() - start), "machine": machine("cpu")}
+    found = run()
+    # an experiment that goes on where it stopped knows the seconds of all its runs
+    record = {"seconds": round(time.perf_counter() - start), **found, "machine": machine("cpu")}
     (directory / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     render(name, directory)
 

