@@ -12,10 +12,10 @@ the choice runs with all seeds on the test rows. Every run is kept as soon as it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
@@ -100,14 +100,12 @@ def prior(std: float) -> dict[str, float]:
 
 
 def methods(scale: Scale) -> dict[str, Method]:
-    """All of them. Samplers and optimisers in one chain start where ``scale.updates`` steps of AdamW lead to."""
+    """All of them, in the order of the table. Chains begin where as many updates as the MAP estimate's lead to."""
     members, start = scale.members, scale.updates
-    warm: dict[str, Any] = {"warm_start_steps": start, "warm_start_learning_rate": 3e-3}
-    chain: dict[str, Any] = {"num_chains": 1, "draws_per_chain": members, "burn_in": 0.3, **warm}
-    half: dict[str, Any] = {"warm_start_steps": start // 2, "warm_start_learning_rate": 3e-3, "burn_in": 0.9}
-    adam, stds = {"learning_rate": (1e-3, 3e-3)}, {"std": (0.1, 0.3, 1.0)}
-    noisy = {"learning_rate": (0.01, 0.03, 0.1), "std": (0.1, 0.3)}
-    sgd = {"learning_rate": (0.01, 0.03, 0.1), "std": (0.3, 1.0)}
+    warm: dict[str, Any] = {"warm_start_steps": start, "warm_start_learning_rate": 3e-3, "burn_in": 0.3}
+    chain: dict[str, Any] = {"num_chains": 1, "draws_per_chain": members, **warm}
+    short: dict[str, Any] = {**warm, "warm_start_steps": start // 2, "burn_in": 0.5}
+    stds, wide, narrow = (0.1, 0.3, 1.0), (0.3, 1.0), (0.1, 0.3)
 
     def laplace(structure: str, num_chains: int = 1) -> Callable[..., MethodConfig]:
         jitter = MAPConfig.init_jitter if num_chains == 1 else EnsembleConfig.init_jitter
@@ -118,72 +116,87 @@ def methods(scale: Scale) -> dict[str, Method]:
     def links(name: str) -> dict[str, str | None]:
         return {f"{name}, members": None, f"{name}, GLM": "monte_carlo", f"{name}, probit": "probit"}
 
-    cycles = Cyclical(ramp_up=0.2)
-    found = {
-        "map": Method(lambda std: MAPConfig(prior_std=prior(std)), adam | stds, {"MAP": None}, serial=False),
+    def agps(max_std: float, std: float, draws: int = members) -> MethodConfig:
+        return AGPSConfig(prior_std=prior(std), max_std=max_std, **{**chain, "draws_per_chain": draws})
+
+    return {
+        "map": Method(
+            lambda std: MAPConfig(prior_std=prior(std)),
+            {"learning_rate": (1e-3, 3e-3, 1e-2), "std": stds}, {"MAP": None}, serial=False,
+        ),
+        "map_long": Method(
+            lambda std: MAPConfig(prior_std=prior(std)),
+            {"learning_rate": (1e-3, 3e-3), "std": wide}, {f"MAP, trained {members} times as long": None},
+        ),
         "ensemble": Method(
             lambda std: EnsembleConfig(num_chains=members, prior_std=prior(std)),
-            {"learning_rate": (3e-3,), **stds}, {"deep ensemble": None}, serial=False,
+            {"learning_rate": (3e-3,), "std": stds}, {"deep ensemble": None}, serial=False,
         ),
         "sghmc_parallel": Method(
-            lambda std: SGHMCConfig(num_chains=members, prior_std=prior(std), **half),
-            noisy, {"SGHMC, parallel chains": None}, serial=False,
+            lambda std: SGHMCConfig(num_chains=members, prior_std=prior(std), **short),
+            {"learning_rate": (3e-3, 1e-2), "std": narrow}, {"SGHMC, parallel chains": None}, serial=False,
         ),
         "sghmc_serial": Method(
-            lambda std: SGHMCConfig(prior_std=prior(std), **chain), noisy, {"SGHMC, one chain": None}
-        ),
-        "sghmc_cyclical": Method(
-            lambda std: SGHMCConfig(
-                prior_std=prior(std), preconditioner="layerwise", preconditioner_batches=16, schedule=cycles,
-                **{**chain, "burn_in": 0.0},
-            ),
-            noisy, {"SGHMC, cyclical, preconditioned": None},
+            lambda std: SGHMCConfig(prior_std=prior(std), **chain),
+            {"learning_rate": (3e-3, 1e-2), "std": narrow}, {"SGHMC, one chain": None},
         ),
         "mean_field": Method(
             lambda std: MeanFieldConfig(prior_std=prior(std), **warm),
-            adam | {"std": (0.1, 0.3)}, {"mean-field VI": None},
+            {"learning_rate": (1e-3, 3e-3), "std": narrow}, {"mean-field VI": None},
         ),
         "laplace_diagonal": Method(
-            laplace("diagonal"), {"learning_rate": (3e-3,), **stds}, links("Laplace, diagonal"), serial=False
+            laplace("diagonal"), {"learning_rate": (3e-3,), "std": stds}, links("Laplace, diagonal"), serial=False
         ),
         "laplace_kronecker": Method(
-            laplace("kronecker"), {"learning_rate": (3e-3,), **stds}, links("Laplace, K-FAC"), serial=False
+            laplace("kronecker"), {"learning_rate": (3e-3,), "std": stds}, links("Laplace, K-FAC"), serial=False
         ),
-        "laplace_mixture": Method(
-            laplace("kronecker", members), {"learning_rate": (3e-3,), **stds},
-            links("Laplace, K-FAC, mixture over an ensemble"), serial=False,
+        "swa": Method(
+            lambda std: SWAConfig(prior_std=prior(std), **warm),
+            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWA": None},
         ),
-        "swa": Method(lambda std: SWAConfig(prior_std=prior(std), burn_in=0.3, **warm), sgd, {"SWA": None}),
-        "swag": Method(lambda std: SWAGConfig(prior_std=prior(std), burn_in=0.3, **warm), sgd, {"SWAG": None}),
+        "swag": Method(
+            lambda std: SWAGConfig(prior_std=prior(std), **warm),
+            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWAG": None},
+        ),
         "sgd_mc": Method(
             lambda std: SGDMCConfig(prior_std=prior(std), **chain),
-            {"learning_rate": (0.1, 0.3, 1.0), "std": (0.3, 1.0)}, {"SGD-MC": None},
+            {"learning_rate": (3e-2, 1e-1), "std": wide}, {"SGD-MC": None},
         ),
         "snapshot": Method(
             lambda std: SnapshotConfig(prior_std=prior(std), draws_per_chain=members),
-            {"learning_rate": (0.1, 0.3), "std": (0.3, 1.0)}, {"snapshot ensemble": None},
+            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"snapshot ensemble": None},
+        ),
+        "sghmc_cyclical": Method(
+            lambda std: SGHMCConfig(
+                prior_std=prior(std), preconditioner="layerwise", preconditioner_batches=16,
+                schedule=Cyclical(ramp_up=0.2), **{**chain, "burn_in": 0.0},
+            ),
+            {"learning_rate": (3e-2, 1e-1), "std": narrow}, {"SGHMC, cyclical, preconditioned": None},
         ),
         **{
             f"agps_{cap}": Method(
-                lambda std, max_std=float(cap): AGPSConfig(prior_std=prior(std), max_std=max_std, **chain),
-                {"std": (0.1, 0.3)}, {f"a-GPS, lambda = {cap}": None},
+                functools.partial(agps, float(cap)), {"std": (0.3,)}, {f"a-GPS, lambda = {cap}": None}
             )
             for cap in ("1e-2", "1e-3", "1e-4", "1e-5")
         },
-        "agps_swag": Method(
-            lambda std, max_std: AGPSConfig(prior_std=prior(std), max_std=max_std, **{**chain, "draws_per_chain": 40}),
-            {"std": (0.3,), "max_std": (1e-2, 1e-3, 1e-4, 1e-5)}, {"SWAG of a-GPS": None},
-        ),
         "penalty": Method(
-            lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **{**chain, "burn_in": 0.5}),
-            {"learning_rate": (1e-4, 1e-3), "std": (0.1, 0.3)}, {"penalty": None}, accumulation=4,
+            lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **chain),
+            {"learning_rate": (1e-4, 1e-3), "std": (0.3,)}, {"penalty": None}, accumulation=4,
+        ),
+        "agps_swag": Method(
+            functools.partial(agps, draws=40),
+            {"max_std": (1e-2, 1e-3, 1e-4, 1e-5), "std": (0.3,)}, {"SWAG of a-GPS": None},
         ),
         "sghmc_cold": Method(
             lambda std: SGHMCConfig(prior_std=prior(std), temperature=0.1, **chain),
-            noisy, {"SGHMC, one chain, T = 0.1 (not Bayes)": None},
+            {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SGHMC, one chain, T = 0.1 (not Bayes)": None},
+        ),
+        "laplace_mixture": Method(
+            laplace("kronecker", members), {"learning_rate": (3e-3,), "std": stds},
+            {"Laplace, K-FAC, over an ensemble, members": None, "Laplace, K-FAC, over an ensemble, GLM": "monte_carlo"},
+            serial=False,
         ),
     }  # fmt: skip
-    return found
 
 
 class Bench:
@@ -312,8 +325,13 @@ class Record:
             )
         self.content = {**before, "about": dict(about)}
 
-    def row(self, name: str) -> dict[str, list]:
+    def row(self, name: str) -> dict[str, Any]:
         return self.content["rows"].setdefault(name, {"grid": [], "cells": []})
+
+    def settle(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Forget the runs of a row that were made with other settings."""
+        if self.row(name).get("settings") != settings:
+            self.content["rows"][name] = {"settings": settings, "grid": [], "cells": []}
 
     def find(self, name: str, kind: str, *key: Any) -> Any:
         return next((entry[-1] for entry in self.row(name)[kind] if entry[:-1] == list(key)), None)
@@ -331,6 +349,8 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
     """Make the runs that are missing: a grid on one seed's validation rows, then the choice with every seed."""
     for name, method in table_of.items():
         grid = points(method.grid)
+        for row in method.readings:
+            record.settle(row, settings(method))
         for choice in grid:
             lacking = {row: link for row, link in method.readings.items() if record.find(row, "grid", choice) is None}
             if lacking:
@@ -342,7 +362,7 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
                 scores = {row: part["nll"] for row, part in found.items()}
                 record.add(scores, "grid", choice, seconds=time.process_time() - begin)
                 print(name, choice, scores, flush=True)
-        chosen = {row: best(record, row, grid) for row in method.readings}
+        chosen = {row: best(record.row(row), method) for row in method.readings}
         for seed, choice in itertools.product(range(bench.scale.seeds), grid):
             wanted = {row: link for row, link in method.readings.items() if chosen[row] == choice}
             lacking = {row: link for row, link in wanted.items() if record.find(row, "cells", choice, seed) is None}
@@ -353,10 +373,25 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
                 print(name, choice, seed, found, flush=True)
 
 
-def best(record: Record, row: str, grid: Sequence[Choice]) -> Choice:
-    """Of a grid, the point with the lowest validation NLL."""
-    scores = [record.find(row, "grid", choice) for choice in grid]
-    return grid[min(range(len(grid)), key=lambda i: math.inf if scores[i] == DIVERGED else scores[i])]
+def settings(method: Method) -> dict[str, Any]:
+    """What a method's runs share: its config at the grid's first point, less what the grid sets, and its budget."""
+    first = {name: values[0] for name, values in method.grid.items() if name != "learning_rate"}
+    config = method.config(**first).to_dict()
+    found = {"method": config, "serial": method.serial, "accumulation": method.accumulation}
+    return json.loads(json.dumps(found))
+
+
+def best(kept: Mapping[str, Any], method: Method) -> Choice:
+    """Of a method's grid, the point with the lowest validation NLL.
+
+    Raises:
+        ValueError: if no point ran to its end.
+    """
+    grid = points(method.grid)
+    scores = [(nll, grid.index(choice)) for choice, nll in kept["grid"] if choice in grid and nll != DIVERGED]
+    if not scores:
+        raise ValueError(f"no point of the grid {method.grid} has a validation NLL: lower its learning rates")
+    return grid[min(scores)[1]]
 
 
 def experiment(names: Sequence[str], scale: Scale, parts: Mapping[str, Sequence[Row]], path: Path) -> dict[str, Any]:
@@ -389,12 +424,12 @@ def results(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for method in methods(scale).values():
         for row in method.readings:
-            kept = record["rows"].get(row, {"grid": [], "cells": []})
-            scores = {json.dumps(choice): nll for choice, nll in kept["grid"] if nll != DIVERGED}
-            choice = min(scores, key=lambda key: scores[key], default=None)
-            cells = [numbers for at, _, numbers in kept["cells"] if json.dumps(at) == choice]
-            if len(cells) == scale.seeds:
-                found[row] = cells
+            kept = record["rows"].get(row)
+            if kept is not None and kept["cells"]:
+                choice = best(kept, method)
+                cells = [numbers for at, _, numbers in kept["cells"] if at == choice]
+                if len(cells) == scale.seeds:
+                    found[row] = cells
     return found
 
 
@@ -410,11 +445,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
         [row, *(_spread(cells, name) for name in ("total", "total_ood", "epistemic", "epistemic_ood"))]
         for row, cells in found.items()
     ]
-    gradients = {
-        row: _gradients(record, method)
-        for method in methods(Scale(**record["about"]["scale"])).values()
-        for row in method.readings
-    }
+    scale = Scale(**record["about"]["scale"])
+    gradients = {row: _gradients(scale, method) for method in methods(scale).values() for row in method.readings}
     cost = []
     for row, cells in found.items():
         ratios = [[c[name] / p[name] for c, p in zip(cells, point, strict=True)] for name in ("training", "inference")]
@@ -448,11 +480,9 @@ def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
     return rows
 
 
-def _gradients(record: Mapping[str, Any], method: Method) -> int:
+def _gradients(scale: Scale, method: Method) -> int:
     """Minibatch gradients of a run."""
-    scale = Scale(**record["about"]["scale"])
-    chains = method.config(**{name: values[0] for name, values in method.grid.items() if name != "learning_rate"})
-    return scale.updates * (scale.members if method.serial else chains.num_chains)
+    return scale.updates * (scale.members if method.serial else settings(method)["method"]["num_chains"])
 
 
 def _words(choice: Choice) -> str:

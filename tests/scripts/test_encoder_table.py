@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.reproduce import encoder_table
+from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, rows_of, splits
+from scripts.reproduce.encoder_table import Bench, Scale
+from tests.models import tiny_bert, tiny_tokenizer
+
+INDEX = """\
+Package: ardour
+Section: sound
+Description: audio recorder
+ with more lines
+
+Package: ardour-data
+Source: ardour
+Section: sound
+Description: audio recorder (data)
+
+Package: lmms
+Source: studio (1.2)
+Section: contrib/sound
+Description: music station
+
+Package: calf
+Source: studio
+Section: sound
+Description: music plugins
+
+Package: mixx
+Section: sound
+Description: audio recorder
+
+Package: old
+Section: sound
+Description: transitional package
+
+Package: libc
+Section: libs
+Description: C library
+"""
+
+SMALL = Scale(
+    rows={"train": 16, "validation": 8, "test": 8, "ood": 8}, updates=40, members=2, seeds=2, tokens=8, batch_size=4
+)
+
+
+def test_each_source_package_gives_one_row_and_no_text_comes_twice() -> None:
+    assert rows_of(INDEX) == [Row("audio recorder", "sound"), Row("music station", "sound")]
+
+
+def test_splits_share_no_row_and_ood_rows_are_of_the_other_sections() -> None:
+    rows = [Row(f"{section} {i}", section) for section in (*KNOWN, *UNKNOWN) for i in range(4)]
+    parts = splits(rows, {"train": 20, "test": 10, "ood": 30})
+    assert [len(part) for part in parts.values()] == [20, 10, 30]
+    assert len({row for part in parts.values() for row in part}) == 60
+    assert {row.section for row in parts["train"]} <= set(KNOWN)
+    assert {row.section for row in parts["ood"]} <= set(UNKNOWN)
+    assert fingerprint(parts) != fingerprint({**parts, "test": parts["test"][::-1]})
+    with pytest.raises(ValueError, match="2 rows left for 'test', 10 are wanted"):
+        splits(rows, {"train": 30, "test": 10})
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Row]]:
+    tiny_bert(num_labels=len(KNOWN)).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    monkeypatch.setattr(encoder_table, "encoder", lambda: tmp_path / "bert")
+    rows = [Row(f"the {section} of package {i}", section) for section in (*KNOWN, *UNKNOWN) for i in range(5)]
+    return splits(rows, SMALL.rows)
+
+
+def test_a_run_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[Row]]
+) -> None:
+    all_methods = encoder_table.methods(SMALL)
+    grids = {"map": 2, "laplace_diagonal": 1, "agps_swag": 1}  # points of each
+    few = {
+        name: all_methods[name]._replace(
+            grid={k: v[: size if k == "std" else 1] for k, v in all_methods[name].grid.items()}
+        )
+        for name, size in grids.items()
+    }
+    monkeypatch.setattr(encoder_table, "methods", lambda scale: few)
+    ran: list[tuple[str, int]] = []
+    run = Bench.run
+
+    def counted(self: Bench, name: str, method: Any, choice: Any, seed: int, *args: Any, **options: Any) -> Any:
+        ran.append((name, seed))
+        return run(self, name, method, choice, seed, *args, **options)
+
+    monkeypatch.setattr(Bench, "run", counted)
+    path = tmp_path / "encoder_table.json"
+    encoder_table.experiment(["map", "laplace_diagonal"], SMALL, parts, path)
+    # the grid's points with one seed, then what was chosen with both; three rows are read off a run of Laplace's
+    assert ran == [*[("map", 0)] * 3, ("map", 1), *[("laplace_diagonal", 0)] * 2, ("laplace_diagonal", 1)]
+    ran.clear()
+    record = encoder_table.experiment([], SMALL, parts, path)
+    assert ran == [("agps_swag", 0), ("agps_swag", 0), ("agps_swag", 1)]
+    assert record == json.loads(path.read_text())
+
+    tables = encoder_table.blocks(record)
+    assert all(row in tables["quality"] for row in ("MAP", "Laplace, diagonal, GLM", "SWAG of a-GPS"))
+    assert "| MAP | 1 | 40 | 1.0 ± 0.0 | 1.0 ± 0.0 |" in tables["cost"]
+    encoder_table.figures(record, tmp_path)
+    assert (tmp_path / "encoder_table.png").exists()
+
+    def of_no_cost(self: Bench, name: str, method: Any, choice: Any, seed: int, readings: Any, **options: Any) -> Any:
+        ran.append((name, seed))
+        return {row: {"nll": 1.0} for row in readings}
+
+    monkeypatch.setattr(Bench, "run", of_no_cost)
+    ran.clear()
+    few["agps_swag"] = few["agps_swag"]._replace(accumulation=2)
+    encoder_table.experiment([], SMALL, parts, path)
+    assert {name for name, _ in ran} == {"agps_swag"}
+    with pytest.raises(ValueError, match="other data or of another size"):
+        encoder_table.experiment([], SMALL, {**parts, "test": parts["ood"]}, path)
+
+
+def test_the_choice_is_the_validation_nll_alone() -> None:
+    method = encoder_table.methods(SMALL)["map_long"]
+    low, high, *_ = encoder_table.points(method.grid)
+    kept = {"grid": [[low, encoder_table.DIVERGED], [high, 0.7], [{"std": 9.0}, 0.1]]}  # the last is of an older grid
+    assert encoder_table.best(kept, method) == high
+    with pytest.raises(ValueError, match="lower its learning rates"):
+        encoder_table.best({"grid": [[low, encoder_table.DIVERGED]]}, method)
