@@ -374,11 +374,17 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
 
 
 def settings(method: Method) -> dict[str, Any]:
-    """What a method's runs share: its config at the grid's first point, less what the grid sets, and its budget."""
-    first = {name: values[0] for name, values in method.grid.items() if name != "learning_rate"}
-    config = method.config(**first).to_dict()
-    found = {"method": config, "serial": method.serial, "accumulation": method.accumulation}
+    """What a method's runs share: what its config at the grid's first point sets, and its budget."""
+    config = at_first_point(method)
+    usual = type(config)().to_dict()
+    chosen = {name: value for name, value in config.to_dict().items() if name == "name" or value != usual[name]}
+    found = {"method": chosen, "serial": method.serial, "accumulation": method.accumulation}
     return json.loads(json.dumps(found))
+
+
+def at_first_point(method: Method) -> MethodConfig:
+    """The config at the first point of the grid."""
+    return method.config(**{name: values[0] for name, values in method.grid.items() if name != "learning_rate"})
 
 
 def best(kept: Mapping[str, Any], method: Method) -> Choice:
@@ -482,7 +488,7 @@ def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
 
 def _gradients(scale: Scale, method: Method) -> int:
     """Minibatch gradients of a run."""
-    return scale.updates * (scale.members if method.serial else settings(method)["method"]["num_chains"])
+    return scale.updates * (scale.members if method.serial else at_first_point(method).num_chains)
 
 
 def _words(choice: Choice) -> str:
