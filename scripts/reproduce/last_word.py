@@ -1,0 +1,375 @@
+"""The last word of statements, in and out of distribution (posteriors section 5.3, Table 2), with a model trained here.
+
+The paper fine-tunes the last attention layer of Llama 3 on textbooks and asks for the last word of 100 statements, in
+English and in Samoan. Here the quickstart's base model (docstrings) is fine-tuned on the language reference; statements
+are sentences of topics that were held out. ROT13 is the same sentences in a language that the model never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, default_data_collator, set_seed
+from transformers.utils import logging
+
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments
+from hf_bayes.attaching import attach
+from hf_bayes.config import MethodConfig
+from hf_bayes.metrics import ood_auroc
+from hf_bayes.model import BayesianModel
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from scripts.reproduce.report import keep, spread, table
+
+sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files find each other as scripts do
+from quickstart_base import pretrain_base, train_tokenizer, windows
+from quickstart_corpora import corpora
+
+NAME = "last_word"
+OTHERS = ("rot13", "shuffled", "code")
+EDGES = {"total": np.linspace(0, 8, 33), "epistemic": np.linspace(0, 0.4, 41)}
+"""Of the histograms, in nats; what lies beyond the last is left out of them, and of nothing else."""
+
+
+class Statement(NamedTuple):
+    """A sentence without its last word, and that word."""
+
+    prompt: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a run, and the grid that is searched on the validation topics.
+
+    Attributes:
+        updates: of each chain; the serial chain makes them for each of its draws.
+        members: chains, or draws of the serial chain.
+        batch_size, length: windows of a minibatch, tokens of a window.
+        statements: of each text at most.
+        rates: learning rates, in units of SGD.
+        prior_stds: standard deviations of the prior, whose mean is the base model.
+        searched: chains of parallel SGHMC in the search.
+        validation: windows that it is judged by.
+        num_seeds: of the lines in the table; the grid is searched with seed 0.
+    """
+
+    updates: int = 30
+    members: int = 4
+    batch_size: int = 4
+    length: int = 128
+    statements: int = 150
+    rates: tuple[float, ...] = (0.3, 1.0)
+    prior_stds: tuple[float, ...] = (0.01, 0.03)
+    searched: int = 2
+    validation: int = 40
+    num_seeds: int = 3
+
+
+def statements(texts: Sequence[str], limit: int) -> list[Statement]:
+    """Sentences of 8 to 40 words whose last word has letters only, evenly spread over the texts."""
+    found = []
+    for sentence in re.split(r"(?<=[.!?])\s+", " ".join(texts)):
+        words = sentence.rstrip(".").split()
+        if sentence.endswith(".") and 8 <= len(words) <= 40 and words[-1].isalpha():
+            found.append(Statement(" ".join(words[:-1]), words[-1]))
+    return evenly(found, limit)
+
+
+def code_lines(texts: Sequence[str], limit: int) -> list[Statement]:
+    """Lines of 8 to 40 words; the last may be any token."""
+    lines = [line.split() for text in texts for line in text.splitlines()]
+    found = [Statement(" ".join(words[:-1]), words[-1]) for words in lines if 8 <= len(words) <= 40]
+    return evenly(found, limit)
+
+
+def shuffled(statement: Statement, seed: int) -> Statement:
+    """The same words before the same last one, in another order."""
+    words = statement.prompt.split()
+    random.Random(seed).shuffle(words)
+    return Statement(" ".join(words), statement.last)
+
+
+def rot13(statement: Statement) -> Statement:
+    """Every letter moved by 13."""
+    return Statement(*(codecs.encode(part, "rot13") for part in statement))
+
+
+def tasks(texts: Mapping[str, list[str]], limit: int) -> dict[str, list[Statement]]:
+    """In distribution; and three sets out of it."""
+    inside = statements(texts["test"], limit)
+    return {
+        "test": inside,
+        "rot13": [rot13(one) for one in inside],
+        "shuffled": [shuffled(one, seed) for seed, one in enumerate(inside)],
+        "code": code_lines(texts["code"], limit),
+    }
+
+
+def evenly(found: list[Statement], limit: int) -> list[Statement]:
+    """At most ``limit`` of them."""
+    return [found[i * len(found) // limit] for i in range(limit)] if len(found) > limit else found
+
+
+@torch.no_grad()
+def score(model: BayesianModel, tokenizer: Any, questions: Sequence[Statement]) -> dict[str, np.ndarray]:
+    """nll, total and epistemic [statements] in nats, of the first token of the last word."""
+    pieces = []
+    ids = [tokenizer(one.prompt)["input_ids"] + tokenizer(" " + one.last)["input_ids"][:1] for one in questions]
+    for start in range(0, len(ids), 50):
+        rows = ids[start : start + 50]
+        width = max(map(len, rows))
+        tokens, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
+        mask = torch.zeros_like(tokens)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+            labels[i, len(row) - 1] = row[-1]
+        pieces.append(model.evaluate_batch({"input_ids": tokens, "attention_mask": mask, "labels": labels})[0])
+    return {
+        name: torch.cat([piece[name] for piece in pieces]).double().numpy() for name in ("nll", "total", "epistemic")
+    }
+
+
+@torch.no_grad()
+def window_nll(model: BayesianModel, rows: Any) -> float:
+    """Mean over all tokens of windows of one length, in nats."""
+    ids = torch.tensor(rows["input_ids"])
+    pieces = [model.evaluate_batch({"input_ids": part, "labels": part})[0]["nll"] for part in ids.split(8)]
+    return float(torch.cat(pieces).mean())
+
+
+def last_attention(base: Path) -> PreTrainedModel:
+    """The base model, its last attention layer trainable and nothing else."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.requires_grad_(False)
+    model.model.layers[-1].self_attn.requires_grad_(True)
+    return model
+
+
+class Choice(NamedTuple):
+    """What is chosen on the validation topics, and its NLL there."""
+
+    rate: float
+    prior_std: float
+    nll: float
+
+
+def configured(fields: Mapping[str, Any], prior_std: float) -> MethodConfig:
+    """SGHMC (at T = 0: SGD with momentum) whose chains start at the base model, the mean of the prior."""
+    return SGHMCConfig(prior_std=prior_std, prior_mean="initial", init_jitter=0.0, **fields)
+
+
+def lines(settings: Settings) -> dict[str, tuple[dict[str, Any], int]]:
+    """Name -> fields of SGHMC, and updates of a chain. A member costs ``settings.updates`` updates in all of them."""
+    members, updates = settings.members, settings.updates
+    serial = {"num_chains": 1, "draws_per_chain": members, "burn_in": 0, "thin": updates}
+    return {
+        "SGD": ({"num_chains": 1, "temperature": 0.0}, updates),
+        "serial SGHMC": (serial, updates * members),
+        "parallel SGHMC": ({"num_chains": members}, updates),
+    }
+
+
+def fine_tuned(
+    method: MethodConfig, updates: int, rate: float, base: Path, rows: Any, settings: Settings, seed: int
+) -> BayesianModel:
+    """The posterior of the last attention layer, shown by the model."""
+    set_seed(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = BayesianTrainer(
+            model=last_attention(base),
+            method=method,
+            args=BayesianTrainingArguments(
+                output_dir=directory, learning_rate=rate, max_steps=updates, seed=seed, map_updates=0,
+                per_device_train_batch_size=settings.batch_size, logging_strategy="no", save_strategy="no",
+                report_to="none", disable_tqdm=True, trunk_memory_gib=1.0,
+            ),
+            train_dataset=rows,
+            data_collator=default_data_collator,
+        )  # fmt: skip
+        trainer.train()
+        trainer.optimizer_of_chains.eval()
+    return trainer.bayesian
+
+
+def prepare_base(directory: Path, texts: Mapping[str, list[str]], length: int) -> Path:
+    """The quickstart's base model: made, if it is not there."""
+    if not (directory / "config.json").exists():
+        pretrain_base(texts["pretrain"], train_tokenizer(texts["pretrain"]), directory, length=length, seed=0)
+    return directory
+
+
+def search(fields: Mapping[str, Any], base: Path, rows: Mapping[str, Any], settings: Settings) -> list[Choice]:
+    """The grid, the best first."""
+    found = []
+    for rate in settings.rates:
+        for prior_std in settings.prior_stds:
+            method = configured(fields, prior_std)
+            model = fine_tuned(method, settings.updates, rate, base, rows["finetune"], settings, 0)
+            found.append(Choice(rate, prior_std, window_nll(model, rows["validation"])))
+            print(fields, found[-1], flush=True)
+    return sorted(found, key=lambda choice: choice.nll)
+
+
+def measured(model: BayesianModel, tokenizer: Any, questions: Mapping[str, Sequence[Statement]]) -> dict[str, Any]:
+    """Losses and AUROCs of one model, and what the histograms are made of."""
+    found = {name: score(model, tokenizer, asked) for name, asked in questions.items()}
+    inside = found["test"]
+    return {
+        "loss": {name: float(scores["nll"].mean()) for name, scores in found.items()},
+        "mean": {
+            name: {kind: float(scores[kind].mean()) for kind in ("total", "epistemic")}
+            for name, scores in found.items()
+        },
+        "auroc": {
+            name: {
+                kind: ood_auroc(
+                    np.concatenate([inside[kind], found[name][kind]]),
+                    np.repeat([0, 1], [len(inside[kind]), len(found[name][kind])]),
+                )
+                for kind in ("total", "epistemic")
+            }
+            for name in OTHERS
+        },
+        "histogram": {
+            kind: {name: np.histogram(found[name][kind], EDGES[kind])[0].tolist() for name in ("test", "rot13")}
+            for kind in ("total", "epistemic")
+        },
+    }
+
+
+def run(settings: Settings, base: Path) -> dict[str, Any]:
+    """The base model, the search, and every line over the seeds."""
+    logging.set_verbosity_error()
+    texts = corpora()
+    base = prepare_base(base, texts, settings.length)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    limits = {"finetune": None, "validation": settings.validation}
+    rows = {name: windows(texts[name], tokenizer, length=settings.length, limit=n) for name, n in limits.items()}
+    questions = tasks(texts, settings.statements)
+    found: dict[str, list[dict[str, Any]]] = {"base": []}
+    with attach(last_attention(base)) as model:
+        before = window_nll(model, rows["validation"])
+        found["base"].append(measured(model, tokenizer, questions))
+    grid = {
+        "optimised": search({"num_chains": 1, "temperature": 0.0}, base, rows, settings),
+        "sampled": search({"num_chains": settings.searched}, base, rows, settings),
+    }
+    for name, (fields, updates) in lines(settings).items():
+        best = grid["optimised" if fields.get("temperature") == 0 else "sampled"][0]
+        found[name] = []
+        for seed in range(settings.num_seeds):
+            begin = time.perf_counter()
+            method = configured(fields, best.prior_std)
+            model = fine_tuned(method, updates, best.rate, base, rows["finetune"], settings, seed)
+            seconds = time.perf_counter() - begin
+            found[name].append(
+                {
+                    **measured(model, tokenizer, questions),
+                    "validation": window_nll(model, rows["validation"]),
+                    "seconds": seconds,
+                }
+            )
+            print(
+                name, seed, {key: found[name][-1][key] for key in ("loss", "auroc", "mean", "validation")}, flush=True
+            )
+    return {
+        "settings": asdict(settings),
+        "windows": {name: len(part) for name, part in rows.items()},
+        "statements": {name: len(asked) for name, asked in questions.items()},
+        "examples": {name: " | ".join(asked[0]) for name, asked in questions.items()},
+        "validation": before,
+        "grid": {name: [choice._asdict() for choice in choices] for name, choices in grid.items()},
+        "lines": found,
+    }
+
+
+def _pair(found: Sequence[Mapping[str, Any]], name: str, digits: int = 3) -> list[str]:
+    """AUROC of TU and of EU over seeds; one member has no EU."""
+    kinds = {kind: [one["auroc"][name][kind] for one in found] for kind in ("total", "epistemic")}
+    no_eu = all(one["mean"]["test"]["epistemic"] < 1e-9 for one in found)
+    return [spread(kinds["total"], digits), "-" if no_eu else spread(kinds["epistemic"], digits)]
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """Table 2 with ROT13 in the place of Samoan, the two other texts, and the search."""
+    found = record["lines"]
+    columns = [
+        "",
+        "loss in distribution",
+        "loss ROT13",
+        "AUROC of TU",
+        "AUROC of EU",
+        "mean TU",
+        "mean EU",
+        "validation",
+    ]
+    rows = []
+    for name, seeds in found.items():
+        losses = [spread([one["loss"][text] for one in seeds], 2) for text in ("test", "rot13")]
+        total, epistemic = ([one["mean"]["test"][kind] for one in seeds] for kind in ("total", "epistemic"))
+        held_out = [one.get("validation", record["validation"]) for one in seeds]
+        rows.append([name, *losses, *_pair(seeds, "rot13"), spread(total, 2), spread(epistemic, 4), spread(held_out)])
+    others = [[name, *_pair(seeds, "shuffled"), *_pair(seeds, "code")] for name, seeds in found.items()]
+    searched = [
+        ["SGD" if kind == "optimised" else "SGHMC", choice["rate"], choice["prior_std"], f"{choice['nll']:.4f}"]
+        for kind, choices in record["grid"].items()
+        for choice in choices
+    ]
+    return {
+        "table": table(columns, rows),
+        "others": table(["", "shuffled: TU", "shuffled: EU", "code: TU", "code: EU"], others),
+        "search": table(["", "learning rate", "prior_std", "NLL on validation windows"], searched),
+    }
+
+
+def figures(record: Mapping[str, Any], directory: Path) -> None:
+    """The paper's Figure 10: TU and EU of both languages, a row for each line (seed 0)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = record["lines"]
+    figure, axes = plt.subplots(len(found), 2, figsize=(9, 2 * len(found)), layout="constrained", sharex="col")
+    for row, (name, seeds) in zip(axes, found.items(), strict=True):
+        for axis, (kind, short) in zip(row, (("total", "TU"), ("epistemic", "EU")), strict=True):
+            for text, colour, label in (("test", "#4477AA", "English"), ("rot13", "#EE6677", "the same in ROT13")):
+                axis.stairs(
+                    seeds[0]["histogram"][kind][text], EDGES[kind], fill=True, alpha=0.6, color=colour, label=label
+                )
+            area = seeds[0]["auroc"]["rot13"][kind]
+            if kind == "epistemic" and seeds[0]["mean"]["test"][kind] < 1e-9:
+                axis.set_title(f"{name}: EU is 0 (one member)", fontsize=9)
+            else:
+                axis.set_title(f"{name}: AUROC of {short} {area:.2f}", fontsize=9)
+            axis.set_ylabel("statements")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[-1, 0].set_xlabel("total uncertainty of the last word (nats)")
+    axes[-1, 1].set_xlabel("epistemic uncertainty of the last word (nats)")
+    figure.savefig(directory / f"{NAME}.png", dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run at full size and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, default=Path("last-word-base"), help="the base model; made if not there")
+    torch.set_num_threads(1)
+    arguments = parser.parse_args()
+    keep(NAME, lambda: run(Settings(), arguments.base))
+
+
+if __name__ == "__main__":
+    main()
