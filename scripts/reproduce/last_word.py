@@ -65,32 +65,32 @@ class Settings:
         num_seeds: of the lines in the table; the grid is searched with seed 0.
     """
 
-    updates: int = 30
+    updates: int = 24
     members: int = 4
     batch_size: int = 4
     length: int = 128
-    statements: int = 150
+    statements: int = 100
     rates: tuple[float, ...] = (0.3, 1.0)
-    prior_stds: tuple[float, ...] = (0.01, 0.03)
+    prior_stds: tuple[float, ...] = (0.03,)
     searched: int = 2
-    validation: int = 40
+    validation: int = 24
     num_seeds: int = 3
 
 
 def statements(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Sentences of 8 to 40 words whose last word has letters only, evenly spread over the texts."""
+    """Sentences of 8 to 25 words whose last word has letters only, evenly spread over the texts."""
     found = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(texts)):
         words = sentence.rstrip(".").split()
-        if sentence.endswith(".") and 8 <= len(words) <= 40 and words[-1].isalpha():
+        if sentence.endswith(".") and 8 <= len(words) <= 25 and words[-1].isalpha():
             found.append(Statement(" ".join(words[:-1]), words[-1]))
     return evenly(found, limit)
 
 
 def code_lines(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Lines of 8 to 40 words; the last may be any token."""
+    """Lines of 8 to 25 words; the last may be any token."""
     lines = [line.split() for text in texts for line in text.splitlines()]
-    found = [Statement(" ".join(words[:-1]), words[-1]) for words in lines if 8 <= len(words) <= 40]
+    found = [Statement(" ".join(words[:-1]), words[-1]) for words in lines if 8 <= len(words) <= 25]
     return evenly(found, limit)
 
 
