@@ -184,7 +184,7 @@ def contenders(num_data: int) -> dict[str, Contender]:
         "batched": Contender(BATCHED, minibatch=True, penalised=False),
         "pseudo-SGLD": Contender(SGLDConfig(), minibatch=True, updates=2),
         "penalty": Contender(PENALTY, minibatch=True),
-        "tempered, HMC": Contender(HMCConfig(num_leapfrog=20), updates=1 / 20),
+        "tempered, HMC": Contender(HMCConfig(num_leapfrog=20, adapt_mass=False), updates=1 / 20),
         "tempered, untrained start": Contender(RANDOM_WALK, trained=False),
         "batched, untrained start": Contender(BATCHED, minibatch=True, trained=False, penalised=False),
         "pseudo-SGLD, untrained start": Contender(SGLDConfig(), minibatch=True, trained=False, updates=2),
@@ -247,7 +247,7 @@ def scores(draws: Tensor, train: Rows, test: Rows) -> dict[str, Any]:
         "coverage": float(covered.mean()),
         "first": float(levels[:, :quarter].mean()),
         "last": float(levels[:, -quarter:].mean()),
-        "rhat": float(rhat(levels[..., None])),
+        **({"rhat": float(rhat(levels[..., None]))} if levels.shape[1] >= 4 else {}),
     }
 
 
@@ -426,6 +426,9 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
         axis.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axis.minorticks_off()
     panels[1].set_yscale("log")
+    panels[1].set_yticks([0.02, 0.05, 0.1, 0.2, 0.5], ["0.02", "0.05", "0.1", "0.2", "0.5"])
+    panels[1].minorticks_off()
+    panels[1].set_title("penalty, one step size; a line is a seed", fontsize=10)
     panels[2].axhline(0.682, color="0.6", lw=1)
     panels[2].text(sizes[0], 0.685, "68.2 %", color="0.4", fontsize=8, va="bottom")
     figure.savefig(directory / f"{NAME}_batch_size.png", dpi=130)
@@ -440,6 +443,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
             axis.plot(LABELS[name][1], place, "D", color="#EE6677", label="paper")
     axis.set_yticks(range(len(shown)), reversed(shown))
     axis.set_xlabel("test NLL (nats per row; lower is better)")
+    axis.set_title("Chains start at trained networks unless it says otherwise", fontsize=10)
     axis.grid(axis="y", color="0.9")
     handles, names = axis.get_legend_handles_labels()
     unique = dict(zip(names, handles, strict=True))
