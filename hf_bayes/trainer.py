@@ -141,6 +141,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 sizes=bayesian.layout.sizes,
                 draw_steps=draws,
                 batch_fraction=None if self.num_rows is None else args.per_device_train_batch_size / self.num_rows,
+                shapes=dict(zip(bayesian.layout.names, bayesian.layout.shapes, strict=True)),
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(

@@ -6,7 +6,7 @@ log-likelihoods are in nats on the full data set; nothing here is divided by N.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,6 +97,7 @@ class Problem(NamedTuple):
         sizes: number of elements of each random tensor, in the order of theta (sum = d).
         draw_steps: the updates (counted from 1) that end in a draw.
         batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
+        shapes: name -> shape of each random tensor, in the order of theta; None where theta has no names.
     """
 
     num_data: float
@@ -107,6 +108,7 @@ class Problem(NamedTuple):
     sizes: tuple[int, ...]
     draw_steps: range = range(0)
     batch_fraction: float | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
 
 class Look(Protocol):
