@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         BayesianModelForSequenceClassification,
         BayesianModelForTokenClassification,
     )
+    from hf_bayes.dropout_fit import fit_mc_dropout
     from hf_bayes.laplace_fit import fit_laplace
     from hf_bayes.methods import METHODS
     from hf_bayes.pipelines import pipeline
@@ -46,6 +47,7 @@ _WHERE = {
     "BayesianTrainerMixin": "trainer",
     "BayesianTrainingArguments": "training_arguments",
     "fit_laplace": "laplace_fit",
+    "fit_mc_dropout": "dropout_fit",
     "decompose": "uncertainty",
     "mixture": "uncertainty",
 }
@@ -65,6 +67,7 @@ __all__ = [
     "attach",
     "decompose",
     "fit_laplace",
+    "fit_mc_dropout",
     "mixture",
     "pipeline",
     "print_record",

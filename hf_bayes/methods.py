@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig, warm_start, warm_start_kernel
+from hf_bayes.baselines.mc_dropout import MCDropoutConfig
 from hf_bayes.baselines.sgd_mc import SGDMCConfig
 from hf_bayes.baselines.snapshot import SnapshotConfig
 from hf_bayes.baselines.swa import SWAConfig
@@ -48,6 +49,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "snapshot": SnapshotConfig,
     "swa": SWAConfig,
     "swag": SWAGConfig,
+    "mc_dropout": MCDropoutConfig,
 }
 
 

@@ -22,6 +22,7 @@ import hf_bayes
 import hf_bayes.sampling
 from hf_bayes.baselines.ensemble import EnsembleConfig
 from hf_bayes.baselines.map import MAPConfig
+from hf_bayes.baselines.mc_dropout import MCDropoutConfig
 from hf_bayes.baselines.sgd_mc import SGDMCConfig
 from hf_bayes.baselines.snapshot import SnapshotConfig
 from hf_bayes.baselines.swa import SWAConfig
@@ -64,7 +65,8 @@ class Row:
         shape: [M, d] of the Gaussian run, with M d >= 256 independent coordinates.
         num_steps: of the Gaussian run; a fifth of it is burn-in.
         noise: the method draws random numbers.
-        cold: the method has a limit T = 0, where it finds the mode; if not, it refuses T = 0.
+        cold: the method has a limit T = 0, where it finds the mode; if not, it refuses T = 0, unless it is an optimiser
+            of something else than U.
         batches: of an update, for methods that need them; here they all are the whole data.
     """
 
@@ -135,6 +137,7 @@ ROWS = {
     ),
     "swa": Row(config=SWAConfig(momentum=0.0), learning_rate=0.5, law=None, noise=False, cold=True),
     "swag": Row(config=SWAGConfig(momentum=0.0, rank=3), learning_rate=0.5, law=None, noise=False, cold=True),
+    "mc_dropout": Row(config=MCDropoutConfig(dropout=0.3, num_masks=2), learning_rate=0.01, law=None),
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
@@ -417,9 +420,10 @@ def test_at_zero_temperature_it_ends_in_the_mode_whatever_the_seed(row: Row) -> 
     assert torch.equal(*ends) or row.noise
 
 
-@pytest.mark.parametrize(
-    "row", [r for r in ROWS.values() if not r.cold], ids=[k for k, r in ROWS.items() if not r.cold]
-)
+warm = {name: row for name, row in ROWS.items() if not row.cold and type(row.config).temperature > 0}
+
+
+@pytest.mark.parametrize("row", warm.values(), ids=warm.keys())
 def test_methods_without_a_cold_limit_refuse_zero_temperature(row: Row) -> None:
     with pytest.raises(ValueError, match="temperature must be > 0, got 0"):
         dataclasses.replace(row.config, temperature=0.0)

@@ -98,14 +98,19 @@ def descend(
 ) -> tuple[MAPState, Info]:
     """One step of AdamW on U / N."""
     gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight) / problem.num_data
+    info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
+    return adamw(state, gradient, lr, momentum=momentum), info
+
+
+def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float) -> MAPState:
+    """One step along ``gradient`` [M, d], of U / N."""
     step = state.step + 1
     first = momentum * state.first_moment + (1 - momentum) * gradient
     second = BETA_2 * state.second_moment + (1 - BETA_2) * gradient.square()
     # in float64: 1 - 0.999 ** t keeps four digits in float32 at the start
     first_bias, second_bias = ((1 - beta ** step.double()).to(gradient)[:, None] for beta in (momentum, BETA_2))
     theta = state.theta - lr * (first / first_bias) / ((second / second_bias).sqrt() + EPSILON)
-    info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
-    return MAPState(theta, first, second, step), info
+    return MAPState(theta, first, second, step)
 
 
 def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0) -> Rule:
