@@ -6,6 +6,7 @@ Layout of the directory::
     adapter_config.json  adapter_model.safetensors        LoRA: a plain peft adapter, see ``Posterior.representative``
     members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
     covariance.safetensors                                Gaussian: means and covariances by parameter name
+    trace.json                                            what a run logged of its chains, for plots
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
 from hf_bayes.storage import POSTERIOR, Content
+from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
 
 TENSORS = "model.safetensors"
 GAUSSIAN = "covariance.safetensors"
+TRACE = "trace.json"
 
 _NUM_GAUSSIAN_MEMBERS = 10
 
@@ -45,6 +48,7 @@ class Posterior:
         approximation: rows of theta, float32 or float64.
         config: what they are.
         adapter_config: the content of peft's ``adapter_config.json`` if the parameters are an adapter's, else None.
+        trace: what the run logged of its chains, for plots (docs/diagnostics.md); None if there was no run.
     Raises:
         ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
     """
@@ -52,6 +56,7 @@ class Posterior:
     approximation: Draws | Gaussian
     config: PosteriorConfig
     adapter_config: dict[str, Any] | None = None
+    trace: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.approximation, Draws):
@@ -63,6 +68,8 @@ class Posterior:
             if self.config.member_chains != chains:
                 raise ValueError(f"draws come from chains {chains}, the config says {self.config.member_chains}")
         self._check_theta()
+        if self.trace is not None:
+            object.__setattr__(self, "trace", plain(self.trace, TRACE, undefined_is_null=True))
         if self.adapter_config is not None:
             object.__setattr__(self, "adapter_config", plain_adapter_config(self.adapter_config))
             self._check_adapter_keys()
@@ -310,6 +317,8 @@ class Posterior:
     def _common_files(self, config: PosteriorConfig, repo_id: str | None) -> dict[str, Content]:
         """All files but the members'."""
         files: dict[str, Content] = {CONFIG: config.to_dict()}
+        if self.trace is not None:
+            files[TRACE] = self.trace
         if self.adapter_config is not None:
             files |= self._member_files(self.representative)
         if isinstance(self.approximation, Gaussian):
@@ -332,7 +341,7 @@ class Posterior:
             raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
         adapter_config = files.get(ADAPTER_CONFIG)
         expected = _expected_names(config, adapter=adapter_config is not None)
-        missing, extra = sorted(expected - set(files)), sorted(set(files) - expected)
+        missing, extra = sorted(expected - set(files)), sorted(set(files) - expected - {TRACE})
         if missing or extra:
             raise ValueError(
                 f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
@@ -348,7 +357,7 @@ class Posterior:
             approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
         else:
             approximation = _gaussian(files[GAUSSIAN], config)
-        posterior = cls(approximation, config, adapter_config)
+        posterior = cls(approximation, config, adapter_config, files.get(TRACE))
         if adapter_config is not None:
             if not torch.equal(theta_of(ADAPTER), posterior.representative):
                 raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")

@@ -137,7 +137,11 @@ class BayesianClassifier(BayesianModel):
         else:
             mixture = self._mean(logits)
             per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
-            statistics = {"nll": -self.spread.log_mean_exp(per_member), "member_nll": -self.spread.mean(per_member)}
+            statistics = {
+                "nll": -self.spread.log_mean_exp(per_member),
+                "member_nll": -self.spread.mean(per_member),
+                "member_log_lik": self.spread.every(per_member).T,
+            }
             if deviations := self._deviations(logits):
                 squares = (mixture - labels.to(mixture.dtype).reshape(mixture.shape)).square()
                 covered = (squares.sqrt() <= deviations["predictive_std"]).to(mixture.dtype)

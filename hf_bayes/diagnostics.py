@@ -37,6 +37,17 @@ MAX_RHAT = 1.05
 """Vehtari et al. (2021) ask for 1.01 in final results, which 29 % of quantities exceed at 4 chains of 50 independent
 draws; 0.2 % exceed 1.05."""
 
+MAX_UNMOVED = 0.01
+"""Share of a chain's numbers that an update with noise may leave as they are; by chance it is a few in a million."""
+
+MAX_BEYOND = 0.01
+"""Share of minibatch Metropolis moves whose noise may be too large for its correction: what the posterior's width then
+misses is below what few draws tell."""
+
+MIN_NOISE_RATIO = 1.0
+"""Injected variance over that of the minibatch gradient. Below it a chain is more than twice as hot as it says, unless
+the sampler subtracts the gradient's."""
+
 MIN_ESS_PER_CHAIN = 50.0
 """Vehtari et al. (2021): below it R-hat and ESS themselves cannot be trusted."""
 
@@ -59,6 +70,23 @@ def rhat(draws: Tensor) -> Tensor:
         return float(arviz.rhat(column))
 
     return _each(draws, of_one, name="rhat", min_chains=2)
+
+
+def rhat_by_chance(num_chains: int, num_values: int, *, probability: float = 0.995) -> float:
+    """What R-hat exceeds with probability 1 - p although the chains are one law: of independent normal values.
+
+    W and B of split chains, 2 K of n = S / 2 values, have B / W ~ F(2 K - 1, 2 K (n - 1)) (Gelman and Rubin 1992), so
+    R-hat = sqrt((n - 1 + F) / n). Correlated values exceed it more often, and rightly so.
+
+    Args:
+        num_chains: K.
+        num_values: S, of each chain.
+        probability: p.
+    """
+    from scipy.stats import f
+
+    n, groups = num_values // 2, 2 * num_chains
+    return math.sqrt((n - 1 + float(f.ppf(probability, groups - 1, groups * (n - 1)))) / n)
 
 
 def ess(draws: Tensor) -> Tensor:
@@ -137,6 +165,89 @@ def noise_below_resolution(theta: Tensor, update: Tensor | float, dtype: torch.d
     return (torch.as_tensor(update, dtype=torch.float64, device="cpu").abs() < spacing).double().mean(1)
 
 
+@dataclass(frozen=True)
+class RiskAsymptote:
+    """C(S) = C(inf) + a_1 / S + a_2 / S^2 of the mean negative log-likelihood of S members (cold_posteriors eq. 34).
+
+    Attributes:
+        sizes: S = 1, ..., M.
+        risks: C(S), nats per term, a mean over subsets of the members.
+        limit: C(inf).
+        slope, curvature: a_1, a_2.
+        std_error: of the limit, from leaving out one chain at a time (one member, where chains have one draw each).
+    """
+
+    sizes: list[int]
+    risks: list[float]
+    limit: float
+    slope: float
+    curvature: float
+    std_error: float
+
+    @property
+    def fitted_from(self) -> int:
+        """The smallest S that the fit sees."""
+        return _fitted_from(len(self.sizes))
+
+
+MIN_MEMBERS = 8
+"""Fewer do not tell three coefficients and an error."""
+
+
+def risk_asymptote(log_lik: Tensor, chain: Sequence[int]) -> RiskAsymptote | None:
+    """What infinitely many members would do (cold_posteriors app. F): a least squares fit to C(S) for S >= M / 4.
+
+    The paper fits S >= 20. C(S) is the mean over 16 random orders of the members of what the first S do together, the
+    same orders whichever member is left out.
+
+    Args:
+        log_lik: [n, M] log p of n labels, of each member.
+        chain: [M] which chain a member is of.
+    Returns:
+        None for fewer than ``MIN_MEMBERS`` members, or a label that all members call impossible.
+    """
+    count = log_lik.shape[1]
+    if count < MIN_MEMBERS:
+        return None
+    log_lik = log_lik.double()
+    generator = torch.Generator().manual_seed(0)
+    orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(16)])
+    risks = _risks(log_lik, orders)
+    if not bool(risks.isfinite().all()):
+        return None
+    limit, slope, curvature = _fit(risks).tolist()
+    groups = torch.tensor(chain)
+    if len(groups.unique()) == 1 or len(groups.unique()) < MIN_MEMBERS // 2:
+        groups = torch.arange(count)  # too few chains to leave one out
+    named = groups.unique()
+    left_out = torch.stack([_fit(_risks(log_lik, _without(orders, groups == group)))[0] for group in named])
+    variance = (len(named) - 1) / len(named) * (left_out - left_out.mean()).square().sum()
+    sizes = list(range(1, count + 1))
+    return RiskAsymptote(sizes, risks.tolist(), limit, slope, curvature, math.sqrt(float(variance)))
+
+
+def _risks(log_lik: Tensor, orders: Tensor) -> Tensor:
+    """[S]: C(1), ..., C(S) of the first members of each of the orders [R, S]."""
+    sizes = torch.arange(1, orders.shape[1] + 1, dtype=log_lik.dtype)
+    return torch.stack([sizes.log() - log_lik[:, order].logcumsumexp(1).mean(0) for order in orders]).mean(0)
+
+
+def _without(orders: Tensor, left_out: Tensor) -> Tensor:
+    """The orders [R, M] without some members [M]."""
+    return orders[~left_out[orders]].view(len(orders), -1)
+
+
+def _fit(risks: Tensor) -> Tensor:
+    """[3]: C(inf), a_1, a_2."""
+    sizes = torch.arange(_fitted_from(len(risks)), len(risks) + 1, dtype=risks.dtype)
+    powers = torch.stack([sizes**0, 1 / sizes, 1 / sizes**2], 1)
+    return torch.linalg.lstsq(powers, risks[_fitted_from(len(risks)) - 1 :, None], driver="gelsd").solution[:, 0]
+
+
+def _fitted_from(count: int) -> int:
+    return -(-count // 4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diagnostics:
     """What a run tells about itself: one number per chain, or one for all of them. What was not measured stays None.
@@ -147,11 +258,20 @@ class Diagnostics:
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain after the last update, 99 % where all is well.
+        configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
+        temperature: T, what it is in expectation.
+        distance_in_noise: the distance over that which Langevin noise alone would have gone at these learning rates.
+        unmoved: share of each chain's numbers that the first noisy update left as they were, by rounding.
         acceptance: mean acceptance probability of each chain after burn-in.
+        beyond_series: share of each chain's minibatch Metropolis moves whose noise was too large to be corrected.
         divergences: divergent trajectories (or non-finite proposals) of each chain after burn-in.
         num_moves: accept-reject moves of a chain after burn-in.
-        rhat: the largest over the quantities watched; NaN if it could not be computed.
-        ess: the smallest over the quantities watched, of all chains together.
+        rhat: of the probe's log-likelihood; NaN if it could not be computed.
+        ess: of the same, of all chains together.
+        rhat_terms: of the log-probabilities of the probe's labels, one by one: the 95 % quantile over them.
+        ess_terms: of the same: the 5 % quantile.
+        num_values: values of each chain that these four are of.
+        values: what they are: "draws", or looks at the chains "while training", after burn-in.
         noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain.
     """
 
@@ -160,17 +280,25 @@ class Diagnostics:
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
     kinetic_share: Sequence[float] | None = None
+    configurational_temperature: Sequence[float] | None = None
+    temperature: float | None = None
+    distance_in_noise: Sequence[float] | None = None
+    unmoved: Sequence[float] | None = None
     acceptance: Sequence[float] | None = None
+    beyond_series: Sequence[float] | None = None
     divergences: Sequence[int] | None = None
     num_moves: int | None = None
     rhat: float | None = None
     ess: float | None = None
+    rhat_terms: float | None = None
+    ess_terms: float | None = None
+    num_values: int | None = None
+    values: str | None = None
     noise_ratio: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kinetic_temperature", "acceptance", "divergences", "noise_ratio", "kinetic_share"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.num_chains:
+        for name, values in vars(self).items():
+            if isinstance(values, (list, tuple)) and len(values) != self.num_chains:
                 raise ValueError(
                     f"Diagnostics.{name} needs one number per chain: got {len(values)}, distance has {self.num_chains}"
                 )
@@ -185,9 +313,12 @@ class Diagnostics:
         checks: tuple[Callable[[], str | None], ...] = (
             self._finite,
             self._moved,
+            self._rounded,
             self._accepted,
+            self._corrected,
             self._divergent,
             self._tempered,
+            self._quiet,
             self._mixed,
             self._enough,
         )
@@ -213,9 +344,36 @@ class Diagnostics:
             "raise the learning rate or temperature"
         )
 
+    def _rounded(self) -> str | None:
+        lost = max(self.unmoved or [0.0])
+        if lost <= MAX_UNMOVED:
+            return None
+        return f"rounding took the first update of {lost:.0%} of the weights: raise the learning rate"
+
+    def _corrected(self) -> str | None:
+        share = max(self.beyond_series or [0.0])
+        if share <= MAX_BEYOND:
+            return None
+        return (
+            f"in {share:.0%} of the moves the minibatch noise was too large to be corrected, so that the draws are too "
+            "wide: larger or more batches, or a smaller step size"
+        )
+
+    def _quiet(self) -> str | None:
+        ratio = min(self.noise_ratio or [math.inf])
+        if ratio >= MIN_NOISE_RATIO:
+            return None
+        return (
+            f"the noise of minibatches is {1 / max(ratio, 1e-12):.2g} times the sampler's own: larger batch or lower "
+            "learning rate"
+        )
+
     def _accepted(self) -> str | None:
         if self.acceptance is None:
             return None
+        never = [chain for chain, rate in enumerate(self.acceptance) if rate == 0]
+        if never:
+            return f"{_chains(never, self.num_chains)} accepted no proposal: a smaller step size, or longer burn-in"
         mean, (low, high) = statistics.fmean(self.acceptance), ACCEPTANCE_RANGE
         if mean < low:
             return f"acceptance {mean:.2g}: longer burn-in, or a smaller step size"
@@ -253,13 +411,26 @@ class Diagnostics:
             return "convergence not measured: no R-hat"
         if math.isnan(self.rhat):
             return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"
-        return f"R-hat {self.rhat:.2f} over {self.num_chains} chains: longer burn-in" if self.rhat > MAX_RHAT else None
+        worst = max(self.rhat, self.rhat_terms or 0.0)
+        if worst <= MAX_RHAT:
+            return None
+        where = "" if worst == self.rhat else " of single terms"
+        if self.num_values is not None and worst <= rhat_by_chance(self.num_chains, self.num_values):
+            return (
+                f"convergence not known: R-hat {worst:.2f}{where} is within chance for {self.num_values} values of "
+                f"each of {self.num_chains} chains: more draws, or a smaller probe_steps"
+            )
+        return f"R-hat {worst:.2f}{where} over {self.num_chains} chains: longer burn-in"
 
     def _enough(self) -> str | None:
         needed = MIN_ESS_PER_CHAIN * self.num_chains
-        if self.ess is None or math.isnan(self.ess) or self.ess >= needed:
+        found = min((value for value in (self.ess, self.ess_terms) if value is not None), default=math.nan)
+        if math.isnan(found) or found >= needed:
             return None
-        return f"ESS {self.ess:.0f}, {needed:.0f} needed for {self.num_chains} chains: more draws, or further apart"
+        count = self.num_chains * (self.num_values or 0)
+        if count < needed and found >= count / 2 > 0:
+            return f"convergence not known: {count} values cannot have an ESS of {needed:.0f}: more draws"
+        return f"ESS {found:.0f}, {needed:.0f} needed for {self.num_chains} chains: more draws, or further apart"
 
 
 def _chains(chains: list[int], num_chains: int | None = None) -> str:

@@ -21,6 +21,10 @@ else:
     _Trainer = object
 
 
+MAX_KEPT = 2**17
+"""Numbers: 16 thousand terms of 8 members, from which C(S) is known better than from so many draws."""
+
+
 class EvaluationMixin(_Trainer):
     """Trainer's evaluation with the posterior's metrics.
 
@@ -35,11 +39,14 @@ class EvaluationMixin(_Trainer):
     mesh: ChainMesh
     accelerator: Any
     _statistics: list[dict[str, Tensor]]
+    _member_log_lik: Tensor | None = None
+    """[n, M] of the first terms of the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._statistics = []
+        self._statistics, self._member_log_lik = [], None
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._statistics:
+            self._member_log_lik = self._pop_members()
             metrics = summarise(
                 {
                     name: np.concatenate([batch[name].float().cpu().numpy() for batch in self._statistics])
@@ -50,6 +57,11 @@ class EvaluationMixin(_Trainer):
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
         self._statistics = []
         return output
+
+    def _pop_members(self) -> Tensor | None:
+        """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""
+        found = [batch.pop("member_log_lik").cpu() for batch in self._statistics if "member_log_lik" in batch]
+        return torch.cat(found)[: max(1, MAX_KEPT // found[0].shape[1])] if found else None
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

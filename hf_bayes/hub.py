@@ -29,7 +29,7 @@ _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier")  # metrics that go
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
 # Of an earlier push, what a later one no longer has: a member left there would make the posterior unreadable.
-_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors"]
+_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors", "trace.json"]
 
 
 def fetch(

@@ -261,8 +261,9 @@ class BayesianModel(PreTrainedModel):
 
         Returns:
             [n] tensors, one entry per likelihood term: nll, confidence, correct, brier, total, aleatoric, epistemic
-            of the mixture and member_nll, the mean over members (for regression: nll and member_nll); and, if asked
-            for, the mixture's logits in the shape of the wrapped model's.
+            of the mixture and member_nll, the mean over members (for regression: nll and member_nll), beside
+            member_log_lik [n, M], log p of the label of each member; and, if asked for, the mixture's logits in the
+            shape of the wrapped model's.
         """
         raise AssertionError("the task's class defines evaluate_batch")
 
@@ -295,7 +296,8 @@ def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spre
     members = widened(logits[:, terms])
     chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
     uncertainty = {name: value[terms] for name, value in prediction.uncertainty._asdict().items()}
-    return {**per_row_statistics(log_probs, labels), **uncertainty, "member_nll": -spread.mean(chosen)}
+    members_own = {"member_nll": -spread.mean(chosen), "member_log_lik": spread.every(chosen).T}
+    return {**per_row_statistics(log_probs, labels), **uncertainty, **members_own}
 
 
 def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:

@@ -37,6 +37,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         burn_in: int = 0,
         warm_start: int = 0,
         measure_noise: bool = False,
+        probe: Callable[[Tensor], Tensor] | None = None,
+        probe_steps: int = 0,
     ) -> None:
         super().__init__([model.theta], {"lr": lr})
         self.model, self.method, self.rngs, self.chains = model, method, list(rngs), chains
@@ -51,9 +53,12 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
         """Sums of ``info`` over the updates after burn-in, name -> [M]."""
-        self.unmoved: Tensor | None = None
-        """[M]: share of the numbers of theta that the first move (after a warm start) left bitwise as they were."""
-        self._moved = False
+        self.totals: dict[str, Tensor] = {}
+        """name -> [M], of a rule's updates after its warm start: ``rates``, the sum of their learning rates;
+        ``unmoved``, the share of the numbers of theta that the first that moved it left bitwise as they were."""
+        self.probe, self.probe_steps = probe, probe_steps
+        self.probes: list[Tensor] = []
+        """[M, q] each, on the CPU: what ``probe`` found of theta after every ``probe_steps`` updates."""
         self.finished: Tensor | None = None
         """[M', d]: the posterior's members, once training is over."""
         self.spread: SpreadMembers | None = None
@@ -177,9 +182,11 @@ class ChainOptimizer(torch.optim.Optimizer):
                 )
             before = self.state_of_chains.theta
             state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
-            # an update that hands back the very theta, as estimates of a preconditioner do, is no move
-            if not self._moved and self.num_updates >= self.warm_start and lr > 0 and state.theta is not before:
-                self.unmoved, self._moved = (state.theta == before).double().mean(1), True
+            if self.num_updates >= self.warm_start:
+                # an update that hands back the very theta, as estimates of a preconditioner do, is no move
+                if "unmoved" not in self.totals and lr > 0 and state.theta is not before:
+                    self.totals["unmoved"] = (state.theta == before).double().mean(1)
+                self.totals["rates"] = self.totals.get("rates", 0.0) + torch.full_like(evaluation.log_lik.double(), lr)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()
@@ -189,6 +196,8 @@ class ChainOptimizer(torch.optim.Optimizer):
                 self.sums[name] = self.sums.get(name, 0.0) + value.double()
         if self.num_updates in self.draw_steps:
             self.draws.append(state.theta.detach().cpu().clone())
+        if self.probe is not None and self.probe_steps and self.num_updates % self.probe_steps == 0:
+            self.probes.append(self.probe(state.theta).cpu())
 
     @torch.no_grad()
     def move(self, evaluate: Evaluate) -> Tensor:
@@ -231,7 +240,9 @@ class ChainOptimizer(torch.optim.Optimizer):
                 **{f"state.{name}": value[row].detach().cpu().contiguous() for name, value in fields.items()},
                 "generator": self.rngs[row].get_state(),
                 "draws": torch.stack([d[row] for d in self.draws]) if self.draws else torch.zeros(0, dim),
+                "probes": torch.stack([p[row] for p in self.probes]) if self.probes else torch.zeros(0, 0),
                 **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
+                **{f"total.{name}": value[row].cpu() for name, value in self.totals.items()},
             }
             for row, chain in enumerate(self.chains)
         }
@@ -245,9 +256,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         device = self.model.theta.device
         rows = [tensors[chain] for chain in self.chains]
         template = self._template_state()
-        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws"}
+        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "probes"}
         for chain, row in zip(self.chains, rows, strict=True):
-            if {name for name in row if not name.startswith("sum.")} != wanted:
+            if {name for name in row if not name.startswith(("sum.", "total."))} != wanted:
                 raise ValueError(
                     f"chain {chain} of the checkpoint has tensors {sorted(row)}, expected {sorted(wanted)}: it was "
                     "written by another method"
@@ -259,8 +270,15 @@ class ChainOptimizer(torch.optim.Optimizer):
             rng.set_state(row["generator"])
         self.draws = list(torch.stack([row["draws"] for row in rows], 1))
         # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
-        names = sorted(name for name in rows[0] if name.startswith("sum."))
-        self.sums = {name[4:]: torch.stack([row[name] for row in rows]).to(device) for name in names}
+        self.probes = list(torch.stack([row["probes"] for row in rows], 1))
+        self.sums, self.totals = (
+            {
+                name.removeprefix(kind): torch.stack([row[name] for row in rows]).to(device)
+                for name in sorted(rows[0])
+                if name.startswith(kind)
+            }
+            for kind in ("sum.", "total.")
+        )
         self.model.theta.data = self.state_of_chains.theta.clone()
         self.num_updates, self.located = num_updates, False
 

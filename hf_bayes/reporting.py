@@ -1,10 +1,11 @@
-"""What a run says of itself: before it, while it runs, and at its end."""
+"""What a run says of itself before it and while it runs (at its end: ``diagnosis``)."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import Diagnostics, distance_moved, ess, rhat, share_within_interval
+from hf_bayes.diagnostics import MAX_UNMOVED
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.inheritance import Inherited
@@ -20,7 +21,6 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
-from hf_bayes.subspace import per_tensor_mean
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -29,12 +29,8 @@ else:
 
 logger = logging.getLogger("hf_bayes.trainer")
 
-MAX_UNMOVED = 0.01
-"""Share of a chain's numbers that an update with noise may leave as they are; by chance it is a few in a million."""
-
-
 class ReportingMixin(_Trainer):
-    """The trainer's announcement, logs and diagnostics."""
+    """The trainer's announcement and logs."""
 
     bayesian: BayesianModel
     method: MethodConfig
@@ -43,8 +39,10 @@ class ReportingMixin(_Trainer):
     prior: IndependentPrior | Gaussian
     inherited: Inherited | None
     optimizer_of_chains: ChainOptimizer | None
-    _origin: Tensor
     _losses: Tensor | None
+    _has_noise: bool
+    _distances: Callable[[], dict[str, Tensor]]
+    _last_probe: Callable[[], dict[str, Tensor]]
 
     def _say(self, message: str, *values: object) -> None:
         """Log; where nobody listens to the log, write it beside the progress bar, if that is shown."""
@@ -93,7 +91,10 @@ class ReportingMixin(_Trainer):
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             self._say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
         if self.bayesian.members.trunk.has_dropout:
-            self._warn("the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood")
+            self._warn(
+                "the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood (the Jensen "
+                "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
+            )
 
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
@@ -111,18 +112,16 @@ class ReportingMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
         chains = self.optimizer_of_chains
-        if chains is not None and chains.unmoved is not None:
-            lost, chains.unmoved = float(chains.unmoved.max()), None
-            schedule = self.method.schedule
-            noisy = self.method.temperature > 0 and not (schedule and schedule.has_ramp)  # a ramp begins without noise
-            if noisy and lost > MAX_UNMOVED:
+        if chains is not None and chains.num_updates == chains.warm_start + 1 and "unmoved" in chains.totals:
+            lost = float(chains.totals["unmoved"].max())
+            if self._has_noise and lost > MAX_UNMOVED:
                 self._warn(
                     "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
                     "rounding. Raise learning_rate (%g)",
                     100 * lost, self.args.learning_rate,
                 )  # fmt: skip
         if chains is not None and "loss" in logs and self._losses is not None:
-            info = self._of_all_chains({"loss": self._losses, **chains.info, **self._distances()})
+            info = self._of_all_chains({"loss": self._losses, **chains.info, **self._distances(), **self._last_probe()})
             for name, values in info.items():
                 for chain, value in enumerate(values.tolist()):
                     logs[f"{name}/chain_{chain}"] = value
@@ -134,67 +133,6 @@ class ReportingMixin(_Trainer):
             return info
         columns = torch.stack([value.double().to(self.args.device) for value in info.values()], 1)
         return dict(zip(info, self.mesh.gather_chains(columns).unbind(1), strict=True))
-
-    def _distances(self) -> dict[str, Tensor]:
-        theta = self.bayesian.theta.detach()
-        return {"distance_moved": distance_moved(theta, self._origin.to(theta), self.prior.std.to(theta))}
-
-    def _diagnostics(self, draws: Tensor) -> dict[str, Any]:
-        """The run's own account of itself.
-
-        Args:
-            draws: [M, S, d].
-        """
-        found = self._of_all_chains(
-            {
-                **self._chains_optimizer.mean_info(),
-                **self._distances(),
-                **self._kinetic_share(),
-            }
-        )
-        means = {name: value.tolist() for name, value in found.items()}
-        laws = means.get("kinetic_temperature_law")
-        moves = max(1, self._chains_optimizer.num_updates - self._chains_optimizer.burn_in)
-        values = self.mesh.gather_chains(self._probe(draws).to(self.args.device)).cpu()
-        enough = values.shape[1] >= 4 and values.shape[0] >= 2
-        diagnostics = Diagnostics(
-            dim=self.bayesian.layout.dim,
-            distance=means["distance_moved"],
-            kinetic_temperature=means.get("kinetic_temperature"),
-            kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
-            kinetic_share=means.get("kinetic_share"),
-            acceptance=means.get("acceptance"),
-            divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
-            num_moves=moves if "acceptance" in means else None,
-            rhat=float(rhat(values).max()) if enough else None,
-            ess=float(ess(values).min()) if enough else None,
-            noise_ratio=means.get("noise_ratio"),
-        )
-        summary = diagnostics.summary()
-        verdict = summary["verdict"]
-        unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
-        return {**summary, "converged": None if unknown else verdict == "converged"}
-
-    def _kinetic_share(self) -> dict[str, Tensor]:
-        """Of methods whose state has a momentum and whose info has its law."""
-        state, info = self._chains_optimizer.state_of_chains, self._chains_optimizer.info
-        law = info.get("kinetic_temperature_law")
-        if law is None or not hasattr(state, "momentum") or not bool((law > 0).all()):
-            return {}
-        sizes = self.bayesian.layout.sizes
-        return {"kinetic_share": share_within_interval(per_tensor_mean(state.momentum.square(), sizes), sizes, law)}
-
-    @torch.no_grad()
-    def _probe(self, draws: Tensor) -> Tensor:
-        """[M, S, 1]: log-likelihood of some rows under every draw, which no symmetry of LoRA blurs."""
-        batch = self._first_rows()
-        self.bayesian.eval()
-        values = []
-        for theta in draws.flatten(0, 1):
-            with self.accelerator.autocast():
-                loss = self.bayesian(**batch, theta=theta[None].to(self.args.device), folded=False).loss
-            values.append(-loss.double().cpu())
-        return torch.cat(values).view(*draws.shape[:2], 1)
 
 
 def _duration(seconds: float) -> str:

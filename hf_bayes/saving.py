@@ -54,6 +54,7 @@ def to_posterior(
     seed: int,
     diagnostics: dict[str, Any],
     prior: dict[str, Any] | None = None,
+    trace: dict[str, Any] | None = None,
 ) -> Posterior:
     """What a method made of the random parameters of ``model``, with all that is needed to use it."""
     layout = model.layout
@@ -61,6 +62,7 @@ def to_posterior(
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]
         adapter_config=base_model.adapter_config(model.model),
+        trace=trace,
         config=PosteriorConfig(
             task=model.task,
             method=method.to_dict(),
@@ -100,6 +102,9 @@ class SavingMixin(_Trainer):
     problem: Problem
     inherited: Inherited | None
     _posterior: Posterior | None
+    _asymptote: Callable[[], dict[str, Any] | None]
+    _risk: dict[str, Any] | None = None
+    """C(S) of the same evaluation."""
     _evaluated: dict[str, float] | None
     """What ``evaluate`` last said of the finished posterior, on the trainer's own eval_dataset."""
 
@@ -118,6 +123,7 @@ class SavingMixin(_Trainer):
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self._posterior is not None and not args and not kwargs:
             self._evaluated = metrics
+            self._risk = self._asymptote()
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -155,7 +161,12 @@ class SavingMixin(_Trainer):
             found |= {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
             for name in sets:
                 self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"])
-        return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, metrics=found))
+        config = dataclasses.replace(posterior.config, metrics=found)
+        if self._risk is None:
+            return dataclasses.replace(posterior, config=config)
+        limit = {"limit_nll": self._risk["limit"], "limit_nll_std_error": self._risk["std_error"]}
+        config = dataclasses.replace(config, metrics=found | limit)
+        return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": self._risk})
 
     def _compare(self, name: str, nll: float, map_nll: float) -> None:
         self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", f" ({name[:-1]})" if name else "", nll, map_nll)
@@ -215,7 +226,7 @@ class SavingMixin(_Trainer):
             name, token=self.args.hub_token, private=self.args.hub_private_repo, commit_message=commit_message
         )
 
-    def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any]) -> Posterior:
+    def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any], trace: dict[str, Any]) -> Posterior:
         return to_posterior(
             self.bayesian,
             approximation,
@@ -226,6 +237,7 @@ class SavingMixin(_Trainer):
             tokenizer=self.processing_class,
             seed=self.args.seed,
             diagnostics=diagnostics,
+            trace=trace,
             prior=None if self.inherited is None else self.inherited.record,
         )
 

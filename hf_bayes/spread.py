@@ -27,6 +27,10 @@ class LocalMembers:
         """[M, ...] -> [...]: log of the mean over all members of exp(values)."""
         return values.logsumexp(0) - math.log(len(values))
 
+    def every(self, values: Tensor) -> Tensor:
+        """[m, ...] of the members here -> [M, ...] of all."""
+        return values
+
     def agree_on_randomness(self) -> None:
         """To be called before tokens are drawn: processes that drew other tokens would speak of other texts."""
 
@@ -52,6 +56,11 @@ class SpreadMembers(LocalMembers):
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
         peak = torch.where(peak.isfinite(), peak, 0.0)
         return self._sum((values - peak).exp().sum(0)).log() + peak - math.log(len(values) * self.size)
+
+    def every(self, values: Tensor) -> Tensor:
+        pieces = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(pieces, values.contiguous(), group=self.group)
+        return torch.cat(pieces)
 
     def agree_on_randomness(self) -> None:
         mine = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)

@@ -24,6 +24,7 @@ from hf_bayes import checkpoints
 from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
 from hf_bayes.config import MethodConfig
+from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.inheritance import inherit
@@ -53,7 +54,7 @@ SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training."""
 
 
-class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, SavingMixin):
+class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, SavingMixin):
     """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -154,6 +155,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
                 measure_noise=config.needs_grad_variance,
+                probe=self._probe,
+                probe_steps=args.probe_steps,
             )
             if self.mesh.chain_size > 1:
                 self.optimizer_of_chains.spread = SpreadMembers(self.mesh.chain_group)
@@ -346,6 +349,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
         self._kernel_batches, self._posterior, self._evaluated, self._losses = [], None, None, None
+        self._risk = self._probe_inputs = None
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
@@ -379,7 +383,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, S
             chains.draws = [chains.state_of_chains.theta.detach().cpu().clone()]
         draws = torch.stack(chains.draws, 1)
         approximation, report = self._approximate(draws)
-        self._posterior = self._to_posterior(approximation, {**self._diagnostics(draws), **report})
+        summary, trace = self._diagnose(draws, approximation)
+        self._posterior = self._to_posterior(approximation, {**summary, **report}, trace)
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:
             self._warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 @dataclass
 class BayesianTrainingArguments(TrainingArguments):
-    """``transformers.TrainingArguments`` with the defaults of a sampler and seven fields of our own.
+    """``transformers.TrainingArguments`` with the defaults of a sampler and eight fields of our own.
 
     Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
     is constant, and a NaN is never hidden from the logs.
@@ -55,6 +55,13 @@ class BayesianTrainingArguments(TrainingArguments):
             "saved beside the posterior's. None takes a tenth of the run's gradients; 0 leaves the comparison out."
         },
     )
+    probe_steps: int = field(
+        default=100,
+        metadata={
+            "help": "Updates between two looks at the probe, about 256 terms of the training data: R-hat and ESS come "
+            "from their log-likelihoods. 0: none but at the draws."
+        },
+    )
     noise_std: float | None = field(
         default=None, metadata={"help": "Standard deviation of the labels' noise; required for regression heads."}
     )
@@ -74,5 +81,7 @@ class BayesianTrainingArguments(TrainingArguments):
             raise ValueError(f"trunk_memory_gib must be a finite number >= 0, got {self.trunk_memory_gib}")
         if self.map_updates is not None and self.map_updates < 0:
             raise ValueError(f"map_updates must be >= 0, got {self.map_updates}")
+        if self.probe_steps < 0:
+            raise ValueError(f"probe_steps must be >= 0, got {self.probe_steps}")
         if self.fp16:
             raise ValueError("fp16 is refused: its loss scaling skips updates of the chain. Use bf16=True or float32")

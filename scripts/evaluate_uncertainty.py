@@ -65,6 +65,7 @@ def statistics(model: BayesianModelForCausalLM, windows: torch.Tensor, *, batch_
     pieces = []
     for batch in tqdm(windows.to(model.device).split(batch_size), desc=name, leave=False):
         found, _ = model.evaluate_batch({"input_ids": batch, "labels": batch})
+        del found["member_log_lik"]
         pieces.append({key: value.float().view(len(batch), -1).cpu() for key, value in found.items()})
     return {key: torch.cat([piece[key] for piece in pieces]).numpy() for key in pieces[0]}
 

@@ -1,0 +1,243 @@
+"""``hf-bayes-diagnose DIRECTORY``: a posterior's diagnostics as a table with the verdict, and one figure.
+
+Reads the directory's (or repository's) JSON and safetensors; needs no base model. docs/diagnostics.md explains the
+panels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from hf_bayes import hub
+from hf_bayes.artifact import TRACE
+from hf_bayes.diagnostics import MAX_RHAT, MIN_ESS_PER_CHAIN
+from hf_bayes.posterior_config import CONFIG
+from hf_bayes.storage import POSTERIOR, read_directory
+
+ROWS = (
+    ("distance", "distance moved, prior standard deviations", ""),
+    ("distance_in_noise", "distance moved, reach of the noise alone", ""),
+    ("unmoved", "weights that rounding held at the first update", "below 0.01"),
+    ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
+    ("kinetic_share", "tensors within their 99 % interval", "0.99"),
+    ("configurational_temperature", "configurational temperature", "temperature"),
+    ("noise_ratio", "injected over minibatch noise, variances", "above 1"),
+    ("acceptance", "acceptance", ""),
+    ("beyond_series", "moves with too much noise to correct", "below 0.01"),
+    ("divergences", "divergent moves", "0"),
+)
+"""Field, what it is, and what it should be: a text, or the field that says it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="hf-bayes-diagnose", description="How a posterior's chains did.")
+    parser.add_argument("posterior", help="directory or Hub id of a posterior")
+    parser.add_argument(
+        "--output", type=Path, default=Path("diagnostics.png"), help="the figure (default: %(default)s)"
+    )
+    args = parser.parse_args(arguments)
+    directory = hub.fetch(args.posterior, patterns=("*.json", "*.safetensors"))
+    wanted = (CONFIG, TRACE)
+    files = read_directory(directory, format=POSTERIOR, only=lambda name: name in wanted)
+    config, trace = files[CONFIG], files.get(TRACE, {})
+    console = Console()
+    console.print(table(config))
+    drawn = plot(config, trace)
+    if drawn is None:
+        console.print("There is nothing to plot: the posterior was not made by a run that logged its chains.")
+        return
+    drawn.savefig(args.output, dpi=130)
+    console.print(f"figure: {args.output}")
+
+
+def table(config: Mapping[str, Any]) -> Table:
+    """What is known of every chain, and the verdict under it."""
+    found, metrics = config["diagnostics"], config["metrics"]
+    chains = found.get("num_chains") or 0
+    verdict = found.get("verdict") or "not assessed"
+    colour = {True: "green", False: "red"}.get(found.get("converged"), "yellow")
+    result = Table(
+        title=f"{config['method']['name']}, {chains or '?'} chains", caption=f"[{colour}]{verdict}[/{colour}]"
+    )
+    result.add_column("diagnostic")
+    result.add_column("expected", justify="right")
+    shown = min(chains, 8)
+    for chain in range(shown):
+        result.add_column(f"chain {chain}", justify="right")
+    for name, words, expected in ROWS:
+        values = found.get(name)
+        if values is not None:
+            expected = _number(found[expected]) if expected in found else expected
+            result.add_row(words, expected, *map(_number, values[:shown]))
+    over = f"{found.get('num_values')} {found.get('values')}"
+    for name, words, limit in (
+        ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
+        ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),
+        ("ess", "ESS, log-likelihood", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
+        ("ess_terms", "ESS, single terms (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
+    ):
+        if found.get(name) is not None:
+            result.add_row(words, limit, _number(found[name]))
+    if "limit_nll" in metrics:
+        error = _number(metrics["limit_nll_std_error"])
+        result.add_row("held-out NLL, of infinitely many members", "", f"{_number(metrics['limit_nll'])} ± {error}")
+    for name, words in (("nll", "held-out NLL"), ("map_nll", "held-out NLL of a MAP estimate")):
+        if metrics.get(name) is not None:
+            result.add_row(words, "", _number(metrics[name]))
+    return result
+
+
+def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
+    """One panel for everything the trace holds; None if it holds nothing."""
+    panels = [panel for wanted, panel in _PANELS if wanted(trace)]
+    if not panels:
+        return None
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.3 * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels, strict=False):
+        panel(axis, config["diagnostics"], trace)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    verdict = config["diagnostics"].get("verdict") or "not assessed"
+    figure.suptitle(f"{config['method']['name']}: {_wrapped(verdict)}", fontsize=10)
+    return figure
+
+
+def _curves(axis: Axes, trace: Mapping[str, Any], steps: Sequence[int], values: Sequence[Sequence[Any]]) -> None:
+    """A line a chain over updates, burn-in shaded."""
+    for chain, colour in zip(range(len(values[0])), _colours(len(values[0])), strict=True):
+        curve = [math.nan if row[chain] is None else row[chain] for row in values]
+        axis.plot(steps, curve, color=colour, linewidth=0.9, marker="." if len(steps) < 40 else None, markersize=4)
+    if trace.get("burn_in"):
+        axis.axvspan(0, trace["burn_in"], color="0.92", zorder=0)
+        axis.text(0, 1.0, " burn-in", fontsize=7, color="0.4", va="top", transform=axis.get_xaxis_transform())
+    axis.set_xlabel("update")
+
+
+def _colours(count: int) -> list[Any]:
+    return [matplotlib.colormaps["viridis"](0.9 * index / max(1, count - 1)) for index in range(count)]
+
+
+def _probe(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    _curves(axis, trace, trace["probe"]["step"], trace["probe"]["log_lik"])
+    rhat = found.get("rhat")
+    label = "" if rhat is None else f" (R-hat {_number(rhat)})"
+    axis.set_title(f"probe: log p of a term, by chain{label}", fontsize=9)
+    axis.set_ylabel("nats")
+
+
+def _of_logs(name: str, title: str, law: Callable[[Mapping[str, Any]], float | None], ylabel: str = "") -> Callable:
+    def panel(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+        logs = trace["logs"]
+        _curves(axis, trace, logs["step"], logs[name])
+        expected = law(found)
+        if expected is not None:
+            axis.axhline(expected, color="C3", linestyle="--", linewidth=1, label=f"expected: {_number(expected)}")
+            axis.legend(fontsize=7, loc="lower right")
+        axis.set_title(title, fontsize=9)
+        axis.set_ylabel(ylabel)
+
+    return panel
+
+
+def _tensors(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    kinetic = trace["kinetic_of_tensors"]
+    values, places = kinetic["relative_to_law"], range(len(kinetic["names"]))
+    low, high = zip(*kinetic["interval"], strict=True)
+    axis.vlines(places, low, high, color="0.8", linewidth=max(1.0, min(6.0, 150 / len(places))), label="99 % interval")
+    for chain, colour in zip(values, _colours(len(values)), strict=True):
+        axis.plot(places, chain, ".", color=colour, markersize=4)
+    share = sum(found["kinetic_share"]) / len(found["kinetic_share"])
+    axis.set_title(f"kinetic temperature of each tensor: {share:.0%} inside", fontsize=9)
+    axis.set_xlabel("random tensor, in the order of the model")
+    axis.set_ylabel("over its law")
+    axis.legend(fontsize=7)
+
+
+def _terms(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    values = sorted(value for value in trace["terms"]["rhat"] if value is not None)
+    axis.plot(values, [(index + 1) / len(values) for index in range(len(values))], color="C0")
+    axis.axvline(MAX_RHAT, color="C3", linestyle="--", linewidth=1, label=f"limit: {MAX_RHAT}")
+    axis.axhline(0.95, color="0.7", linewidth=0.8)
+    axis.set_title(f"R-hat of {len(values)} single terms ({found.get('num_values')} {found.get('values')})", fontsize=9)
+    axis.set_xlabel("R-hat")
+    axis.set_ylabel("share of terms below")
+    axis.legend(fontsize=7, loc="lower right")
+
+
+def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    risk = trace["risk"]
+    sizes, limit = risk["sizes"], risk["limit"]
+    first = -(-len(sizes) // 4)
+    axis.plot([1 / size for size in sizes], risk["risks"], "o", markersize=3.5, label="C(S), mean over subsets")
+    inverse = [index / 100 / first for index in range(101)]
+    fit = [limit + risk["slope"] * x + risk["curvature"] * x * x for x in inverse]
+    axis.plot(inverse, fit, color="C1", linewidth=1, label=f"fit to S ≥ {first}")
+    axis.errorbar(0, limit, yerr=2 * risk["std_error"], fmt="s", color="C3", markersize=4, capsize=3,
+                  label=f"C(∞) = {limit:.4f} ± {risk['std_error']:.4f}")  # fmt: skip
+    marks = sorted({1, 2, 4, len(sizes)})
+    axis.set_xticks([0, *(1 / mark for mark in marks)], ["∞", *map(str, marks)])
+    axis.set_title("held-out NLL of S members", fontsize=9)
+    axis.set_xlabel("S (spaced as 1 / S)")
+    axis.set_ylabel("nats per term")
+    axis.legend(fontsize=7)
+
+
+def _logged(name: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda trace: bool(trace.get("logs", {}).get(name))
+
+
+_PANELS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable], ...] = (
+    (lambda trace: bool(trace.get("probe")), _probe),
+    (lambda trace: any(value is not None for value in trace.get("terms", {}).get("rhat", ())), _terms),
+    (lambda trace: bool(trace.get("risk")), _risk),
+    (
+        _logged("kinetic_temperature"),
+        _of_logs("kinetic_temperature", "kinetic temperature", lambda found: found.get("kinetic_temperature_law")),
+    ),
+    (lambda trace: bool(trace.get("kinetic_of_tensors")), _tensors),
+    (
+        _logged("configurational_temperature"),
+        _of_logs("configurational_temperature", "configurational temperature", lambda found: found.get("temperature")),
+    ),
+    (
+        _logged("noise_ratio"),
+        _of_logs("noise_ratio", "injected over minibatch noise (variances)", lambda found: 1.0),
+    ),
+    (_logged("acceptance"), _of_logs("acceptance", "acceptance probability", lambda found: None)),
+    (
+        _logged("distance_moved"),
+        _of_logs("distance_moved", "distance from the start", lambda found: None, "prior standard deviations"),
+    ),
+    (_logged("loss"), _of_logs("loss", "loss of each chain's minibatches", lambda found: None, "nats per term")),
+)
+"""Whether the trace holds it, and what draws it."""
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def _wrapped(text: str, width: int = 110) -> str:
+    lines: list[str] = []
+    for part in text.split("; "):
+        fits = lines and len(lines[-1]) + len(part) + 2 <= width
+        lines = [*lines[:-1], f"{lines[-1]}; {part}"] if fits else [*lines, part]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

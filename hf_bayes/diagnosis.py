@@ -1,0 +1,267 @@
+"""What a run says of itself at its end: diagnostics of every chain, a verdict, and a small trace for plots.
+
+The probe is about ``PROBE_TERMS`` likelihood terms of the training data. Of every chain, after every ``probe_steps``
+updates and at its draws, the log-probabilities of its labels are kept: functions that no symmetry of a LoRA blurs, and
+nothing of the vocabulary's size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.config import MethodConfig
+from hf_bayes.diagnostics import (
+    Diagnostics,
+    distance_moved,
+    ess,
+    kinetic_temperature_interval,
+    rhat,
+    risk_asymptote,
+    share_within_interval,
+)
+from hf_bayes.distributed import ChainMesh
+from hf_bayes.energy import IndependentPrior
+from hf_bayes.model import BayesianModel
+from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.refusals import is_stream
+from hf_bayes.subspace import per_tensor_mean
+from hf_bayes.training_arguments import BayesianTrainingArguments
+from hf_bayes.types import Approximation
+
+if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+PROBE_TERMS = 256
+
+MAX_POINTS = 200
+"""Of each curve in the trace: as many as a plot shows, and a small file."""
+
+
+class DiagnosisMixin(_Trainer):
+    """The trainer's diagnostics."""
+
+    bayesian: BayesianModel
+    method: MethodConfig
+    mesh: ChainMesh
+    prior: IndependentPrior | Gaussian
+    num_data: float
+    _of_all_chains: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    _training_data: Callable[[], tuple[Any, Callable]]
+    _first_rows: Callable[[], dict[str, Any]]
+    _member_log_lik: Tensor | None
+    _posterior: Posterior | None
+    _origin: Tensor
+    _probe_inputs: dict[str, Any] | None = None
+
+    @property
+    def _has_noise(self) -> bool:
+        """Whether the first update moves every weight by noise; a ramp begins without."""
+        schedule = self.method.schedule
+        return self.method.temperature > 0 and not (schedule and schedule.has_ramp)
+
+    # -- the probe -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _probe(self, theta: Tensor) -> Tensor:
+        """[M, q]: log-probabilities of the probe's labels under theta [M, d]."""
+        if self._probe_inputs is None:
+            with torch.random.fork_rng(devices=[]):  # a collator may be random
+                self._probe_inputs = self._choose_probe()
+        model, training = self.bayesian, self.bayesian.training
+        model.eval()
+        model.show(theta.to(self.args.device))
+        try:
+            with self.accelerator.autocast():
+                found = model.evaluate_batch(self._probe_inputs)[0]["member_log_lik"]
+        finally:
+            model.show(None)
+            model.train(training)
+        return found[:PROBE_TERMS].T.double().cpu()
+
+    def _choose_probe(self) -> dict[str, Any]:
+        """First rows of the training data, until they hold ``PROBE_TERMS`` terms.
+
+        Rows of few terms end sooner, so that a look every ``probe_steps`` updates costs a fiftieth of their forwards.
+        """
+        dataset, collate = self._training_data()
+        if is_stream(dataset):
+            return self._first_rows()
+        interval = self.args.probe_steps or BayesianTrainingArguments.probe_steps
+        most = max(1, interval * self.get_total_train_batch_size(self.args) // 50)
+        rows: list[Any] = []
+        terms = 0
+        while terms < PROBE_TERMS and len(rows) < min(most, len(dataset)):
+            rows.append(dataset[len(rows)])
+            terms += int(self.bayesian.terms_per_row(collate(rows[-1:])["labels"]))
+        return self._prepare_inputs(collate(rows))
+
+    def _last_probe(self) -> dict[str, Tensor]:
+        """[M]: mean log-probability of a term at the last look."""
+        probes = self._chains_optimizer.probes
+        return {"probe_log_lik": probes[-1].mean(1)} if probes else {}
+
+    def _watched(self, draws: Tensor, approximation: Approximation) -> tuple[Tensor, str] | None:
+        """[K, S, q] log-probabilities of the probe, S >= 4, and what they are of; None where there are too few.
+
+        Chains are looked at while training only if they stand for draws: not where they optimise, or go in cycles.
+        """
+        if draws.shape[1] >= 4:
+            rows = torch.stack([self._probe(theta) for theta in draws.unbind(1)], 1)
+            return self._gather(rows), "draws"
+        sampled = isinstance(approximation, Draws) and self.method.temperature > 0 and self.method.schedule is None
+        chains, args = self._chains_optimizer, self.args
+        burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
+        if not sampled or len(chains.probes) - burned < 4:
+            return None
+        return self._gather(torch.stack(chains.probes[burned:], 1)), "while training"
+
+    def _gather(self, values: Tensor) -> Tensor:
+        return self.mesh.gather_chains(values.to(self.args.device)).cpu()
+
+    # -- the end of a run ----------------------------------------------------------------------------------------
+
+    def _distances(self) -> dict[str, Tensor]:
+        theta = self.bayesian.theta.detach()
+        return {"distance_moved": distance_moved(theta, self._origin.to(theta), self.prior.std.to(theta))}
+
+    def _distance_in_noise(self) -> dict[str, Tensor]:
+        """RMS distance over sqrt(2 T sum_t l_t / N), how far SGLD's noise goes on its own."""
+        rates = self._chains_optimizer.totals.get("rates")
+        if rates is None or self.method.temperature == 0 or not bool((rates > 0).all()):
+            return {}
+        theta = self.bayesian.theta.detach()
+        diffusion = (2 * self.method.temperature * rates / self.num_data).sqrt()
+        return {"distance_in_noise": distance_moved(theta, self._origin.to(theta), diffusion[:, None])}
+
+    def _diagnose(self, draws: Tensor, approximation: Approximation) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The run's own account of itself, and its trace.
+
+        Args:
+            draws: [M, S, d].
+            approximation: what the method made of them.
+        """
+        chains = self._chains_optimizer
+        tensors = self._kinetic_of_tensors()
+        share = {} if tensors is None else {"kinetic_share": tensors[1]}
+        unmoved = {name: chains.totals[name] for name in ("unmoved",) if name in chains.totals and self._has_noise}
+        found = self._of_all_chains(
+            {**chains.mean_info(), **self._distances(), **self._distance_in_noise(), **share, **unmoved}
+        )
+        means: dict[str, Any] = {name: value.tolist() for name, value in found.items()}
+        laws = means.get("kinetic_temperature_law")
+        moves = max(1, chains.num_updates - chains.burn_in)
+        watched = self._watched(draws, approximation)
+        convergence, of_terms = ({}, {}) if watched is None or len(watched[0]) < 2 else _convergence(*watched)
+        same = (
+            "kinetic_temperature", "kinetic_share", "configurational_temperature", "distance_in_noise", "unmoved",
+            "acceptance", "beyond_series", "noise_ratio",
+        )  # fmt: skip
+        diagnostics = Diagnostics(
+            dim=self.bayesian.layout.dim,
+            distance=means["distance_moved"],
+            kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
+            temperature=self.method.temperature if "configurational_temperature" in means else None,
+            divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
+            num_moves=moves if "acceptance" in means else None,
+            **{name: means.get(name) for name in same},
+            **convergence,
+        )
+        summary = diagnostics.summary()
+        verdict = summary["verdict"]
+        unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
+        trace = {"burn_in": chains.burn_in, "logs": self._logs(), "probe": self._probes(), "terms": of_terms}
+        if tensors is not None:
+            trace["kinetic_of_tensors"] = self._tensors_of_all(tensors[0])
+        return {**summary, "converged": None if unknown else verdict == "converged"}, trace
+
+    def _kinetic_of_tensors(self) -> tuple[Tensor, Tensor] | None:
+        """[M, S] kinetic temperature over its law after the last update, and the share [M] within 99 % intervals.
+
+        Of methods whose state has a momentum and whose info has its law.
+        """
+        state, info = self._chains_optimizer.state_of_chains, self._chains_optimizer.info
+        law = info.get("kinetic_temperature_law")
+        if law is None or not hasattr(state, "momentum") or not bool((law > 0).all()):
+            return None
+        sizes = self.bayesian.layout.sizes
+        temperatures = per_tensor_mean(state.momentum.square(), sizes)
+        return temperatures / law.to(temperatures)[:, None], share_within_interval(temperatures, sizes, law)
+
+    def _tensors_of_all(self, relative: Tensor) -> dict[str, Any]:
+        layout = self.bayesian.layout
+        intervals = {size: kinetic_temperature_interval(size, 1.0) for size in set(layout.sizes)}
+        return {
+            "names": list(layout.names),
+            "relative_to_law": _rounded(self._gather(relative).tolist()),
+            "interval": _rounded([intervals[size] for size in layout.sizes]),
+        }
+
+    def _logs(self) -> dict[str, Any]:
+        """{"step": [P], name: [P, K]}: what was logged of every chain."""
+        entries = [entry for entry in self.state.log_history if "loss/chain_0" in entry]
+        entries = _thinned(entries)
+        names = sorted({key.split("/chain_")[0] for entry in entries[-1:] for key in entry if "/chain_" in key})
+        chains = range(self.method.num_chains)
+        curves = {name: [[entry.get(f"{name}/chain_{k}") for k in chains] for entry in entries] for name in names}
+        return {"step": [entry["step"] for entry in entries], **{n: _rounded(curve) for n, curve in curves.items()}}
+
+    def _probes(self) -> dict[str, Any]:
+        """{"step": [P], "log_lik": [P, K]}: mean log-probability of a term of the probe."""
+        probes = self._chains_optimizer.probes
+        if not probes:
+            return {}
+        means = self._gather(torch.stack([probe.mean(1) for probe in probes], 1)).T.tolist()
+        steps = [self.args.probe_steps * (index + 1) for index in range(len(probes))]
+        return {"step": _thinned(steps), "log_lik": _rounded(_thinned(means))}
+
+    def _asymptote(self) -> dict[str, Any] | None:
+        """C(S) on the held-out data that were evaluated last, and its limit."""
+        assert self._posterior is not None
+        log_lik, approximation = self._member_log_lik, self._posterior.approximation
+        if log_lik is None or not isinstance(approximation, Draws):
+            return None
+        chains = [int(chain) for part in self.mesh.exchange(approximation.chain.tolist()) for chain in part]
+        found = risk_asymptote(log_lik, chains)
+        return None if found is None else {**dataclasses.asdict(found), "num_terms": len(log_lik)}
+
+
+def _convergence(values: Tensor, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of ``Diagnostics``, and R-hat and ESS of every term for the trace; values [K, S, q]."""
+    total = values.sum(2, keepdim=True)
+    of_terms = {"rhat": rhat(values), "ess": ess(values)}
+    known = {name: found[~found.isnan()] for name, found in of_terms.items()}
+    fields = {
+        "rhat": float(rhat(total)),
+        "ess": float(ess(total)),
+        "rhat_terms": _quantile(known["rhat"], 0.95),
+        "ess_terms": _quantile(known["ess"], 0.05),
+        "num_values": values.shape[1],
+        "values": what,
+    }
+    return fields, {name: _rounded(found.tolist()) for name, found in of_terms.items()}
+
+
+def _quantile(values: Tensor, probability: float) -> float | None:
+    return float(values.sort().values[round(probability * (len(values) - 1))]) if len(values) else None
+
+
+def _thinned(values: list[Any]) -> list[Any]:
+    """At most ``MAX_POINTS`` of them, spread evenly, the last among them."""
+    step = -(-len(values) // MAX_POINTS) or 1
+    return values[::-1][::step][::-1]
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits are more than a plot shows."""
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
