@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_bayes import hub
 from hf_bayes.artifact import TRACE
@@ -67,9 +68,7 @@ def table(config: Mapping[str, Any]) -> Table:
     chains = found.get("num_chains") or 0
     verdict = found.get("verdict") or "not assessed"
     colour = {True: "green", False: "red"}.get(found.get("converged"), "yellow")
-    result = Table(
-        title=f"{config['method']['name']}, {chains or '?'} chains", caption=f"[{colour}]{verdict}[/{colour}]"
-    )
+    result = Table(title=f"{config['method']['name']}, {chains or '?'} chains", caption=Text(verdict, style=colour))
     result.add_column("diagnostic")
     result.add_column("expected", justify="right")
     shown = min(chains, 8)
@@ -91,10 +90,10 @@ def table(config: Mapping[str, Any]) -> Table:
             result.add_row(words, limit, _number(found[name]))
     if "limit_nll" in metrics:
         error = _number(metrics["limit_nll_std_error"])
-        result.add_row("held-out NLL, of infinitely many members", "", f"{_number(metrics['limit_nll'])} ± {error}")
+        result.add_row("held-out NLL, of infinitely many members", "", f"{metrics['limit_nll']:.4f}, s.e. {error}")
     for name, words in (("nll", "held-out NLL"), ("map_nll", "held-out NLL of a MAP estimate")):
         if metrics.get(name) is not None:
-            result.add_row(words, "", _number(metrics[name]))
+            result.add_row(words, "", f"{metrics[name]:.4f}")
     return result
 
 
@@ -187,7 +186,7 @@ def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> Non
     fit = [limit + risk["slope"] * x + risk["curvature"] * x * x for x in inverse]
     axis.plot(inverse, fit, color="C1", linewidth=1, label=f"fit to S ≥ {first}")
     axis.errorbar(0, limit, yerr=2 * risk["std_error"], fmt="s", color="C3", markersize=4, capsize=3,
-                  label=f"C(∞) = {limit:.4f} ± {risk['std_error']:.4f}")  # fmt: skip
+                  label=f"C(∞) = {limit:.4f}, s.e. {risk['std_error']:.4f}")  # fmt: skip
     marks = sorted({1, 2, 4, len(sizes)})
     axis.set_xticks([0, *(1 / mark for mark in marks)], ["∞", *map(str, marks)])
     axis.set_title("held-out NLL of S members", fontsize=9)

@@ -122,7 +122,7 @@ class DiagnosisMixin(_Trainer):
         burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
         if not sampled or len(chains.probes) - burned < 4:
             return None
-        return self._gather(torch.stack(chains.probes[burned:], 1)), "while training"
+        return self._gather(torch.stack(chains.probes[burned:], 1)), "looks while training"
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.mesh.gather_chains(values.to(self.args.device)).cpu()

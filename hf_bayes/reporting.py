@@ -21,6 +21,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
+from hf_bayes.refusals import is_stream
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -41,6 +42,7 @@ class ReportingMixin(_Trainer):
     optimizer_of_chains: ChainOptimizer | None
     _losses: Tensor | None
     _has_noise: bool
+    _training_data: Callable[[], tuple[Any, Callable]]
     _distances: Callable[[], dict[str, Tensor]]
     _last_probe: Callable[[], dict[str, Tensor]]
 
@@ -95,6 +97,20 @@ class ReportingMixin(_Trainer):
                 "the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood (the Jensen "
                 "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
             )
+        if config.temperature > 0 and self._varies():
+            self._warn(
+                "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): "
+                "chains sample the posterior of their mean log-likelihood (the Jensen posterior of cold_posteriors "
+                "app. K), and N counts each row once"
+            )
+
+    def _varies(self) -> bool:
+        """Whether a row of the training data differs from one look to the next, as under augmentation."""
+        dataset, collate = self._training_data()
+        if is_stream(dataset):
+            return False
+        first, second = (collate([dataset[0]]) for _ in range(2))
+        return any(isinstance(value, Tensor) and not torch.equal(value, second[name]) for name, value in first.items())
 
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""

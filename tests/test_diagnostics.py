@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from hf_bayes.diagnostics import (
     kinetic_temperature_interval,
     noise_below_resolution,
     rhat,
+    rhat_by_chance,
+    risk_asymptote,
 )
 from hf_bayes.rng import generator
 
@@ -162,6 +165,23 @@ def test_a_good_run_has_converged() -> None:
         ({"kinetic_temperature": [0.2, 1.0, 1.1, 1.0]}, "kinetic temperature 0.2 where 1.05 is expected"),
         ({"divergences": [0, 10, 0, 0]}, "10 divergent moves (0.2% of moves): smaller step size"),
         ({"acceptance": [0.01] * 4}, "acceptance 0.01: longer burn-in, or a smaller step size"),
+        ({"acceptance": [0.8, 0.0, 0.8, 0.8]}, "chain 1 accepted no proposal: a smaller step size, or longer burn-in"),
+        ({"acceptance": [0.0] * 4}, "the chains accepted no proposal: a smaller step size"),
+        (
+            {"beyond_series": [0.0, 0.2, 0.0, 0.0]},
+            "in 20% of the moves the minibatch noise was too large to be",
+        ),
+        ({"noise_ratio": [3.0, 0.25, 3.0, 3.0]}, "the noise of minibatches is 4 times the sampler's own: larger batch"),
+        ({"unmoved": [0.0, 0.3, 0.0, 0.0]}, "rounding took the first update of 30% of the weights: raise the learning"),
+        ({"rhat_terms": 1.3}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
+        ({"rhat": 1.3, "num_values": 100}, "R-hat 1.30 over 4 chains: longer burn-in"),
+        (
+            {"rhat": 1.3, "num_values": 4},
+            "convergence not known: R-hat 1.30 is within chance for 4 values of each",
+        ),
+        ({"ess": 30.0, "num_values": 10}, "convergence not known: 40 values cannot have an ESS of 200: more draws"),
+        ({"ess": 15.0, "num_values": 10}, "ESS 15, 200 needed for 4 chains"),
+        ({"ess_terms": 15.0}, "ESS 15, 200 needed for 4 chains"),
         ({"acceptance": [0.999] * 4}, "acceptance 0.999: longer burn-in, or a larger step size"),
     ],
 )
@@ -194,3 +214,58 @@ def test_summary_is_strict_json() -> None:
 def test_a_number_missing_for_a_chain_is_refused() -> None:
     with pytest.raises(ValueError, match="acceptance needs one number per chain: got 3, distance has 4"):
         dataclasses.replace(GOOD, acceptance=[0.8] * 3)
+
+
+@pytest.mark.parametrize("num_values", [10, 60])
+def test_chains_of_one_law_exceed_the_rhat_of_chance_as_seldom_as_promised(num_values: int) -> None:
+    limit = rhat_by_chance(4, num_values, probability=0.9)
+    draws = noise(4, num_values, 1500)
+
+    def plain_rhat(values: torch.Tensor) -> torch.Tensor:
+        """Split R-hat [k] of [M, S, k], without ranks."""
+        halves = values.unflatten(1, (2, -1)).flatten(0, 1)
+        n, within = halves.shape[1], halves.var(1).mean(0)
+        return ((n - 1) / n + halves.mean(1).var(0) / within).sqrt()
+
+    error = math.sqrt(0.9 * 0.1 / 1500)  # standard error of the share
+    assert abs((plain_rhat(draws) > limit).double().mean().item() - 0.1) < 4 * error
+    apart = draws + torch.arange(4.0)[:, None, None] / 4  # the twin: means half a standard deviation apart
+    assert (plain_rhat(apart) > limit).double().mean() > 0.15
+    assert rhat_by_chance(4, 2 * num_values) < rhat_by_chance(4, num_values)
+
+
+def members(count: int, terms: int = 4000) -> tuple[torch.Tensor, float]:
+    """[n, M] log-likelihoods of members, independent given the data, and the risk of infinitely many of them."""
+    mean = 1 + torch.randn(terms, 1, generator=generator("terms"), dtype=torch.float64)
+    logits = mean + 1.5 * noise(terms, count)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    probabilities = 1 / (1 + np.exp(-(mean.numpy() + 1.5 * nodes)))
+    truth = -np.log(probabilities @ (weights / weights.sum())).mean()
+    return torch.nn.functional.logsigmoid(logits), float(truth)
+
+
+def test_the_asymptote_is_the_risk_of_infinitely_many_members() -> None:
+    log_lik, truth = members(24, terms=8000)
+    found = risk_asymptote(log_lik, list(range(24)))
+    assert found is not None
+    assert found.sizes == list(range(1, 25))
+    assert found.risks[0] == pytest.approx(-log_lik.mean().item(), rel=0.03)  # 16 of 24 members
+    assert found.risks[-1] == pytest.approx(-(log_lik.logsumexp(1) - math.log(24)).mean().item())
+    assert abs(found.limit - truth) < 4 * found.std_error
+    assert found.std_error < 0.01
+    assert abs(found.risks[-1] - truth) > 4 * found.std_error  # the twin: C(M) taken for C(infinity)
+
+
+def test_the_error_of_the_asymptote_counts_chains_not_their_equal_draws() -> None:
+    log_lik, _ = members(8, terms=1000)
+    one = risk_asymptote(log_lik.repeat_interleave(4, 1), [k for k in range(8) for _ in range(4)])
+    wrong = risk_asymptote(log_lik.repeat_interleave(4, 1), list(range(32)))
+    assert one is not None
+    assert wrong is not None
+    assert one.std_error > wrong.std_error
+
+
+def test_few_members_and_impossible_labels_have_no_asymptote() -> None:
+    log_lik, _ = members(8, terms=10)
+    assert risk_asymptote(log_lik[:, :7], list(range(7))) is None
+    assert risk_asymptote(torch.cat([log_lik, torch.full((1, 8), -math.inf)]), list(range(8))) is None

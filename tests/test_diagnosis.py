@@ -1,0 +1,204 @@
+"""The probe, what is stored of it, and the command that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes import EnsembleConfig, PenaltyConfig, SGHMCConfig
+from hf_bayes.artifact import Posterior
+from hf_bayes.diagnose import main, plot
+from hf_bayes.diagnosis import _thinned
+from hf_bayes.diagnostics import ess, rhat
+from tests import runs
+from tests.models import tiny_bert, tiny_llama, with_lora
+from tests.runs import token_rows
+
+ONE_DRAW = SGHMCConfig(num_chains=3, prior_std=0.3)
+CONFIG = SGHMCConfig(num_chains=3, draws_per_chain=3, prior_std=0.3)
+
+
+def run(directory: Path, method: Any = CONFIG, **changes: Any) -> Any:
+    fields: dict[str, Any] = {"max_steps": 24, "probe_steps": 2, "logging_steps": 3}
+    trainer = runs.trainer(directory, method, **(fields | changes))
+    trainer.train()
+    return trainer
+
+
+def direct(rows: list[dict[str, Any]], theta: Tensor) -> Tensor:
+    """[M, q]: log-probabilities of the labels, each member as a plain peft model."""
+    found = []
+    model = with_lora(tiny_llama())
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = dict(model.named_parameters())
+    for row in theta:
+        begin = 0
+        for name in names:
+            size = parameters[name].numel()
+            parameters[name].data = row[begin : begin + size].view(parameters[name].shape)
+            begin += size
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        found.append(log_probs.gather(2, ids[:, 1:, None]).flatten())
+    return torch.stack(found).detach().double()
+
+
+def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> None:
+    trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100)
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    found = trainer._probe(theta)
+    # 100 updates of 2 rows allow for 4 rows of 7 terms
+    torch.testing.assert_close(found, direct(token_rows()[:4], theta), rtol=1e-4, atol=1e-4)
+
+
+def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
+    trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100, train=token_rows(10, length=100))
+    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).shape == (3, 256)
+    assert len(trainer._probe_inputs["input_ids"]) == 3  # of 99 terms
+
+
+def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
+    draws = []
+    for probe_steps in (0, 1):
+        model = with_lora(tiny_llama(), lora_dropout=0.3)
+        trainer = run(tmp_path, max_steps=6, probe_steps=probe_steps, model=model)
+        assert len(trainer.optimizer_of_chains.probes) == 6 * probe_steps
+        draws.append(trainer.posterior.approximation.theta)
+    assert torch.equal(*draws)
+
+
+def test_rhat_and_ess_are_those_of_the_looks_after_burn_in(tmp_path: Path) -> None:
+    trainer = run(tmp_path)
+    found = trainer.posterior.config.diagnostics
+    looks = torch.stack(trainer.optimizer_of_chains.probes[6:], 1)  # burn-in: 12 of 24 updates
+    assert looks.shape == (3, 6, 7)  # one row: the least that a look at every second update costs
+    total = looks.sum(2, keepdim=True)
+    assert found["rhat"] == pytest.approx(float(rhat(total)))
+    assert found["ess"] == pytest.approx(float(ess(total)))
+    assert found["rhat_terms"] == pytest.approx(float(rhat(looks).sort().values[-1]))  # 95 % of seven
+    assert (found["num_values"], found["values"]) == (6, "looks while training")
+
+
+def test_enough_draws_come_before_looks_and_optimisers_are_not_compared(tmp_path: Path) -> None:
+    found = run(tmp_path, dataclasses.replace(CONFIG, draws_per_chain=4)).posterior.config.diagnostics
+    assert (found["num_values"], found["values"]) == (4, "draws")
+    for config in (
+        EnsembleConfig(num_chains=3),
+        dataclasses.replace(CONFIG, schedule={"name": "cyclical"}),
+    ):
+        found = run(tmp_path, config, max_steps=12, probe_steps=1).posterior.config.diagnostics
+        assert found["rhat"] is None
+        assert "R-hat" not in found["verdict"].replace("no R-hat", "")
+
+
+def test_distance_in_noise_is_one_for_free_langevin_noise(tmp_path: Path) -> None:
+    """So little data that the gradient is nothing, a wide prior, and no momentum: theta diffuses by 2 T l / N."""
+    config = SGHMCConfig(num_chains=3, momentum=0.0, prior_std=1e3, temperature=1e4)
+    trainer = run(tmp_path, config, learning_rate=1e-4, num_data=1e-3, max_steps=20)
+    found = trainer.posterior.config.diagnostics
+    assert found["distance_in_noise"] == pytest.approx([1.0] * 3, abs=4 / (2 * 384) ** 0.5)  # chi over 384 coordinates
+    assert found["unmoved"] == [0.0] * 3
+
+
+def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) -> None:
+    config = PenaltyConfig(num_chains=2, draws_per_chain=3, step_size=1e-4, target_acceptance=None)
+    found = run(tmp_path, config, gradient_accumulation_steps=4, max_steps=12).posterior.config.diagnostics
+    assert all(0 <= share <= 1 for share in found["beyond_series"])
+
+
+def test_a_resumed_run_has_the_looks_of_the_whole_one(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", max_steps=12)
+    run(tmp_path / "cut", max_steps=12, save_strategy="steps", save_steps=5)
+    resumed = runs.trainer(tmp_path / "cut", CONFIG, max_steps=12, probe_steps=2, logging_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-5"))
+    assert resumed.posterior.config.diagnostics == whole.posterior.config.diagnostics
+    assert resumed.posterior.trace == whole.posterior.trace
+
+
+# ------------------------------------------------------------------------------------------------- stored and shown
+
+
+def test_what_is_stored_is_small_and_shown_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = run(tmp_path / "run", eval_dataset=token_rows(4, seed=1), logging_steps=1)
+    trainer.save_model()
+    loaded = Posterior.from_pretrained(tmp_path / "run")
+    assert loaded.trace == trainer.posterior.trace
+    risk, metrics = loaded.trace["risk"], loaded.config.metrics
+    assert len(risk["sizes"]) == 9
+    assert risk["risks"][-1] == pytest.approx(metrics["nll"], rel=1e-6)
+    assert risk["risks"][0] == pytest.approx(metrics["member_nll"], rel=0.05)  # 16 orders of 9 members
+    assert metrics["limit_nll"] == risk["limit"] < metrics["nll"]
+    assert len(json.dumps(loaded.trace)) < 20_000
+    monkeypatch.setenv("COLUMNS", "140")
+    main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
+    shown = capsys.readouterr().out
+    for words in ("sghmc, 3 chains", "kinetic temperature", "R-hat, single terms", "held-out NLL of a MAP estimate"):
+        assert words in shown
+    assert loaded.config.diagnostics["verdict"][:30] in shown
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+    figure = plot(loaded.config.to_dict(), loaded.trace)
+    assert figure is not None
+    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
+    assert [title.split(":")[0].split(" of ")[0] for title in titles] == [
+        "probe", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature", "configurational temperature",
+        "distance from the start", "loss",
+    ]  # fmt: skip
+
+
+def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = run(tmp_path / "run", EnsembleConfig(num_chains=2), max_steps=2)
+    untraced = dataclasses.replace(trainer.posterior, trace=None)
+    untraced.save_pretrained(tmp_path / "run")
+    assert Posterior.from_pretrained(tmp_path / "run").trace is None
+    main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
+    assert "nothing to plot" in capsys.readouterr().out
+    assert not (tmp_path / "figure.png").exists()
+
+
+def test_curves_are_thinned_to_what_a_plot_shows_and_keep_their_end() -> None:
+    assert _thinned(list(range(200))) == list(range(200))
+    thin = _thinned(list(range(1, 1002)))
+    assert len(thin) <= 200
+    assert thin[-1] == 1001
+
+
+# -------------------------------------------------------------------------------------------------- Jensen posterior
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows whose tokens are drawn anew at each look."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**token_rows(1)[0], "input_ids": torch.randint(3, 100, (8,)).tolist()}
+
+
+def test_dropout_and_augmentation_are_said_to_make_another_posterior(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hf_bayes.trainer"):
+        run(tmp_path, ONE_DRAW, max_steps=1)
+        assert "Jensen" not in caplog.text
+        run(tmp_path, ONE_DRAW, max_steps=1, train=Augmented())
+        assert "rows of train_dataset differ from one look to the next" in caplog.text
+        caplog.clear()
+        run(tmp_path, ONE_DRAW, max_steps=1, model=with_lora(tiny_llama(), lora_dropout=0.1))
+        assert "the model has dropout" in caplog.text
+        assert "Jensen" in caplog.text
+
+
+def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(8)}
+    trainer = run(tmp_path, ONE_DRAW, probe_steps=100, max_steps=1, **fields)
+    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).shape == (3, 4)
