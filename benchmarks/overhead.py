@@ -1,4 +1,5 @@
-"""What a training step of ``BayesianTrainer`` costs beyond its gradient: update, guards, logging, collecting, data.
+"""What a training step of ``BayesianTrainer`` costs beyond its gradient: update, guards, logging, collecting, data; the
+probe of its diagnostics.
 
 On the last layer, where a step is shortest; every step is logged and every fourth one collected.
 """
@@ -10,18 +11,33 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from benchmarks.harness import Line, Settings, compare, synchronize
+from benchmarks.harness import Line, Settings, compare, synchronize, timed
 from benchmarks.models import WHERE
 from benchmarks.training import make_trainer
+from hf_bayes import BayesianTrainer
 
 
 def measure(settings: Settings) -> list[Line]:
     """The lines of this group."""
     clock = ExtraClock(settings.device)
-    make_trainer(settings, WHERE[1], steps=3 * settings.rounds + 2, callbacks=[clock]).train()
+    trainer = make_trainer(settings, WHERE[1], steps=3 * settings.rounds + 2, callbacks=[clock])
+    trainer.train()
     seconds = {"ours": clock.extra[1:], "single": clock.gradient[1 : len(clock.extra)]}
     work = f"what a training step does beside its gradient, LoRA on the last layer, M={settings.num_members}"
-    return [compare("overhead", work, seconds, unit="% of a step", limit=3.0, times=100)]
+    return [
+        compare("overhead", work, seconds, unit="% of a step", limit=3.0, times=100),
+        _probe(settings, trainer, clock.gradient[1:]),
+    ]
+
+
+def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
+    """A look at the probe every 100 steps, spread over them."""
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    looks = [timed(lambda: trainer._probe(theta), settings.device) for _ in range(len(gradients) + 1)]
+    interval = trainer.args.probe_steps
+    work = f"the probe of the diagnostics every {interval} steps, LoRA on the last layer, M={settings.num_members}"
+    seconds = {"ours": looks[1:], "single": gradients}
+    return compare("overhead", work, seconds, unit="% of a step", limit=2.0, times=100 / interval)
 
 
 class ExtraClock(TrainerCallback):
