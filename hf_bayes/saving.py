@@ -48,7 +48,7 @@ def to_posterior(
     method: MethodConfig,
     *,
     subspace: str,
-    num_data: float,
+    num_data: float | None,
     data_unit: str,
     tokenizer: Any,
     seed: int,

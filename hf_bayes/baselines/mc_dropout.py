@@ -61,6 +61,7 @@ class MCDropoutConfig(MAPConfig):
     """
 
     name: ClassVar[str] = "mc_dropout"
+    ends_at_map: ClassVar[bool] = False
     dropout: float = 0.1
     num_masks: int = 8
     targets: str | None = None
