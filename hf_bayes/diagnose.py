@@ -187,10 +187,10 @@ def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> Non
     axis.plot(inverse, fit, color="C1", linewidth=1, label=f"fit to S ≥ {first}")
     axis.errorbar(0, limit, yerr=2 * risk["std_error"], fmt="s", color="C3", markersize=4, capsize=3,
                   label=f"C(∞) = {limit:.4f}, s.e. {risk['std_error']:.4f}")  # fmt: skip
-    marks = sorted({1, 2, 4, len(sizes)})
+    marks = [mark for mark in (1, 2, 4, 8) if mark < len(sizes)]
     axis.set_xticks([0, *(1 / mark for mark in marks)], ["∞", *map(str, marks)])
     axis.set_title("held-out NLL of S members", fontsize=9)
-    axis.set_xlabel("S (spaced as 1 / S)")
+    axis.set_xlabel(f"S, to {len(sizes)} (spaced as 1 / S)")
     axis.set_ylabel("nats per term")
     axis.legend(fontsize=7)
 
