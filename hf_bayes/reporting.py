@@ -42,6 +42,7 @@ class ReportingMixin(_Trainer):
     optimizer_of_chains: ChainOptimizer | None
     _losses: Tensor | None
     _has_noise: bool
+    _told_of_rounding = False
     _training_data: Callable[[], tuple[Any, Callable]]
     _distances: Callable[[], dict[str, Tensor]]
     _last_probe: Callable[[], dict[str, Tensor]]
@@ -128,7 +129,8 @@ class ReportingMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
         chains = self.optimizer_of_chains
-        if chains is not None and chains.num_updates == chains.warm_start + 1 and "unmoved" in chains.totals:
+        if chains is not None and "unmoved" in chains.totals and not self._told_of_rounding:
+            self._told_of_rounding = True
             lost = float(chains.totals["unmoved"].max())
             if self._has_noise and lost > MAX_UNMOVED:
                 self._warn(
