@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
 from hf_bayes.energy import FlatPrior
-from hf_bayes.mcmc import penalty
 from hf_bayes.mcmc.penalty import PenaltyConfig
 from hf_bayes.rng import generator
 from hf_bayes.types import Evaluation, Problem
@@ -56,19 +54,6 @@ class Batches:
         columns = N * (means * theta - theta.square() / 2)
         grad = N * (means.mean(1, keepdim=True) - theta)
         return Evaluation(columns.mean(1), grad if gradient else None, batch_log_lik=columns)
-
-
-def one_generator_for_all_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of chains would spend their time asking a generator each."""
-
-    def normal(rngs: list[torch.Generator], like: Tensor) -> Tensor:
-        return torch.randn(like.shape, dtype=like.dtype, generator=rngs[0])
-
-    def uniform(rngs: list[torch.Generator], like: Tensor) -> Tensor:
-        return torch.rand(len(like), dtype=like.dtype, generator=rngs[0])
-
-    monkeypatch.setattr(penalty, "randn", normal)
-    monkeypatch.setattr(penalty, "rand", uniform)
 
 
 def variance_ratio(

@@ -13,7 +13,8 @@ from hf_bayes.mcmc.penalty import PenaltyConfig, noise_penalty, variance_of_mean
 from hf_bayes.rng import generator
 from hf_bayes.sampling import sample
 from hf_bayes.types import Evaluation, Problem
-from tests.mcmc.batched import SD, Batches, N, disjoint, independent, one_generator_for_all_chains, variance_ratio
+from tests.mcmc.batched import SD, Batches, N, disjoint, independent, variance_ratio
+from tests.streams import share_one_stream
 
 
 def walk(step: float = 0.5, **fields: Any) -> PenaltyConfig:
@@ -23,7 +24,7 @@ def walk(step: float = 0.5, **fields: Any) -> PenaltyConfig:
 
 @pytest.fixture
 def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_generator_for_all_chains(monkeypatch)
+    share_one_stream(monkeypatch, penalty)
 
 
 # ------------------------------------------------------------------------------------------------------------ law
@@ -296,62 +297,3 @@ def test_the_papers_target_is_likelihood_tempering_by_the_share_of_a_batch() -> 
     config = PenaltyConfig(batch_posterior=True, prior_std=0.3).for_batches(60 / 2992)
     assert config == PenaltyConfig(temper="likelihood", temperature=2992 / 60, prior_std=0.3)
     assert PenaltyConfig(prior_std=0.3).for_batches(0.1) == PenaltyConfig(prior_std=0.3)
-
-
-# ------------------------------------------------------------------------------------- simulation-based calibration
-
-
-def uniform_ranks(monkeypatch: pytest.MonkeyPatch) -> float:
-    """p-value of Talts et al. (2018): ranks of true intercepts and slopes among 19 draws, in 20 bins.
-
-    A replicate is a chain with its own truth and data: 200 examples, prior and noise N(0, 1), batches of 10.
-    """
-    from scipy.stats import chisquare
-
-    one_generator_for_all_chains(monkeypatch)
-    m, size, n, count, rng = 2000, 200, 10, 20, generator("calibration")
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=rng)
-
-    x = torch.stack([torch.ones(m, size, dtype=torch.float64), normal(m, size)], 2)
-    truth = normal(m, 2)
-    y = (x @ truth[..., None])[..., 0] + normal(m, size)
-    precision = x.mT @ x + torch.eye(2, dtype=torch.float64)
-    mean = torch.linalg.solve(precision, (x.mT @ y[..., None]))[..., 0]
-    rows = torch.zeros(m, count, n, dtype=torch.int64)
-    chains = torch.arange(m)[:, None, None]
-
-    def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-        residuals = y[chains, rows] - (x[chains, rows] * theta[:, None, None]).sum(-1)
-        columns = -0.5 * size * residuals.square().mean(2)
-        return Evaluation(columns.mean(1), None, batch_log_lik=columns)
-
-    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
-    config = PenaltyConfig(step_size=0.06, target_acceptance=None)
-    kernel = config.build(Problem(size, prior, 0.06, 1, 0, (2,)))
-    # from the exact posterior: what is judged is whether the kernel stays in it
-    start = (
-        mean + torch.linalg.solve_triangular(torch.linalg.cholesky(precision).mT, normal(m, 2, 1), upper=True)[..., 0]
-    )
-    state, ranks = kernel.init(start, evaluate, [rng]), torch.zeros(m, 2)
-    for _ in range(19):
-        for _ in range(30):
-            rows = torch.randint(size, (m, count, n), generator=rng)
-            state, _ = kernel.step(state, evaluate, [rng])
-        ranks += state.theta < truth
-    counts = torch.stack([torch.bincount(column.long(), minlength=20) for column in ranks.T])
-    return float(min(chisquare(column.numpy()).pvalue for column in counts)) * 2  # of two: Bonferroni
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_simulation_based_calibration_on_conjugate_regression(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert uniform_ranks(monkeypatch) > 0.001
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_simulation_based_calibration_catches_a_dropped_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penalty, "noise_penalty", lambda variance, num_batches: 0 * variance)
-    assert uniform_ranks(monkeypatch) < 0.001

@@ -14,12 +14,12 @@ from hf_bayes.samplers import agps
 from hf_bayes.samplers.agps import FAMILIES, AGPSConfig, Parameters
 from hf_bayes.sampling import SampleResult, sample
 from hf_bayes.types import Evaluation, Problem
+from tests.streams import share_one_stream
 
 
 @pytest.fixture
 def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of chains would spend their time asking a generator each."""
-    monkeypatch.setattr(agps, "randn", lambda rngs, like: torch.randn(like.shape, dtype=like.dtype, generator=rngs[0]))
+    share_one_stream(monkeypatch, agps)
 
 
 def normal(theta: Tensor, batch: Tensor | None = None) -> Tensor:
@@ -28,9 +28,11 @@ def normal(theta: Tensor, batch: Tensor | None = None) -> Tensor:
     return ((theta - 2).square() / 8 + shift * theta).sum(1)
 
 
-def run(config: AGPSConfig, *, num_chains: int = 100, num_steps: int = 1000, **arguments: Any) -> SampleResult:
-    start = torch.zeros(num_chains, 1, dtype=torch.float64)
-    return sample(normal, start, config, num_steps=num_steps, learning_rate=1.0, seed=3, **arguments)
+def run(
+    config: AGPSConfig, *, num_chains: int = 100, num_steps: int = 1000, start: float = 0.0, **arguments: Any
+) -> SampleResult:
+    begin = torch.full((num_chains, 1), start, dtype=torch.float64)
+    return sample(normal, begin, config, num_steps=num_steps, learning_rate=1.0, seed=3, **arguments)
 
 
 def test_an_update_is_algorithm_1_with_the_cap_on_the_standard_deviation_only() -> None:
@@ -85,12 +87,12 @@ def test_gaussian_moments_after_burn_in() -> None:
     assert abs(means.mean() - 4) < 4 * float(means.std()) / 400**0.5 + 0.02
 
 
-def noise(size: float) -> Any:
+def noise(size: float, num_chains: int = 300) -> Any:
     rng = generator("noise")
 
     def batches() -> Iterator[Tensor]:
         while True:
-            yield size * torch.randn(300, 1, dtype=torch.float64, generator=rng)
+            yield size * torch.randn(num_chains, 1, dtype=torch.float64, generator=rng)
 
     return batches
 
@@ -114,6 +116,44 @@ def test_at_the_cap_the_cap_is_the_width_and_the_run_says_so() -> None:
     spread = result.draws - torch.as_tensor(result.state.first)[:, None]
     assert result.info["proposal_std"].max() <= 0.01
     assert spread[:, -1].abs().mean() < 0.02
+
+
+def law_at_the_cap(cap: float, size: float) -> float:
+    """E (theta - 2)^2 where the noise of the score leaves every proposal at the cap.
+
+    theta = mu + cap eps, and Algorithm 1's mean goes to theta +- |theta - mu|, up with probability
+    Phi((2 - theta) / (4 size)): with the sign of eps mu moves by 2 cap eps, else it stays. The stationary law of that
+    chain of mu, on a grid.
+    """
+    step = cap / 5
+    mu = step * torch.arange(-200, 201, dtype=torch.float64)  # of mu - 2
+    normal = torch.distributions.Normal(0.0, 1.0)
+    target = (mu - mu[:, None]) / (2 * cap)  # [from, to]: the eps that leads there
+    weight = normal.log_prob(target).exp() * step / (2 * cap)
+    theta = mu[:, None] + cap * target
+    up = normal.cdf(-theta / (4 * size))
+    moves = weight * torch.where(target > 0, up, torch.where(target < 0, 1 - up, 0.5))
+    moves += torch.diag(1 - moves.sum(1))
+    law = torch.full_like(mu, 1 / len(mu))
+    for _ in range(12):  # to the power of 4096
+        moves = moves @ moves
+    law = law @ moves
+    return float(law @ mu.square()) + cap**2
+
+
+@pytest.mark.usefixtures("one_generator")
+@pytest.mark.filterwarnings("ignore:agps. .*at the cap")
+def test_the_width_at_the_cap_is_that_of_its_own_law() -> None:
+    cap, size = 0.05, 0.5
+    expected = law_at_the_cap(cap, size)
+    draws = run(
+        AGPSConfig(max_std=cap), num_chains=3000, num_steps=1300, burn_in=300, batches=noise(size, 3000), start=2.0
+    ).draws
+    means = (draws - 2).square().mean((1, 2))
+    assert 4 * means.std() / len(means) ** 0.5 < 0.03 * expected
+    assert abs(means.mean() / expected - 1) < 0.03
+    # the broken twin: the law of another noise, 1 / size being what holds mu back
+    assert abs(means.mean() / law_at_the_cap(cap, 0.9 * size) - 1) > 0.03
 
 
 def test_full_gradients_below_the_cap_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
