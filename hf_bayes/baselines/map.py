@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.blocks import in_blocks
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import energy, grad_energy
 from hf_bayes.posterior import Draws
@@ -97,20 +98,24 @@ def descend(
     state: MAPState, evaluation: Evaluation, problem: Problem, lr: float, *, momentum: float, prior_weight: float
 ) -> tuple[MAPState, Info]:
     """One step of AdamW on U / N."""
-    gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight) / problem.num_data
+    gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)
     info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
-    return adamw(state, gradient, lr, momentum=momentum), info
+    return adamw(state, gradient, lr, momentum=momentum, num_data=problem.num_data), info
 
 
-def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float) -> MAPState:
-    """One step along ``gradient`` [M, d], of U / N."""
+def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_data: float) -> MAPState:
+    """One step on U / N, where ``gradient`` [M, d] is U's."""
     step = state.step + 1
-    first = momentum * state.first_moment + (1 - momentum) * gradient
-    second = BETA_2 * state.second_moment + (1 - BETA_2) * gradient.square()
     # in float64: 1 - 0.999 ** t keeps four digits in float32 at the start
     first_bias, second_bias = ((1 - beta ** step.double()).to(gradient)[:, None] for beta in (momentum, BETA_2))
-    theta = state.theta - lr * (first / first_bias) / ((second / second_bias).sqrt() + EPSILON)
-    return MAPState(theta, first, second, step)
+
+    def advance(gradient: Tensor, theta: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        gradient = gradient / num_data
+        first = momentum * first + (1 - momentum) * gradient
+        second = BETA_2 * second + (1 - BETA_2) * gradient.square()
+        return theta - lr * (first / first_bias) / ((second / second_bias).sqrt() + EPSILON), first, second
+
+    return MAPState(*in_blocks(advance, gradient, *state[:-1]), step)
 
 
 def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0) -> Rule:

@@ -93,9 +93,9 @@ class MCDropoutConfig(MAPConfig):
         def update(state: MCDropoutState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MCDropoutState, Info]:
             scale = masks.scale(state.kept, state.theta)
             located, weight = scale * state.theta, self.prior_weight
-            gradient = scale * grad_energy(evaluation, located, problem.prior, prior_weight=weight) / problem.num_data
+            gradient = scale * grad_energy(evaluation, located, problem.prior, prior_weight=weight)
             adam = MAPState(state.theta, state.first_moment, state.second_moment, state.step)
-            new = adamw(adam, gradient, lr, momentum=self.momentum)
+            new = adamw(adam, gradient, lr, momentum=self.momentum, num_data=problem.num_data)
             info = {"energy": energy(evaluation, located, problem.prior, prior_weight=weight)}
             return MCDropoutState(*new, state.kept, state.seed), info
 

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_bayes.blocks import in_blocks
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
@@ -208,8 +209,11 @@ class AGPSConfig(MethodConfig):
         def update(state: AGPSState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[AGPSState, Info]:
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             max_std = self.max_std or lr
-            carried = Parameters(state.first, state.second)
-            at = family.match(state.theta, -gradient / self.temperature, carried, max_std)
+
+            def match(gradient: Tensor, theta: Tensor, *carried: Tensor) -> Parameters:
+                return family.match(theta, -gradient / self.temperature, Parameters(*carried), max_std)
+
+            at = Parameters(*in_blocks(match, gradient, state.theta, state.first, state.second))
             info = {"proposal_std": at.second.mean(1)} if self.family == "gaussian" else {}
             share = (at.second >= max_std).to(state.capped.dtype).mean(1) if self.family == "gaussian" else 0.0
             capped = state.capped + share * (state.step >= problem.burn_in)

@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.blocks import in_blocks
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import energy, grad_energy
 from hf_bayes.posterior import Gaussian
@@ -102,26 +103,28 @@ class MeanFieldConfig(MethodConfig):
             return _draw(state), state
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            log_std, noise, drawn = state.iterate[:, 1], state.noise, _draw(state)
+            drawn, log_std = _draw(state), state.iterate[:, 1]
             gradient = grad_energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
-            residual = gradient - state.slope * noise
-            slope_gradient = (residual * noise + state.slope) * log_std.exp()
-            # units that keep Adam's epsilon small beside every gradient: per datum as in a HF loss, and in kT
-            gradients = torch.stack([residual / problem.num_data, slope_gradient / self.temperature - 1], 1)
-            rates = gradients.new_tensor([lr, self.std_learning_rate * lr / problem.learning_rate])[:, None]
-            direction, first, second = adam(gradients, state.first, state.second, state.step + 1)
-            iterate = state.iterate - rates * direction
-            weight = 1 / (state.step + 1 - first_averaged).clamp(min=1).to(iterate.dtype)[:, None]
-            new = MeanFieldState(
-                theta=torch.lerp(state.theta, iterate[:, 0], weight),
-                log_std=torch.lerp(state.log_std, iterate[:, 1], weight),
-                iterate=iterate,
-                first=first,
-                second=second,
-                slope=state.slope + SLOPE_RATE * residual * noise,
-                noise=noise,
-                step=state.step + 1,
-            )
+            rates = gradient.new_tensor([lr, self.std_learning_rate * lr / problem.learning_rate])[:, None]
+            weight = 1 / (state.step + 1 - first_averaged).clamp(min=1).to(gradient.dtype)[:, None]
+
+            def advance(
+                gradient: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
+            ) -> tuple[Tensor, ...]:
+                first, second, slope, noise = rest
+                residual = torch.addcmul(gradient, slope, noise, value=-1)
+                correlated = residual * noise
+                slope_gradient = (correlated + slope) * iterate[:, 1].exp()
+                # units that keep Adam's epsilon small beside every gradient: per datum as in a HF loss, and in kT
+                gradients = torch.stack([residual / problem.num_data, slope_gradient / self.temperature - 1], 1)
+                direction, first, second = adam(gradients, first, second, state.step + 1)
+                iterate = iterate - rates * direction
+                theta = torch.lerp(theta, iterate[:, 0], weight)
+                log_std = torch.lerp(log_std, iterate[:, 1], weight)
+                return theta, log_std, iterate, first, second, slope + SLOPE_RATE * correlated
+
+            advanced = in_blocks(advance, gradient, *state[:-1])
+            new = MeanFieldState(*advanced, noise=state.noise, step=state.step + 1)
             drawn_energy = energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
             entropy = log_std.sum(1) + 0.5 * log_std.shape[1] * (1 + math.log(2 * math.pi))
             return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": new.log_std.mean(1).exp()}
@@ -134,8 +137,8 @@ class MeanFieldConfig(MethodConfig):
 
 def _draw(state: MeanFieldState) -> Tensor:
     """[M, d]: theta = mean + std eps at the last iterate."""
-    mean, log_std = state.iterate.unbind(1)
-    return mean + log_std.exp() * state.noise
+    (drawn,) = in_blocks(lambda at, noise: (at[:, 0] + at[:, 1].exp() * noise,), state.iterate, state.noise)
+    return drawn
 
 
 def adam(gradient: Tensor, first: Tensor, second: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
