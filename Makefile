@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: test test-slow reliability lint quickstart benchmark
+.PHONY: test test-slow reliability mutants lint quickstart benchmark
 
 # One thread a worker: the models of the suite are too small for more.
-test test-slow reliability: export OMP_NUM_THREADS ?= 1
+test test-slow reliability mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -21,6 +21,10 @@ test-slow: $(STAMP)
 reliability: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m reliability --timeout 3000 --reliability docs/reliability.json
 	$(BIN)/python -m tests.faults.report
+
+# Plants faults in a copy of the package, one at a time, and sees the tests fail; writes docs/mutants.md. About five minutes.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

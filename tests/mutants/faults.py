@@ -1,0 +1,232 @@
+"""Planted faults: a slip that a hand could make, and the tests that must not let it pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Fault(NamedTuple):
+    """A slip in one place of the package.
+
+    Attributes:
+        name: what it is, in words.
+        file: within ``hf_bayes``.
+        found: a text that stands in the file once.
+        put: what is put in its place.
+        tests: node ids within ``tests``; each must fail (of a parametrised one without brackets, one of its cases).
+    """
+
+    name: str
+    file: str
+    found: str
+    put: str
+    tests: tuple[str, ...]
+
+    def planted(self, source: str) -> str:
+        """The file's text with the fault in it.
+
+        Raises:
+            ValueError: if the text is not there, or there more than once.
+        """
+        count = source.count(self.found)
+        if count != 1:
+            raise ValueError(
+                f"fault {self.name!r}: hf_bayes/{self.file} holds its text {count} times, expected once. The code has "
+                "moved on: write the fault anew in tests/mutants/faults.py"
+            )
+        return source.replace(self.found, self.put)
+
+
+def law(sampler: str) -> str:
+    """The stationary moments of a sampler, solved from its update."""
+    return f"samplers/test_laws.py::test_stationary_moments_are_those_of_the_docstring[0.3-0.0-{sampler}]"
+
+
+SGD = "samplers/test_sghmc.py::test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum"
+CYCLES = "samplers/test_sghmc.py::TestCyclicalSchedule::test_keeps_the_kinetic_temperature_at_its_law"
+FOLDED = "members/test_engine.py::test_folded_members_equal_separate_models[torch.float32-llama-lora-every-linear]"
+
+# fmt: off
+FAULTS = (
+    # -- samplers
+    Fault("sghmc: noise without sqrt(2)", "samplers/sghmc.py",
+          "injected = 2 * friction * h * temperature", "injected = friction * h * temperature", (law("sghmc"),)),
+    Fault("sghmc: N is 1 in the step size", "samplers/sghmc.py",
+          "h = math.sqrt(lr / problem.num_data)", "h = math.sqrt(lr)", (SGD,)),
+    Fault("sghmc: T is 0.8 T", "samplers/sghmc.py",
+          "peak, temperature = problem.learning_rate, self.temperature",
+          "peak, temperature = problem.learning_rate, 0.8 * self.temperature", (law("sghmc"),)),
+    Fault("sghmc: the friction's sign", "samplers/sghmc.py",
+          "decay = 1 - h * friction", "decay = 1 + h * friction", (SGD,)),
+    Fault("sghmc: theta moves with the old momentum", "samplers/sghmc.py",
+          "theta=state.theta + step_size * momentum", "theta=state.theta + step_size * state.momentum",
+          (law("sghmc"), SGD)),
+    Fault("sghmc: SGD's buffer is kept while the learning rate falls", "samplers/sghmc.py",
+          """\
+            momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
+            moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
+""",
+          """\
+            h0 = math.sqrt(peak / problem.num_data)  # the buffer is h0 times the momentum of the state
+            fresh = noise_std * math.sqrt(h / h0) * randn(rngs, state.theta) - step_size * gradient
+            momentum = self.momentum * state.momentum + h / h0 * fresh
+            moved = state._replace(theta=state.theta + h0 * momentum, momentum=momentum, step=state.step + 1)
+            momentum = h0 / h * momentum
+""", (CYCLES,)),
+    Fault("sghmc: beta is kept while the learning rate falls", "samplers/sghmc.py",
+          "decay = 1 - h * friction", "decay = self.momentum", (CYCLES,)),
+    Fault("sghmc: momenta start at N(0, I), whatever T", "samplers/sghmc.py",
+          "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step)",
+          "SGHMCState(theta, randn(rngs, theta), step)",
+          ("samplers/test_laws.py::test_momenta_start_at_their_stationary_law[sghmc]",)),
+    Fault("sgld: noise without sqrt(2)", "samplers/sgld.py",
+          "math.sqrt(2 * step_size * self.temperature) * randn", "math.sqrt(step_size * self.temperature) * randn",
+          (law("sgld"),)),
+    Fault("baoab: O with 1 - c in place of 1 - c^2", "samplers/baoab.py",
+          "noise = math.sqrt((1 - decay**2) * temperature)", "noise = math.sqrt((1 - decay) * temperature)",
+          (law("baoab"), law("baoa"))),
+    Fault("baoab: the friction follows the learning rate", "samplers/baoab.py",
+          "self.momentum ** math.sqrt(lr / peak)", "self.momentum",
+          ("samplers/test_baoab.py::test_friction_stays_fixed_under_a_schedule",)),
+    Fault("baoab: a whole kick where half of one is left", "samplers/baoab.py",
+          'if self.scheme == "baoab" else 1.0', 'if self.scheme == "baoa" else 1.0',
+          ("samplers/test_baoab.py::test_both_schemes_are_one_chain_of_positions_started_half_a_kick_apart",)),
+    Fault("sgnht: the thermostat's sign", "samplers/sgnht.py",
+          "(kinetic - temperature)", "(temperature - kinetic)",
+          ("samplers/test_sgnht.py::"
+           "test_a_thermostat_off_balance_comes_back_and_does_not_swing_at_critical_damping",)),
+    Fault("sghmc_euler: theta moves with the new momentum", "samplers/sghmc_euler.py",
+          "return SGHMCEulerState(theta, momentum,", "return SGHMCEulerState(state.theta + h * momentum, momentum,",
+          (law("sghmc_euler"),)),
+    Fault("gradient noise is added to the injected noise, not taken off", "samplers/gradient_noise.py",
+          "(injected - squared_step * variance)", "(injected + squared_step * variance)",
+          ("samplers/test_gradient_noise.py::test_corrected_euler_is_the_noise_of_posteriors_beta",)),
+    Fault("preconditioner: the most sensitive tensor has mass 1", "samplers/preconditioner.py",
+          "sigma / sigma.amin(1, keepdim=True)", "sigma / sigma.amax(1, keepdim=True)",
+          ("samplers/test_preconditioner.py::test_masses_are_those_of_algorithm_4_and_nothing_moves_meanwhile",)),
+    Fault("agps: the cap is on the variance", "samplers/agps.py",
+          "variance.sqrt().clamp(max=max_std)", "variance.clamp(max=max_std).sqrt()",
+          ("samplers/test_agps.py::test_the_cap_is_the_learning_rate_unless_given",)),
+    # -- schedules and draws
+    Fault("cyclical: l = l0 C in place of l0 C^2", "schedules.py",
+          "exponent: float = 2.0", "exponent: float = 1.0",
+          ("test_schedules.py::test_thirty_cycles_of_which_three_are_burn_in_are_those_of_the_paper",)),
+    Fault("draws are taken an update early", "optimizer.py",
+          "if self.num_updates in self.draw_steps:", "if self.num_updates + 1 in self.draw_steps:",
+          ("test_optimizer.py::test_draws_are_taken_at_their_steps_and_stay_as_they_were",)),
+    Fault("all chains have the stream of the first", "rng.py",
+          'return [generator(seed, "chain", chain, device=device)',
+          'return [generator(seed, "chain", 0, device=device)',
+          ("test_methods.py::test_chains_are_independent[sghmc]",)),
+    # -- energy, rows and N
+    Fault("the prior counts twice", "energy.py",
+          "return -evaluation.grad_log_lik - prior_weight * prior.grad(theta)",
+          "return -evaluation.grad_log_lik - 2 * prior_weight * prior.grad(theta)",
+          (SGD, "variational/test_mean_field.py::test_temper_says_whether_the_prior_is_tempered")),
+    Fault("the prior's std stands for its variance", "energy.py",
+          "return (self.mean - theta) / self.std.square()", "return (self.mean - theta) / self.std",
+          (SGD, "test_priors.py::test_density_and_gradient_are_those_of_torch_distributions")),
+    Fault("likelihood tempering tempers the prior, too", "config.py",
+          'return self.temperature if self.temper == "likelihood" else 1.0', "return 1.0",
+          ("variational/test_mean_field.py::test_temper_says_whether_the_prior_is_tempered",)),
+    Fault("of several micro-batches the last one counts", "optimizer.py",
+          "self._grad[members] += grad", "self._grad[members] = grad",
+          ("test_optimizer.py::test_an_evaluation_is_the_scaled_sum_of_its_micro_batches[False]",)),
+    Fault("the gradient is that of the update's rows, not of N", "optimizer.py",
+          "grad = self._grad.mul_(-scale.to(self._grad.dtype).view(-1, 1))", "grad = self._grad.mul_(-1)",
+          ("test_optimizer.py::test_an_evaluation_is_the_scaled_sum_of_its_micro_batches[False]",
+           "test_trainer_law.py::test_variance_is_that_of_the_law_with_minibatch_noise[192rows-batch8x2]")),
+    Fault("N counts labels before the causal shift", "batches.py",
+          "labels[:, 1:] if shift else labels", "labels",
+          ("test_batches.py::test_terms_of_a_language_model_are_the_loss_tokens_after_the_shift",)),
+    # -- kernels
+    Fault("hmc: the kinetic energy is forgotten", "mcmc/hmc.py",
+          "error = end - start + kinetic", "error = end - start",
+          ("mcmc/test_hmc.py::test_moments_are_exact_at_a_large_step",)),
+    Fault("leapfrog without its last half step", "mcmc/hmc.py",
+          "        value, gradient = potential(theta)\n        momentum = momentum - step_size / 2 * gradient\n",
+          "        value, gradient = potential(theta)\n", ("mcmc/test_hmc.py::test_leapfrog_is_reversible",)),
+    Fault("metropolis: the energy follows refused proposals", "mcmc/metropolis.py",
+          "energy=torch.where(accepted, proposed, state.energy)", "energy=proposed",
+          ("mcmc/test_metropolis.py::test_one_energy_is_asked_for_per_update_and_no_gradient",)),
+    Fault("metropolis: T is left out", "mcmc/metropolis.py",
+          "(state.energy - proposed) / self.temperature", "state.energy - proposed",
+          ("mcmc/test_metropolis.py::test_moments_are_exact_at_every_temperature[gaussian-2.0]",)),
+    Fault("gps: the reverse proposal is forgotten", "mcmc/gps.py",
+          "(family.log_prob(state.theta, backward) - family.log_prob(proposal, forward)).sum(1)",
+          "0", ("mcmc/test_gps.py::test_exact_draws_are_left_as_they_are",)),
+    Fault("gps: a chain never stops exploring", "mcmc/gps.py",
+          "state.step < explored_steps\n", "state.step >= 0\n",
+          ("mcmc/test_gps.py::test_the_reference_is_frozen_after_half_of_burn_in",)),
+    Fault("penalty: the penalty is dropped", "mcmc/penalty.py",
+          "log_ratio = log_density_ratio - difference.mean(1) - penalty",
+          "log_ratio = log_density_ratio - difference.mean(1)",
+          ("mcmc/test_penalty.py::test_langevin_acceptance_is_eq_12",)),
+    Fault("penalty: chi^2 divides by K^2", "mcmc/penalty.py",
+          "return difference.var(1) / difference.shape[1]",
+          "return difference.var(1, correction=0) / difference.shape[1]",
+          ("mcmc/test_penalty.py::test_the_penalty_is_eq_17_in_the_series_of_ceperley_and_dewing",)),
+    Fault("penalty: the proposal's density is forgotten", "mcmc/penalty.py",
+          "return proposal, -0.5 * ((end - momentum) * (end + momentum)).sum(1)",
+          "return proposal, torch.zeros_like(state.log_step)",
+          ("mcmc/test_penalty.py::test_langevin_acceptance_is_eq_12",)),
+    # -- Gaussians
+    Fault("mean_field: the entropy without T", "variational/mean_field.py",
+          "slope_gradient / self.temperature - 1", "(slope_gradient - 1) / self.temperature",
+          ("variational/test_mean_field.py::test_a_diagonal_gaussian_is_recovered_to_one_percent[0.5]",)),
+    Fault("mean_field: the slope is learnt with the wrong sign", "variational/mean_field.py",
+          "slope + SLOPE_RATE", "slope - SLOPE_RATE",
+          ("variational/test_mean_field.py::test_a_diagonal_gaussian_is_recovered_to_one_percent[1.0]",)),
+    Fault("mean_field: q is the last iterate", "variational/mean_field.py",
+          "weight = 1 / (state.step + 1 - first_averaged).clamp(min=1)", "weight = 1 / (state.step + 1).clamp(max=1)",
+          ("variational/test_mean_field.py::test_q_is_the_average_of_the_second_half_of_the_iterates",)),
+    Fault("laplace: the covariance without T", "laplace/curvature.py",
+          "return Diagonal((temperature / _positive(self.values + precision)).sqrt())",
+          "return Diagonal((1 / _positive(self.values + precision)).sqrt())",
+          ("laplace/test_curvature.py::test_covariances_are_tempered_as_documented[0.3-model-diagonal]",)),
+    Fault("laplace: S label draws are summed, not averaged", "laplace/estimators.py",
+          "return likelihood.score(terms.logits, labels) / math.sqrt(self.num_draws)",
+          "return likelihood.score(terms.logits, labels)",
+          ("laplace/test_survey.py::test_random_signs_average_to_the_token_fisher_and_drawn_labels_to_the_ggn",)),
+    Fault("laplace: the evidence's determinant has the wrong sign", "laplace/evidence.py",
+          "log_prior - 0.5 * self.curvature.log_det", "log_prior + 0.5 * self.curvature.log_det",
+          ("laplace/test_curvature.py::test_evidence_is_that_of_the_dense_formula",)),
+    Fault("swag: the half is forgotten", "baselines/swag.py",
+          "self.squares / (2 * max(1, count))", "self.squares / max(1, count)",
+          ("baselines/test_swag.py::test_moments_are_those_of_the_iterates_of_torch_sgd[4]",)),
+    # -- a posterior as prior
+    Fault("continual: a posterior as prior keeps no mean", "priors.py",
+          "return inherited.to(start)",
+          "return Gaussian(torch.zeros_like(inherited.means), inherited.covariances).to(start)",
+          ("test_inheritance.py::test_two_episodes_are_the_joint_posterior",)),
+    Fault("continual: lambda multiplies the inherited precision, too", "laplace/laplace.py",
+          "covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)",
+          "covariance = temper(curvature, precision, temperature=self.temperature / self.strength, what=self.temper)",
+          ("test_inheritance.py::test_each_structure_adds_lambda_times_the_curvature[diagonal]",)),
+    # -- the member axis and what is made of it
+    Fault("folding: row b * M + m in place of m * B + b", "members/trunk.py",
+          "return value.repeat(num_members, *[1] * (value.ndim - 1))",
+          "return value.repeat_interleave(num_members, dim=0)", (FOLDED,)),
+    Fault("folding: every member has the adapter of the first", "members/stacked.py",
+          'b = context.members_of(layer.lora_B[adapter].weight, self.names.get("lora_B"))',
+          'b = context.members_of(layer.lora_B[adapter].weight, self.names.get("lora_B"))[:1].expand(len(a), -1, -1)',
+          (FOLDED,)),
+    Fault("LoRA's scaling is left out", "members/stacked.py",
+          "return y.baddbmm_(low, b.mT, alpha=scaling)", "return y.baddbmm_(low, b.mT)", (FOLDED,)),
+    Fault("members' logits are averaged, not their probabilities", "uncertainty.py",
+          "self.mean = probs.mul_(norm.reciprocal_()).mean(0)",
+          "self.mean = probs.mul_(norm.reciprocal_()).log().mean(0).softmax(-1)",
+          ("test_uncertainty.py::test_the_mixture_is_the_log_of_the_mean_probability[torch.float64]",)),
+    Fault("entropies are in bits", "uncertainty.py",
+          "return (guess.to(sum_dtype) - rest / norm + norm.log2()) * _LN2",
+          "return guess.to(sum_dtype) - rest / norm + norm.log2()",
+          ("test_uncertainty.py::test_members_sure_of_different_classes_reach_the_bound",)),
+    Fault("epistemic uncertainty is a sum over members", "uncertainty.py",
+          "result = divergence.mean(0).mul_(mean).sum(-1).clamp_(min=0)",
+          "result = divergence.sum(0).mul_(mean).sum(-1).clamp_(min=0)",
+          ("test_uncertainty.py::test_small_epistemic_uncertainty_keeps_three_digits",)),
+)
+# fmt: on
