@@ -18,7 +18,7 @@ from benchmarks.harness import Line, Settings, machine
 from benchmarks.models import SHAPES, Subject
 
 GROUPS = {
-    "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace"),
+    "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace", "updates"),
     "cuda": ("accelerator",),
 }
 SUBJECTS = {"cpu": ("30M", "float32", 8), "cuda": ("8B", "bfloat16", 10)}

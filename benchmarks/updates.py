@@ -1,0 +1,87 @@
+"""What an update of every rule costs beside SGHMC's, whose work is one normal draw and some ten passes over theta.
+
+Eight chains of two million parameters (a LoRA of rank 8 on a model of 1B); the gradient is there already. A rule that
+does more in some updates than in others (``swag`` collects about a hundred iterates of a run) is timed over a period.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
+from hf_bayes.config import MethodConfig
+from hf_bayes.energy import GaussianPrior
+from hf_bayes.methods import METHODS, build
+from hf_bayes.rng import chain_generators
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.types import Evaluation, Problem, Rule
+
+CHAINS, DIM, TENSORS = 8, 2_000_000, 4
+SMALL = {"tiny": 20_000}
+"""DIM beside models that only show that all runs."""
+
+LIMIT = 1.5
+ROUNDS = 5
+"""At most: updates of one size vary little."""
+
+PERIODS = {"swag": 10}
+"""Updates that are timed at once, where not one."""
+
+
+def measure(settings: Settings) -> list[Line]:
+    """One line: the worst rule, with the ratios of all the others beside it."""
+    dim = SMALL.get(settings.subject.shape, DIM)
+    configs = {**{name: kind() for name, kind in METHODS.items() if name != "sghmc"}, "sghmc layerwise": LAYERWISE}
+    lines = {}
+    for name, config in configs.items():
+        rule, reference = build(config, _problem(dim)), build(SGHMCConfig(), _problem(dim))
+        if isinstance(rule, Rule) and isinstance(reference, Rule):
+            works = {
+                "ours": _update(rule, settings.device, dim, PERIODS.get(name, 1)),
+                "single": _update(reference, settings.device, dim),
+            }
+            seconds = interleave(works, min(settings.rounds, ROUNDS))
+            work = f"an update of the worst rule, {name}, of [{CHAINS}, {dim / 1e6:g}M]"
+            lines[name] = compare("updates", work, seconds, unit="x sghmc", limit=LIMIT)
+    ordered = sorted(lines, key=lambda name: -lines[name].value)
+    return [replace(lines[ordered[0]], others={name: lines[name].value for name in ordered[1:]})]
+
+
+LAYERWISE: MethodConfig = SGHMCConfig(
+    preconditioner="layerwise", preconditioner_batches=1, preconditioner_period=1_000_000
+)
+
+
+def _problem(dim: int) -> Problem:
+    """A run whose rules are past burn-in from the second update on, and collect every tenth iterate."""
+    prior = GaussianPrior(torch.tensor(0.0), torch.tensor(1.0))
+    sizes = (dim // TENSORS,) * TENSORS
+    return Problem(1000, prior, 0.01, 1002, 2, sizes, draw_steps=range(502, 1003, 500))
+
+
+def _update(rule: Rule, device: str, dim: int, period: int = 1) -> Work:
+    """Where the gradient is wanted, and the update with it; the mean of ``period`` of them."""
+    rngs = chain_generators(0, CHAINS, device=device)
+    theta = 0.1 * torch.randn(CHAINS, dim, device=device, generator=rngs[0])
+    evaluation = Evaluation(torch.zeros(CHAINS, device=device), theta.clone())
+    state: Any = rule.init(theta, rngs)
+
+    def work() -> float:
+        nonlocal state
+        begin = _now(device)
+        with torch.no_grad():
+            for _ in range(period):
+                _, state = rule.locate(state, rngs)
+                state, _ = rule.update(state, evaluation, 0.01, rngs)
+        return (_now(device) - begin) / period
+
+    return work
+
+
+def _now(device: str) -> float:
+    synchronize(device)
+    return time.perf_counter()
