@@ -13,8 +13,8 @@ BLOCK_ELEMENTS = 1 << 15
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column on its own.
 
-    A rule of forty elementary operations makes forty passes over memory when they follow each other on [M, d]; here what
-    lies between arguments and results stays in the cache. Accelerators, where a launch costs more, get one block.
+    A rule of forty elementary operations makes forty passes over memory when they follow each other on [M, d]; here
+    what lies between arguments and results stays in the cache. Accelerators, where launches cost more, get one block.
     """
     dim = tensors[0].shape[-1]
     width = max(1, BLOCK_ELEMENTS * dim // max(1, tensors[0].numel()))

@@ -115,7 +115,8 @@ def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_
         second = BETA_2 * second + (1 - BETA_2) * gradient.square()
         return theta - lr * (first / first_bias) / ((second / second_bias).sqrt() + EPSILON), first, second
 
-    return MAPState(*in_blocks(advance, gradient, *state[:-1]), step)
+    theta, first, second = in_blocks(advance, gradient, state.theta, state.first_moment, state.second_moment)
+    return MAPState(theta, first, second, step)
 
 
 def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0) -> Rule:

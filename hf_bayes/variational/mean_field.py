@@ -103,7 +103,7 @@ class MeanFieldConfig(MethodConfig):
             return _draw(state), state
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            drawn, log_std = _draw(state), state.iterate[:, 1]
+            drawn = _draw(state)
             gradient = grad_energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
             rates = gradient.new_tensor([lr, self.std_learning_rate * lr / problem.learning_rate])[:, None]
             weight = 1 / (state.step + 1 - first_averaged).clamp(min=1).to(gradient.dtype)[:, None]
@@ -123,11 +123,11 @@ class MeanFieldConfig(MethodConfig):
                 log_std = torch.lerp(log_std, iterate[:, 1], weight)
                 return theta, log_std, iterate, first, second, slope + SLOPE_RATE * correlated
 
-            advanced = in_blocks(advance, gradient, *state[:-1])
-            new = MeanFieldState(*advanced, noise=state.noise, step=state.step + 1)
+            theta, log_std, iterate, first, second, slope = in_blocks(advance, gradient, *state[:-1])
+            new = MeanFieldState(theta, log_std, iterate, first, second, slope, state.noise, state.step + 1)
             drawn_energy = energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
-            entropy = log_std.sum(1) + 0.5 * log_std.shape[1] * (1 + math.log(2 * math.pi))
-            return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": new.log_std.mean(1).exp()}
+            entropy = state.iterate[:, 1].sum(1) + 0.5 * theta.shape[1] * (1 + math.log(2 * math.pi))
+            return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": log_std.mean(1).exp()}
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
             return Gaussian.diagonal(state.theta, state.log_std.exp())
