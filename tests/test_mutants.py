@@ -30,7 +30,7 @@ def test_a_fault_can_be_planted_and_is_another_program(fault: Fault) -> None:
 
 
 @functools.cache
-def tests_in(file: Path) -> set[str]:
+def names_in(file: Path) -> set[str]:
     """``name`` and ``Class::name`` of the tests of a file."""
     found = set()
     for node in ast.parse(file.read_text()).body:
@@ -44,7 +44,7 @@ def tests_in(file: Path) -> set[str]:
 def test_every_test_that_a_fault_names_exists() -> None:
     for test in (test for fault in FAULTS for test in fault.tests):
         file, name = test.split("[")[0].split("::", 1)
-        assert name in tests_in(ROOT / "tests" / file), test
+        assert name in names_in(ROOT / "tests" / file), test
 
 
 def test_faults_are_many_and_each_is_planted_once() -> None:
@@ -77,7 +77,7 @@ def test_the_page_shows_the_record_and_the_record_every_fault_caught() -> None:
 
 @pytest.mark.slow
 def test_what_changes_nothing_survives() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # where no package is imported yet
         outcome = pool.apply(try_out, (HARMLESS.tests, HARMLESS))
     assert outcome.survived(HARMLESS.tests) == list(HARMLESS.tests)
     assert (len(outcome.passed), outcome.failed, outcome.errors) == (1, [], [])

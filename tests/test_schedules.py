@@ -173,36 +173,30 @@ def test_variance_at_the_end_is_that_of_the_scheduled_discretisation(
 KERNELS = ("hmc", "metropolis", "gps", "penalty")
 
 
+def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
+    """[2, 3, 3] draws of a run of three cycles, unless told otherwise."""
+    arguments = {"num_steps": 12, "learning_rate": 0.01, "thin": 4} | changes
+    return sample(lambda theta, batch: theta.square().sum(1), torch.ones(2, 3), config, **arguments).draws
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in KERNELS])
 @pytest.mark.parametrize("schedule", [Cyclical(), Cyclical(ramp_up=0.5), RobbinsMonro(offset=10.0)], ids=str)
 def test_a_rule_runs_under_every_schedule_or_says_that_it_has_no_zero_temperature(
     name: str, schedule: Schedule
 ) -> None:
     config = METHODS[name](schedule=schedule)
-    arguments: dict[str, Any] = {"num_steps": 12, "learning_rate": 0.01, "thin": 4}
-
-    def run(config: Any) -> Any:
-        return sample(lambda theta, batch: theta.square().sum(1), torch.ones(2, 3), config, **arguments)
-
     if name in ("sgnht", "mean_field", "laplace", "agps") and schedule.has_ramp:
         with pytest.raises(ValueError, match=f"starts its cycles at T = 0, but {name}: temperature must be > 0"):
-            run(config)
+            in_a_bowl(config)
         return
-    result = run(config)
-    assert result.draws.shape == (2, 3, 3)
-    assert result.draws.isfinite().all()
+    draws = in_a_bowl(config)
+    assert draws.shape == (2, 3, 3)
+    assert draws.isfinite().all()
 
 
 def test_kernels_refuse_a_schedule() -> None:
     with pytest.raises(ValueError, match="hmc finds its own step size and would ignore schedule='cyclical'"):
-        sample(
-            lambda theta, batch: theta.square().sum(1),
-            torch.ones(2, 3),
-            HMCConfig(schedule=Cyclical()),
-            num_steps=12,
-            learning_rate=0.01,
-            thin=4,
-        )
+        in_a_bowl(HMCConfig(schedule=Cyclical()))
 
 
 # --------------------------------------------------------------------------------------------- the trainer honours it
@@ -243,14 +237,7 @@ def test_two_schedules_at_once_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"lr_scheduler_type='cosine' and sghmc's own schedule='cyclical' are two"):
         runs.trainer(tmp_path, SGHMCConfig(schedule=Cyclical()), lr_scheduler_type="cosine")
     with pytest.raises(ValueError, match="learning_rate must be a number, the peak, under schedule='cyclical' of sgld"):
-        sample(
-            lambda theta, batch: theta.square().sum(1),
-            torch.ones(1, 1),
-            SGLDConfig(schedule=Cyclical()),
-            num_steps=4,
-            learning_rate=lambda step: 0.1,
-            thin=2,
-        )
+        in_a_bowl(SGLDConfig(schedule=Cyclical()), learning_rate=lambda step: 0.1)
 
 
 def test_more_cycles_than_updates_are_refused(tmp_path: Any) -> None:

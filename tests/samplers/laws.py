@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.config import MethodConfig
-from hf_bayes.energy import FlatPrior
+from hf_bayes.energy import FlatPrior, GaussianPrior
 from hf_bayes.rng import generator
 from hf_bayes.sampling import SampleResult, sample
 from hf_bayes.types import Evaluation, Problem, Rule
@@ -130,6 +131,40 @@ def _hermite(x: Tensor, count: int) -> Tensor:
     for k in range(1, count - 1):
         columns.append((x * columns[k] - math.sqrt(k) * columns[k - 1]) / math.sqrt(k + 1))
     return torch.stack(columns, 1)
+
+
+def distance_from_sgd(
+    config: MethodConfig, rates: Sequence[float], *, momentum: float = 0.0, factor: float = 1.0
+) -> float:
+    """Largest |theta - weights| along a run at T = 0 and one of ``torch.optim.SGD``, on a regression through tanh.
+
+    Args:
+        rates: l_t of each update.
+        momentum: SGD's.
+        factor: of l_t in SGD.
+    """
+    num_data, std = 50, 0.8
+    inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
+    targets = torch.randn(num_data, generator=generator("y"), dtype=torch.float64)
+    start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
+    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
+    rule = config.build(Problem(num_data, prior, max(rates), num_steps=len(rates), burn_in=0, sizes=(6,)))
+    assert isinstance(rule, Rule)
+    rngs, distance = [generator(0)], 0.0
+    state = rule.init(start.clone(), rngs)
+    weights = start[0].clone().requires_grad_()
+    sgd = torch.optim.SGD([weights], lr=rates[0], momentum=momentum, weight_decay=1 / (num_data * std**2))
+    for rate in rates:
+        sgd.param_groups[0]["lr"] = factor * rate
+        sgd.zero_grad()
+        (torch.tanh(inputs @ weights) - targets).square().mean().backward()
+        sgd.step()
+        leaf = state.theta.clone().requires_grad_()
+        log_lik = -(torch.tanh(inputs @ leaf[0]) - targets).square().sum()[None]
+        (gradient,) = torch.autograd.grad(log_lik.sum(), leaf)
+        state, _ = rule.update(state, Evaluation(log_lik.detach(), gradient), rate, rngs)
+        distance = max(distance, float((state.theta[0] - weights.detach()).abs().max()))
+    return distance
 
 
 N, LEARNING_RATE = 10, 0.1

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from hf_bayes.energy import FlatPrior, GaussianPrior
+from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.types import Evaluation, Problem, Rule
-from tests.samplers.laws import run, stationary_moments
+from tests.samplers.laws import distance_from_sgd, run, stationary_moments
 
 
 def test_both_schemes_are_one_chain_of_positions_started_half_a_kick_apart() -> None:
@@ -46,28 +46,9 @@ def test_kinetic_temperature_is_that_of_its_scheme(scheme: str, law: float) -> N
 
 
 def test_zero_temperature_is_torch_sgd_with_a_shorter_learning_rate() -> None:
-    num_data, std, beta, learning_rate = 50, 0.8, 0.7, 0.05
-    inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
-    start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
-    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
-    rule = BAOABConfig(temperature=0.0, momentum=beta, scheme="baoa").build(
-        Problem(num_data, prior, learning_rate, num_steps=100, burn_in=0, sizes=(6,))
-    )
-    rngs = [generator(0)]
-    state = rule.init(start.clone(), rngs)
-    weights = start[0].clone().requires_grad_()
-    sgd = torch.optim.SGD(
-        [weights], lr=learning_rate * (1 + beta) / 2, momentum=beta, weight_decay=1 / (num_data * std**2)
-    )
-    for _ in range(100):
-        sgd.zero_grad()
-        torch.tanh(inputs @ weights).square().mean().backward()
-        sgd.step()
-        leaf = state.theta.clone().requires_grad_()
-        log_lik = -torch.tanh(inputs @ leaf[0]).square().sum()[None]
-        (gradient,) = torch.autograd.grad(log_lik.sum(), leaf)
-        state, _ = rule.update(state, Evaluation(log_lik.detach(), gradient), learning_rate, rngs)
-        assert (state.theta[0] - weights.detach()).abs().max() < 1e-12
+    config = BAOABConfig(temperature=0.0, momentum=0.7, scheme="baoa")
+    assert distance_from_sgd(config, [0.05] * 100, momentum=0.7, factor=(1 + 0.7) / 2) < 1e-12
+    assert distance_from_sgd(config, [0.05] * 100, momentum=0.7) > 1e-3  # the broken twin: the same learning rate
 
 
 def test_without_momentum_it_is_the_limit_of_high_friction() -> None:

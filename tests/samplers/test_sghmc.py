@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_bayes.diagnostics import share_within_interval
-from hf_bayes.energy import FlatPrior, GaussianPrior
+from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.sampling import sample
 from hf_bayes.schedules import Cyclical
 from hf_bayes.types import Evaluation, Problem
+from tests.samplers.laws import distance_from_sgd
 
 N, LR, BETA = 10, 0.1, 0.9  # U = N |theta|^2 / 2: l * lambda_max of U / N is 0.1
 
@@ -80,27 +81,7 @@ def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_t
 
 
 def test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum() -> None:
-    num_data, std, learning_rate = 50, 0.8, 0.05
-    inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
-    targets = torch.randn(num_data, generator=generator("y"), dtype=torch.float64)
-    start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
-    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
-    problem = Problem(num_data, prior, learning_rate, num_steps=200, burn_in=0, sizes=(6,))
-    rule = SGHMCConfig(temperature=0.0).build(problem)
-    rngs = [generator(0)]
-    state = rule.init(start.clone(), rngs)
-
-    weights = start[0].clone().requires_grad_()
-    sgd = torch.optim.SGD([weights], lr=learning_rate, momentum=BETA, weight_decay=1 / (num_data * std**2))
-    for _ in range(200):
-        sgd.zero_grad()
-        (torch.tanh(inputs @ weights) - targets).square().mean().backward()
-        sgd.step()
-        leaf = state.theta.clone().requires_grad_()
-        log_lik = -(torch.tanh(inputs @ leaf[0]) - targets).square().sum()[None]
-        (gradient,) = torch.autograd.grad(log_lik.sum(), leaf)
-        state, _ = rule.update(state, Evaluation(log_lik.detach(), gradient), learning_rate, rngs)
-        assert (state.theta[0] - weights.detach()).abs().max() < 1e-12
+    assert distance_from_sgd(SGHMCConfig(temperature=0.0), [0.05] * 200, momentum=BETA) < 1e-12
 
 
 class TestCyclicalSchedule:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.energy import FlatPrior, GaussianPrior
+from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sgld import SGLDConfig
 from hf_bayes.sampling import sample
 from hf_bayes.types import Evaluation, Problem
+from tests.samplers.laws import distance_from_sgd
 
 N, LR = 10, 0.1  # U = N |theta|^2 / 2: l * lambda_max of U / N is 0.1
 
@@ -65,25 +66,7 @@ def test_stationary_variance_is_that_of_the_docstring(step_size: float) -> None:
 
 
 def test_zero_temperature_is_torch_sgd_also_under_a_schedule() -> None:
-    num_data, std = 50, 0.8
-    inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
-    start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
-    prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
-    rule = SGLDConfig(temperature=0.0).build(Problem(num_data, prior, 0.05, num_steps=100, burn_in=0, sizes=(6,)))
-    rngs = [generator(0)]
-    state = rule.init(start.clone(), rngs)
-    weights = start[0].clone().requires_grad_()
-    sgd = torch.optim.SGD([weights], lr=0.05, weight_decay=1 / (num_data * std**2))
-    for step in range(100):
-        rate = sgd.param_groups[0]["lr"] = 0.05 * (1 - step / 100)
-        sgd.zero_grad()
-        torch.tanh(inputs @ weights).square().mean().backward()
-        sgd.step()
-        leaf = state.theta.clone().requires_grad_()
-        log_lik = -torch.tanh(inputs @ leaf[0]).square().sum()[None]
-        (gradient,) = torch.autograd.grad(log_lik.sum(), leaf)
-        state, _ = rule.update(state, Evaluation(log_lik.detach(), gradient), rate, rngs)
-        assert (state.theta[0] - weights.detach()).abs().max() < 1e-12
+    assert distance_from_sgd(SGLDConfig(temperature=0.0), [0.05 * (1 - step / 100) for step in range(100)]) < 1e-12
 
 
 def test_it_is_sghmc_without_momentum() -> None:
