@@ -183,7 +183,7 @@ def test_moments_of_a_logistic_regression_are_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_moments_of_the_banana_are_exact_in_a_long_run() -> None:
-    """At a cap of one standard deviation of x: at half of it chains are still on their way, above it they stay in tails.
+    """At a cap of one standard deviation of x: at half of it chains are on their way for long, above it stay in tails.
 
     Ten million moves leave y^2 and x y an error of 0.013 standard deviations; all else is below 0.01.
     """
