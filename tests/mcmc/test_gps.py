@@ -183,14 +183,10 @@ def test_moments_of_a_logistic_regression_are_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_moments_of_the_banana_are_exact_in_a_long_run() -> None:
-    """At a cap of one standard deviation of x: at half of it chains are on their way for long, above it stay in tails.
-
-    Ten million moves leave y^2 and x y an error of 0.013 standard deviations; all else is below 0.01.
-    """
-    found = draws(GPSConfig(max_std=1.0), TARGETS["banana"], 2 * normals(5000, 2), num_steps=3500, burn_in=1500)
+    """At a cap of one standard deviation of x: at half of it chains arrive late, above it they stay in tails."""
+    found = draws(GPSConfig(max_std=1.0), TARGETS["banana"], 2 * normals(12_000, 2), num_steps=3500, burn_in=1500)
     z, error = scores(features(found), moments("banana", 1.0))
-    assert error.max() < 0.015
-    assert error[[0, 1, 2, 5]].max() < 0.01
+    assert error.max() < 0.01
     assert z.abs().max() < 4
 
 
