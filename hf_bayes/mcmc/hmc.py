@@ -123,9 +123,10 @@ class HMCConfig(MethodConfig):
             value, gradient = potential(theta)
             check_start(self.name, value, gradient)
             size = theta.new_full((len(theta),), first_size)
-            zeros, still = torch.zeros_like(theta), torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            mean, squares = torch.zeros_like(theta), torch.zeros_like(theta)
+            done = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             state = HMCState(
-                theta, value, gradient, *dual_averaging_from(size), torch.ones_like(theta), zeros, zeros, still
+                theta, value, gradient, *dual_averaging_from(size), torch.ones_like(theta), mean, squares, done
             )
             return with_first_step_size(state, potential, rngs) if adapted_steps > 0 else state
 
