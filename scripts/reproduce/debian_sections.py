@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 SECTIONS = (
@@ -33,15 +34,26 @@ class Row(NamedTuple):
 
 
 def index() -> str:
-    """The index of all packages that this machine's package lists know."""
+    """The index of all packages that this machine's package lists know.
+
+    Raises:
+        FileNotFoundError: where there is no apt.
+    """
+    if shutil.which("apt-cache") is None:
+        raise FileNotFoundError("these texts are Debian's package index, and apt-cache, which has it, is not here")
     return subprocess.run(["apt-cache", "dumpavail"], check=True, capture_output=True, text=True).stdout
+
+
+def stanzas(index: str) -> Iterator[dict[str, str]]:
+    """The fields of each package."""
+    for stanza in index.split("\n\n"):
+        yield dict(re.findall(r"^([A-Za-z0-9-]+): (.*)$", stanza, re.MULTILINE))
 
 
 def rows_of(index: str) -> list[Row]:
     """One row of each source package, in the order of the sources' names; no text comes twice."""
     sources: dict[str, Row] = {}
-    for stanza in index.split("\n\n"):
-        fields = dict(re.findall(r"^([A-Za-z0-9-]+): (.*)$", stanza, re.MULTILINE))
+    for fields in stanzas(index):
         row = Row(fields.get("Description", ""), fields.get("Section", "").rpartition("/")[2])
         if row.section in SECTIONS and not COMPANIONS.search(fields["Package"]) and not EMPTY.search(row.text):
             sources.setdefault(fields.get("Source", fields["Package"]).split(" ")[0], row)

@@ -7,26 +7,17 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import shutil
-import subprocess
 from pathlib import Path
+
+from scripts.reproduce.debian_sections import index, stanzas
 
 SECTIONS = ("admin", "net", "text", "utils")
 
 
 def described() -> dict[str, str]:
-    """{description: section} of the packages in ``SECTIONS``; of equal descriptions, the first.
-
-    Raises:
-        FileNotFoundError: where there is no apt.
-    """
-    if shutil.which("apt-cache") is None:
-        raise FileNotFoundError("apt-cache is not here: give data of your own by --dataset, --test_file and a model")
-    archive = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
+    """{description: section} of the packages in ``SECTIONS``; of equal descriptions, the first."""
     found: dict[str, str] = {}
-    for package in archive.split("\n\n"):
-        fields = dict(re.findall(r"^(Section|Description): (.+)$", package, re.MULTILINE))
+    for fields in stanzas(index()):
         text = " ".join(fields.get("Description", "").split())
         section = fields.get("Section", "").split("/")[-1]
         if section in SECTIONS and len(text.split()) >= 3:

@@ -256,7 +256,8 @@ def score(problem: Problem, model: BayesianModel) -> dict[str, float]:
     found: list[dict[str, torch.Tensor]] = []
     for batch in _batches(problem, problem.held_out, 256):
         found.append(model.evaluate_batch(batch)[0])
-    joined = {name: np.concatenate([part[name].float().numpy() for part in found]) for name in found[0]}
+    names = found[0].keys() - {"member_log_lik"}  # which has a column for each member
+    joined = {name: np.concatenate([part[name].float().numpy() for part in found]) for name in names}
     return {name: float(value) for name, value in summarise(joined).items()}
 
 
