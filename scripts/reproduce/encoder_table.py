@@ -39,6 +39,7 @@ from hf_bayes import (
     EnsembleConfig,
     LaplaceConfig,
     MAPConfig,
+    MCDropoutConfig,
     MeanFieldConfig,
     PenaltyConfig,
     Posterior,
@@ -169,6 +170,10 @@ def methods(scale: Scale) -> dict[str, Method]:
         "sgd_mc": Method(
             lambda std: SGDMCConfig(prior_std=prior(std), **chain),
             {"learning_rate": (3e-2, 1e-1), "std": wide}, {"SGD-MC": None},
+        ),
+        "mc_dropout": Method(
+            lambda dropout, std: MCDropoutConfig(prior_std=prior(std), dropout=dropout, num_masks=members),
+            {"learning_rate": (3e-3,), "dropout": (0.1, 0.3), "std": wide}, {"MC dropout": None}, serial=False,
         ),
         "snapshot": Method(
             lambda std: SnapshotConfig(prior_std=prior(std), draws_per_chain=members),
