@@ -19,7 +19,7 @@ test-slow: $(STAMP)
 
 # The campaign alone, and its table in docs/reliability.md.
 reliability: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m reliability --timeout 3000 --reliability docs/reliability.json
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m reliability --timeout 3000 --reliability=docs/reliability.json
 	$(BIN)/python -m tests.faults.report
 
 # Plants faults in a copy of the package, one at a time, and sees the tests fail; writes docs/mutants.md. About five minutes.

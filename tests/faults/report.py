@@ -1,7 +1,7 @@
 """The campaign "nothing is lost": what is injected (F1-F13), how a run of it is recorded, and the table in the docs.
 
 A test that belongs to a row wears ``@pytest.mark.reliability("F6")``, its broken twin ``reliability("F6", twin=True)``.
-``pytest -m reliability --reliability FILE`` writes what was reached to FILE;
+``pytest -m reliability --reliability=FILE`` writes what was reached to FILE;
 
 python -m tests.faults.report    -> writes docs/reliability.json as a table into docs/reliability.md
 """
