@@ -41,14 +41,15 @@ def trainer(output_dir: Any, method: Any, **changes: Any) -> Any:
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     """All that a run has to show: state, generators, draws, diagnostics, posterior."""
-    optimizer = trainer.optimizer_of_chains
+    optimizer, scheduler = trainer.optimizer_of_chains, trainer.lr_scheduler
+    rates = {} if scheduler is None else {"lr": torch.tensor(scheduler.get_last_lr())}  # none: it was finished already
     return {
         **{f"state.{name}": value for name, value in optimizer.state_of_chains._asdict().items()},
         **{f"generator.{chain}": rng.get_state() for chain, rng in enumerate(optimizer.rngs)},
         **{f"draw.{index}": draw for index, draw in enumerate(optimizer.draws)},
         **{f"mean.{name}": value for name, value in optimizer.mean_info().items()},
         "members": trainer.bayesian.current,
-        "lr": torch.tensor(trainer.lr_scheduler.get_last_lr()),
+        **rates,
     }
 
 

@@ -6,6 +6,7 @@ python -m tests.faults.resumes DIRECTORY KILLS SEED    -> one line of JSON
 from __future__ import annotations
 
 import collections
+import importlib
 import json
 import os
 import random
@@ -35,6 +36,8 @@ def main(base: str, kills: str, seed: str) -> None:
     torch.set_num_threads(1)  # and no training here: forks of a process with worker threads may hang
     silence = os.dup(1)
     os.dup2(2, 1)  # Trainer's logs are not the result
+    for name in ("arviz", "scipy.stats"):  # what a run imports at its end, and longer than the run: kills would miss it
+        importlib.import_module(name)
     rng, root = random.Random(int(seed)), Path(base)
     started = time.monotonic()
     os.waitpid(fork(lambda: train(root / "whole", root / "whole.safetensors")), 0)
