@@ -45,3 +45,9 @@ def test_the_table_has_a_line_for_each_row() -> None:
     lines = [line for line in table(RESULTS).splitlines() if line.startswith("| F")]
     assert len(lines) == len(ROWS)
     assert all(line.count("|") == 7 for line in lines)
+
+
+def test_the_makefile_names_the_campaigns_file_in_one_word() -> None:
+    """Before conftest.py is found its options are unknown: a file of its own word is taken for what to collect."""
+    line = next(line for line in (DOCS.parent / "Makefile").read_text().splitlines() if "-m reliability " in line)
+    assert "--reliability=docs/reliability.json" in line.split()
