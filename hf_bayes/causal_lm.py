@@ -26,7 +26,7 @@ from hf_bayes.generation import (
     to_scores,
 )
 from hf_bayes.likelihood import Categorical
-from hf_bayes.members.cache import empty_like, merge_caches, mergeable, reorder_cache
+from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
@@ -221,7 +221,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         elif len(passes) > 1:
             caches = [output.past_key_values for output in outputs]
             cache = None if cache is None else merge_caches(cache, caches, self.members.num_trunk_blocks)
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0], outputs[-1], cache
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0], outputs[-1], leave_room(cache)
 
     def _predict(self, hidden: Tensor, output: Any, rows: int, positions: Tensor) -> Prediction:
         """The mixture at flat positions: log_probs [n, V] and uncertainties [n]."""

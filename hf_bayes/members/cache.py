@@ -1,4 +1,4 @@
-"""KV caches whose layers hold B rows in the trunk and M * B rows from the first random layer on."""
+"""KV caches whose layers hold B rows in the trunk and M * B rows from the first random layer on, with room to grow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,67 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+ROOM = 32
+"""Positions that a ``RoomyLayer`` takes more than it needs when it grows: all are copied once in so many tokens."""
+
+
+class RoomyLayer(DynamicLayer):
+    """A ``DynamicLayer`` that writes a new position behind the others, in place.
+
+    Its parent copies all of them for every token: of M members that is several times what attention reads. Keys and
+    values are views of a larger tensor; whoever puts others in their place (beams, ``crop``) has them copied once.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rooms: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if key_states.requires_grad or value_states.requires_grad:  # what autograd keeps must not change
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._appended("keys", key_states), self._appended("values", value_states)
+        return self.keys, self.values
+
+    def _appended(self, name: str, states: Tensor) -> Tensor:
+        held = getattr(self, name)
+        start = held.shape[-2] if held.numel() else 0
+        stop = start + states.shape[-2]
+        room = self.rooms.get(name)
+        if (
+            room is None
+            or held is not self.views[name]
+            or stop > room.shape[-2]
+            or (room.is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            room = states.new_empty(*states.shape[:-2], stop + ROOM, states.shape[-1])
+            if start:
+                room[..., :start, :] = held
+            self.rooms[name] = room
+        room[..., start:stop, :] = states
+        self.views[name] = room[..., :stop, :]
+        return self.views[name]
+
+
+def leave_room(cache: Any) -> Any:
+    """The cache, its plain layers replaced by roomy ones; caches of other kinds as they are."""
+    if type(cache) is DynamicCache and not cache.offloading:
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:
+                cache.layers[index] = roomy = RoomyLayer()
+                roomy.__dict__.update(layer.__dict__)
+    return cache
+
+
+_MERGEABLE = (DynamicLayer, RoomyLayer, DynamicSlidingWindowLayer)
+
 
 def mergeable(cache: Any) -> bool:
     """Whether members run in several passes can each fill a cache of their own, to be pieced together in ``cache``."""
     plain = type(cache) is DynamicCache and not cache.offloading
-    layers = plain and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    layers = plain and all(type(layer) in _MERGEABLE for layer in cache.layers)
     return layers and cache.get_seq_length() == 0
 
 

@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_bayes.members.cache import empty_like, merge_caches, mergeable, reorder_cache
+from hf_bayes.members.cache import (
+    ROOM,
+    RoomyLayer,
+    empty_like,
+    leave_room,
+    merge_caches,
+    mergeable,
+    reorder_cache,
+)
 from tests.members.subjects import gemma2
 from tests.models import tiny_llama
 
@@ -64,3 +75,86 @@ def test_only_empty_dynamic_caches_are_pieced_together() -> None:
     assert not mergeable(filled([2]))
     assert not mergeable(StaticCache(config=tiny_llama().config, max_cache_len=4))
     assert not mergeable(None)
+
+
+def grown(cache: DynamicCache, lengths: list[int], seed: int = 0) -> DynamicCache:
+    """One layer, pieces of these lengths appended."""
+    rng = torch.Generator().manual_seed(seed)
+    for length in lengths:
+        rows = 2 if not cache.layers or cache.layers[0].get_seq_length() == 0 else cache.layers[0].keys.shape[0]
+        keys, values = torch.randn(rows, 3, length, 4, generator=rng), torch.randn(rows, 3, length, 5, generator=rng)
+        returned = cache.update(keys, values, 0)
+        assert torch.equal(returned[0], cache.layers[0].keys)
+        assert torch.equal(returned[1], cache.layers[0].values)
+    return cache
+
+
+def same(a: DynamicCache, b: DynamicCache) -> bool:
+    return torch.equal(a.layers[0].keys, b.layers[0].keys) and torch.equal(a.layers[0].values, b.layers[0].values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: None,
+        lambda layer: layer.crop(-3),
+        lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([1])),
+        lambda layer: layer.reset(),
+    ],
+    ids=["nothing", "crop", "beams", "repeat", "select", "reset"],
+)
+def test_a_roomy_layer_holds_what_a_dynamic_one_does(change) -> None:
+    plain, roomy = grown(DynamicCache(), [7]), leave_room(grown(DynamicCache(), [7]))
+    assert type(roomy.layers[0]) is RoomyLayer
+    for cache in (plain, roomy):
+        grown(cache, [1] * (ROOM + 3), seed=1)  # past the first room
+        change(cache.layers[0])
+        grown(cache, [1, 2, 1], seed=2)
+    assert same(plain, roomy)
+    assert roomy.get_seq_length() == plain.get_seq_length()
+
+
+def test_a_roomy_layer_copies_what_it_holds_once_in_a_room() -> None:
+    cache = leave_room(grown(DynamicCache(), [7]))
+    places = []
+    for _ in range(3 * ROOM):
+        grown(cache, [1])
+        places.append(cache.layers[0].keys.untyped_storage().data_ptr())
+    assert sum(a != b for a, b in itertools.pairwise(places)) <= 3
+
+
+def test_a_copy_of_a_roomy_cache_goes_its_own_way() -> None:
+    one = grown(leave_room(grown(DynamicCache(), [7])), [1])
+    other = copy.deepcopy(one)
+    grown(one, [1, 1], seed=3)
+    grown(other, [1], seed=4)
+    grown(other, [1], seed=5)
+    assert not same(one, other)
+    assert same(one, grown(grown(grown(DynamicCache(), [7]), [1]), [1, 1], seed=3))
+
+
+def test_what_autograd_keeps_is_not_written_over() -> None:
+    cache = leave_room(grown(DynamicCache(), [7]))
+    weight = torch.ones((), requires_grad=True)
+    loss = torch.zeros(())
+    for _ in range(3):
+        keys, values = cache.update(weight * torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 5), 0)
+        loss = loss + keys.square().sum() + values.sum()
+    loss.backward()
+    assert weight.grad == 2 * 24 * (1 + 2 + 3)
+
+
+def test_a_cache_of_inference_mode_grows_outside_of_it() -> None:
+    with torch.inference_mode():
+        cache = grown(leave_room(grown(DynamicCache(), [7])), [1])
+    assert grown(cache, [1]).get_seq_length() == 9
+
+
+def test_only_plain_layers_are_given_room() -> None:
+    windows = DynamicCache(config=gemma2(torch.float32).config)  # a sliding layer and a full one
+    assert [type(layer).__name__ for layer in leave_room(windows).layers] == ["DynamicSlidingWindowLayer", "RoomyLayer"]
+    static = StaticCache(config=tiny_llama().config, max_cache_len=4)
+    assert leave_room(static) is static
+    assert not any(isinstance(layer, RoomyLayer) for layer in static.layers)
