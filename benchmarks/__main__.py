@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks import table
+from benchmarks import breakdown, table
 from benchmarks.harness import Line, Settings, machine
 from benchmarks.models import SHAPES, Subject
 
@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> None:
         for line in importlib.import_module(f"benchmarks.{group}").measure(settings):
             print(table.row(line.to_json()), flush=True)
             lines.append(line)
+    complete = options.only is None and not options.quick and options.shape is None
     record = {
         "machine": machine(options.device),
         "load_before": busy,
@@ -48,8 +49,8 @@ def main(arguments: list[str]) -> None:
         "num_members": members,
         "rounds": settings.rounds,
         "lines": [line.to_json() for line in lines],
+        "breakdown": breakdown.measure(settings) if complete and options.device == "cpu" else None,
     }
-    complete = options.only is None and not options.quick and options.shape is None
     where = options.output or (table.RESULTS / f"{options.device}.json" if complete else None)
     if where is None:
         print("not kept: a run for docs/benchmarks.md has all groups and is not --quick")

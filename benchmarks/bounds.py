@@ -42,12 +42,22 @@ def training(subject: Subject, where: str, num_members: int, *, cached: bool = F
 
 def decode(subject: Subject, where: str, num_members: int, length: int) -> float:
     """Numbers read for one token after ``length``: the base's weights once, the members' own and keys M times."""
-    layers = subject.fields["num_hidden_layers"]
-    keys = 2 * length * _key_width(subject)
-    single = layers * (_layer(subject) + keys) + _head(subject)
+    layers, keys = subject.fields["num_hidden_layers"], 2 * length * _key_width(subject)
+    single = single_read(subject, length)
     fanned = layers if where == WHERE[0] else 1
     own = _lora(subject) * num_members if where != WHERE[2] else _layer(subject) * (num_members - 1)
     return (single + fanned * ((num_members - 1) * keys + own)) / single
+
+
+def single_read(subject: Subject, length: int) -> int:
+    """Numbers that a plain model reads for one token after ``length``: weights, keys and values."""
+    layers = subject.fields["num_hidden_layers"]
+    return layers * (_layer(subject) + 2 * length * _key_width(subject)) + _head(subject)
+
+
+def single_products(subject: Subject, length: int) -> int:
+    """Multiplications of a plain model's forward for a position of a row of ``length``."""
+    return subject.fields["num_hidden_layers"] * (_layer(subject) + _attention(subject, length)) + _head(subject)
 
 
 def _layer(subject: Subject) -> int:

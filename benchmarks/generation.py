@@ -9,6 +9,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import hf_bayes
+from benchmarks import bounds
 from benchmarks.decode import NEW, PROMPT, bayesian
 from benchmarks.harness import Line, Settings, compare, interleave, timed
 from benchmarks.models import WHERE, tokens
@@ -38,7 +39,8 @@ def measure(settings: Settings) -> list[Line]:
     assert len(generate(text, **length)[0]["tokens"]) == NEW
     seconds = interleave({"single": single, "ours": ours}, settings.rounds)
     work = f"generation with uncertainty through the pipeline, {NEW} new tokens, LoRA on all layers"
-    return [compare("generation", f"{work}, M={settings.num_members}", seconds, limit=2.1)]
+    bound = bounds.decode(settings.subject, WHERE[0], settings.num_members, PROMPT + NEW // 2)
+    return [compare("generation", f"{work}, M={settings.num_members}", seconds, limit=2.1, bound=bound)]
 
 
 def one_word_a_token(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -22,6 +22,8 @@ def measure(settings: Settings) -> list[Line]:
     ids = tokens(plain, ROWS, LENGTH)
     on_last, on_all = bayesian(settings, count, WHERE[1]), bayesian(settings, count, WHERE[0])
     loop_last, loop_all = with_adapters(settings, WHERE[1]), with_adapters(settings, WHERE[0])
+    rows = ids.repeat(count, 1)
+    names = {"adapter_names": [adapter_name(member) for member in range(count) for _ in range(ROWS)]}
     seconds = interleave(
         {
             "single": forward(plain, ids),
@@ -29,20 +31,23 @@ def measure(settings: Settings) -> list[Line]:
             "all": forward(on_all, ids),
             "last: set_adapter": loop(loop_last, ids, count),
             "all: set_adapter": loop(loop_all, ids, count),
+            "last: adapter_names": forward(loop_last, rows, **names),
+            "all: adapter_names": forward(loop_all, rows, **names),
             "single, last token": forward(plain, ids, logits_to_keep=1),
             "last, last token": forward(on_last, ids, logits_to_keep=1),
             "last, last token: set_adapter": loop(loop_last, ids, count, logits_to_keep=1),
+            "last, last token: adapter_names": forward(loop_last, rows, logits_to_keep=1, **names),
         },
         settings.rounds,
     )
     work = f"prefill {ROWS} x {LENGTH}, LoRA on"
 
     def line(what: str, where: str, ours: str, limit: float, end: str = "") -> Line:
-        names = {"ours": ours + end, "single": "single" + end, "set_adapter": f"{ours}{end}: set_adapter"}
-        kept = {name: seconds[key] for name, key in names.items()}
+        others = ("set_adapter", "adapter_names")
+        keys = {"ours": ours + end, "single": "single" + end, **{name: f"{ours}{end}: {name}" for name in others}}
+        kept = {name: seconds[key] for name, key in keys.items()}
         bound = bounds.prefill(subject, where, count, LENGTH, heads=1 if end else LENGTH)
-        return compare("prefill", f"{work} {where}, M={count}{what}", kept, limit=limit, bound=bound,
-                       others=("set_adapter",))  # fmt: skip
+        return compare("prefill", f"{work} {where}, M={count}{what}", kept, limit=limit, bound=bound, others=others)
 
     return [
         line("", WHERE[1], "last", 2.7),

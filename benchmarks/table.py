@@ -40,7 +40,26 @@ def render(record: dict[str, Any]) -> str:
     parts += [f"{name} {about[name]}" for name in ("python", "torch", "transformers", "peft", "hf_bayes")]
     machine = ", ".join(part for part in parts if part)
     intro = f"Llama of {record['model']} parameters, {record['dtype']}, {record['rounds']} rounds. {machine}."
-    return "\n".join([intro, "", _HEAD, *map(row, record["lines"])])
+    found = record.get("breakdown")
+    shares = [] if found is None else ["", breakdown(found)]
+    return "\n".join([intro, "", _HEAD, *map(row, record["lines"]), *shares])
+
+
+def breakdown(found: dict[str, Any]) -> str:
+    """The table of where the time goes (``benchmarks.breakdown``)."""
+    best, kinds = found["best"], list(found["rows"][0]["shares"])
+    lines = [
+        f"The machine at its best: {best['products'] / 1e9:.3g} G multiply-adds a second (matrices of 2048 x 2048), "
+        f"{4 * best['reading'] / 1e9:.3g} GB read a second.",
+        "",
+        f"| where the time goes | ms | {' | '.join(kinds)} | of the machine's best |",
+        "|---|---|" + "---|" * (len(kinds) + 1),
+    ]
+    for one in found["rows"]:
+        shares = " | ".join(f"{100 * one['shares'][kind]:.0f} %" for kind in kinds)
+        what = {"products": "multiplying", "reading": "reading"}[one["limit"]]
+        lines.append(f"| {one['work']} | {1e3 * one['seconds']:.3g} | {shares} | {100 * one['rate']:.0f} % of {what} |")
+    return "\n".join(lines)
 
 
 def block(device: str) -> str:

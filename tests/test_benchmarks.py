@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
-from benchmarks import bounds, laplace_torch, scaling, table
-from benchmarks.harness import Line, interleave, ratio
+from benchmarks import bounds, breakdown, laplace_torch, scaling, table
+from benchmarks.harness import Line, interleave, ratio, timed
 from benchmarks.models import WHERE, Subject
 
 
@@ -40,6 +43,24 @@ def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     document = table.replaced(table.DOCUMENT.read_text(), "cpu", table.block("cpu"))
     assert "| decode | 1.5 x single | 1.4 to 1.6 | at most 1.9 |  | loop 9 |" in document
     assert document != table.replaced(document, "cpu", table.block("cpu").replace("1.5", "1.6"))
+
+
+def test_the_breakdown_counts_every_operation_once_and_the_rest_as_python() -> None:
+    x = torch.randn(256, 256)
+
+    def work() -> float:
+        time.sleep(0.05)
+        return timed(lambda: torch.cat([x @ x, x]).exp().sum())
+
+    found = breakdown.look("a work", work, counted=1e6, best=1e9, limit="products")
+    assert all(found.shares[kind] > 0 for kind in ("matrix products", "copies", "elementwise", "reductions"))
+    assert found.shares["attention"] == 0
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.shares["Python"] > 0.5  # it slept
+    assert found.rate == pytest.approx(1e-3 / found.seconds)
+    text = table.breakdown({"best": {"products": 1e11, "reading": 1e10}, "rows": [dataclasses.asdict(found)]})
+    assert "100 G multiply-adds a second (matrices of 2048 x 2048), 40 GB read a second" in text
+    assert "| a work |" in text
 
 
 @pytest.mark.parametrize(
