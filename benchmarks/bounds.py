@@ -11,15 +11,20 @@ from benchmarks.models import RANK, WHERE, Subject
 
 
 def prefill(subject: Subject, where: str, num_members: int, length: int, *, heads: int) -> float:
-    """Multiplications of a forward over rows of ``length``, of which ``heads`` positions go through the head."""
+    """Multiplications of a forward over rows of ``length``, of which ``heads`` positions go through the head.
+
+    The last layer's feed-forward is needed at these positions, too; "one plain model" runs it at all.
+    """
     layers, own = subject.fields["num_hidden_layers"], num_members
     layer = length * (_layer(subject) + _attention(subject, length))
     head = heads * _head(subject)
     extra = length * _lora(subject)
     shared = (own - 1) * length * _projections(subject)
+    unread = own * (length - heads) * _feed_forward(subject)
+    single = layers * layer + head
     if where == WHERE[0]:
-        return (own * (layers * (layer + extra) + head) - shared) / (layers * layer + head)
-    return ((layers - 1) * layer + own * (layer + extra + head) - shared) / (layers * layer + head)
+        return (own * (layers * (layer + extra) + head) - shared - unread) / single
+    return ((layers - 1) * layer + own * (layer + extra + head) - shared - unread) / single
 
 
 def training(subject: Subject, where: str, num_members: int, *, cached: bool = False) -> float:
@@ -62,8 +67,12 @@ def single_products(subject: Subject, length: int) -> int:
 
 def _layer(subject: Subject) -> int:
     """Weights of a decoder layer."""
-    hidden = subject.fields["hidden_size"]
-    return _projections(subject) + hidden * (hidden + 3 * subject.fields["intermediate_size"])
+    return _projections(subject) + subject.fields["hidden_size"] ** 2 + _feed_forward(subject)
+
+
+def _feed_forward(subject: Subject) -> int:
+    """Weights of gate, up and down."""
+    return 3 * subject.fields["hidden_size"] * subject.fields["intermediate_size"]
 
 
 def _projections(subject: Subject) -> int:

@@ -139,7 +139,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         if self._trace is not None and input_ids is not None:
             self._trace.chosen(input_ids[:, -1])
-        hidden, output, cache = self._hidden(inputs, past_key_values)
+        kept = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
+        with self.members.tail.only(kept):
+            hidden, output, cache = self._hidden(inputs, past_key_values)
         rows, length = num_rows_of(inputs), hidden.shape[1]
         steps = _kept(logits_to_keep, length, hidden.device)
         positions = (torch.arange(rows, device=hidden.device)[:, None] * length + steps).flatten()

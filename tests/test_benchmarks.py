@@ -104,6 +104,10 @@ def test_counted_bounds_are_those_of_a_count_by_hand() -> None:
     assert bounds.prefill(subject, WHERE[0], 8, 128, heads=128) == pytest.approx(hand, rel=1e-4)
     hand = (7 * layer + 8 * last - shared) / plain
     assert bounds.prefill(subject, WHERE[1], 8, 128, heads=128) == pytest.approx(hand, rel=1e-4)
+    feed_forward, head = 3 * 512 * 1408 / 1e6, 4.1943 / 128  # the head at one position of 128
+    last = layer + 0.032768 + head - feed_forward * 127 / 128
+    hand = (7 * layer + 8 * last - shared) / (8 * layer + head)
+    assert bounds.prefill(subject, WHERE[1], 8, 128, heads=1) == pytest.approx(hand, rel=1e-4)
     own = 2 * (3.2113 - 0.7864 + 4.1943)
     trunk = 7 * 3.2113 + 0.7864
     assert bounds.training(subject, WHERE[1], 8) == pytest.approx((trunk / 8 + own) / (trunk + own), rel=1e-4)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
 from hf_bayes.members.stacked import stack
+from hf_bayes.members.tail import Tail
 from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
 from hf_bayes.subspace import Layout
 
@@ -41,6 +42,7 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
+        self.tail = Tail(core, self.context)
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
 
@@ -54,11 +56,13 @@ class Members:
         for item in self.stacked:
             item.install()
         self.trunk.install()
+        self.tail.install()
 
     def remove(self) -> None:
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
+        self.tail.remove()
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
 
