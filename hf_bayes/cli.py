@@ -32,7 +32,7 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class ModelArguments:
-    """The model, what of it is random, and the method."""
+    """The model and its LoRA."""
 
     model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
@@ -46,14 +46,7 @@ class ModelArguments:
     )
     lora_alpha: int = field(default=16, metadata={"help": "LoRA's scale is alpha / rank."})
     lora_targets: list[str] | None = field(default=None, metadata={"help": "Layers; peft's choice by default."})
-    subspace: str = field(
-        default="trainable",
-        metadata={
-            "help": "What is random: trainable, last_layer, last_block or a regular expression (with --lora_rank 0)."
-        },
-    )
-    method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})
-    method_args: dict | str | None = field(default=None, metadata={"help": "Fields of its config, as JSON."})
+    lora_layers: list[int] | None = field(default=None, metadata={"help": "Indices of blocks; all by default."})
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Where it has no padding token it pads with its last one: padding is never read."""
@@ -72,13 +65,35 @@ class ModelArguments:
         if not self.lora_rank:
             return model
         lora = LoraConfig(
-            task_type=task_type, r=self.lora_rank, lora_alpha=self.lora_alpha, target_modules=self.lora_targets
+            task_type=task_type,
+            r=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            target_modules=self.lora_targets,
+            layers_to_transform=self.lora_layers,
         )
         return get_peft_model(model, lora)
 
     @property
     def _repository(self) -> dict[str, Any]:
         return {"revision": self.model_revision, "trust_remote_code": self.trust_remote_code}
+
+
+@dataclass
+class MethodArguments:
+    """What of the model is random, and the method."""
+
+    subspace: str = field(
+        default="trainable",
+        metadata={
+            "help": "What is random: trainable, last_layer, last_block or a regular expression (with --lora_rank 0)."
+        },
+    )
+    method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})
+    method_args: dict | str | None = field(default=None, metadata={"help": "Fields of its config, as JSON."})
+
+    def config(self) -> MethodConfig:
+        """The method's config, see ``method_config``."""
+        return method_config(self.method, self.method_args)
 
 
 def train_and_save(trainer: BayesianTrainer) -> None:

@@ -6,20 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes import LaplaceConfig, MAPConfig, MeanFieldConfig
-from hf_bayes.cli import mapping
+from hf_bayes.cli import ModelArguments, mapping
 from hf_bayes.config import MethodConfig
 
 
 @dataclass
-class ModelArguments:
-    """The base model and its LoRA."""
+class LoraArguments(ModelArguments):
+    """The base model and its LoRA, by default with the rank and scale of the paper (section 5.2)."""
 
-    model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
-    dtype: str = field(default="auto", metadata={"help": "Of the frozen weights; random ones are float32."})
-    lora_rank: int = field(default=8, metadata={"help": "Rank."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scale is alpha / rank."})
-    lora_targets: list[str] | None = field(default=None, metadata={"help": "Layers; peft's choice by default."})
-    lora_layers: list[int] | None = field(default=None, metadata={"help": "Indices of blocks; all by default."})
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}: episodes are learnt by a LoRA")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import ModelArguments, method_config, parse_arguments, train_and_save
+from hf_bayes.cli import MethodArguments, ModelArguments, parse_arguments, train_and_save
 from hf_bayes.data import labelled_text, load_splits
 
 
@@ -34,10 +34,12 @@ class DataArguments:
 
 def main() -> None:
     """Parse, load, train, save."""
-    model_args, data_args, args = parse_arguments(ModelArguments, DataArguments, BayesianTrainingArguments)
+    model_args, method_args, data_args, args = parse_arguments(
+        ModelArguments, MethodArguments, DataArguments, BayesianTrainingArguments
+    )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
-    method = method_config(model_args.method, model_args.method_args)
+    method = method_args.config()
 
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
@@ -70,7 +72,7 @@ def main() -> None:
         model=model,
         method=method,
         args=args,
-        subspace=model_args.subspace,
+        subspace=method_args.subspace,
         train_dataset=splits["train"],
         eval_dataset=splits["validation"],
         data_collator=DataCollatorWithPadding(tokenizer),

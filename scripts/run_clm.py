@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import ModelArguments, method_config, parse_arguments, train_and_save
+from hf_bayes.cli import MethodArguments, ModelArguments, parse_arguments, train_and_save
 from hf_bayes.data import load_splits, token_windows
 
 
@@ -41,10 +41,12 @@ class DataArguments:
 
 def main() -> None:
     """Parse, load, train, save."""
-    model_args, data_args, args = parse_arguments(ModelArguments, DataArguments, BayesianTrainingArguments)
+    model_args, method_args, data_args, args = parse_arguments(
+        ModelArguments, MethodArguments, DataArguments, BayesianTrainingArguments
+    )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
-    method = method_config(model_args.method, model_args.method_args)
+    method = method_args.config()
 
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
@@ -76,7 +78,7 @@ def main() -> None:
         model=model,
         method=method,
         args=args,
-        subspace=model_args.subspace,
+        subspace=method_args.subspace,
         train_dataset=windows["train"],
         eval_dataset=windows["validation"],
         data_collator=DataCollatorForSeq2Seq(tokenizer),

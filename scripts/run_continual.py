@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from continual_arguments import ContinualArguments, ModelArguments, methods
+from continual_arguments import ContinualArguments, LoraArguments, methods
 from continual_results import Results, figures, table, test_losses
 from datasets import concatenate_datasets
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, set_seed
+from peft import PeftModel, TaskType
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
 from hf_bayes.checkpoints import newest_complete
@@ -28,29 +28,23 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.data import load_episode, token_windows
 
 
-def run(model_args: ModelArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Results:
+def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Results:
     """For each method and episode: train, test on all episodes, save. What is there already is not made again.
 
     Returns:
         {method: [[test loss of episode e] after episode n]}.
     """
     output = Path(args.output_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding never enters the loss: any token will do
+    tokenizer = model_args.load_tokenizer()
     collate = DataCollatorForSeq2Seq(tokenizer)
 
     def model(start: Path | None) -> PeftModel:
         """With a fresh adapter, the same for all methods, or with the one of a directory."""
-        base = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=model_args.dtype)
+        base = model_args.load_model(AutoModelForCausalLM)
         if start is not None:
             return PeftModel.from_pretrained(base, start, is_trainable=True)
         set_seed(args.seed)
-        rank, layers, targets = model_args.lora_rank, model_args.lora_layers, model_args.lora_targets
-        return get_peft_model(base, LoraConfig(
-            task_type="CAUSAL_LM", r=rank, lora_alpha=model_args.lora_alpha, target_modules=targets,
-            layers_to_transform=layers,
-        ))  # fmt: skip
+        return model_args.add_lora(base, TaskType.CAUSAL_LM)
 
     window = given.window or min(2048, model(None).config.max_position_embeddings)
     cut = {"length": window, "overlap": window - (given.stride or window // 2), "text_column": given.text_column}
@@ -99,7 +93,7 @@ def run(model_args: ModelArguments, given: ContinualArguments, args: BayesianTra
 
 def main() -> None:
     """Parse, run, show."""
-    model_args, given, args = parse_arguments(ModelArguments, ContinualArguments, BayesianTrainingArguments)
+    model_args, given, args = parse_arguments(LoraArguments, ContinualArguments, BayesianTrainingArguments)
     if "single" not in given.methods:  # the others are compared with it
         given.methods = ["single", *given.methods]
     results = run(model_args, given, args)

@@ -36,7 +36,7 @@ from scripts.reproduce import report
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as where the scripts run: they import their neighbours by name
 
 import run_continual
-from continual_arguments import ContinualArguments, ModelArguments
+from continual_arguments import ContinualArguments, LoraArguments
 from continual_results import Results, draw_average, draw_losses, excess, forgotten
 from quickstart_base import pretrain_base, train_tokenizer
 from quickstart_corpora import corpora
@@ -148,7 +148,7 @@ def learn(
 ) -> Results:  # fmt: skip
     """``run_continual.run`` with our settings; ``fields`` are those of ContinualArguments."""
     return run_continual.run(
-        ModelArguments(
+        LoraArguments(
             str(Path(settings.cache) / "base"), lora_alpha=16, lora_targets=LINEAR, lora_layers=settings.lora_layers
         ),
         ContinualArguments(

@@ -99,6 +99,16 @@ def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: d
         run(monkeypatch, {**fields, "methods": ["ewc"]})
 
 
+def test_the_lora_is_the_papers_and_there_has_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    run(monkeypatch, {**fields, "methods": ["single"], "lora_layers": [1], "max_steps": 1})
+    config = json.loads((tmp_path / "out" / "single" / "episode_0" / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["layers_to_transform"]) == (32, [1])
+    with pytest.raises(ValueError, match="lora_rank must be at least 1, got 0"):
+        run(monkeypatch, {**fields, "lora_rank": 0})
+
+
 def test_forgetting_is_measured_against_single_episodes() -> None:
     assert continual_results.excess(RESULTS, "method") == pytest.approx([0.0, 0.35, (1.0 + 0.6 + 0.3) / 3])
     assert continual_results.forgotten(RESULTS, "method") == pytest.approx((1.0 + 0.4) / 2)
