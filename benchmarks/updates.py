@@ -59,8 +59,8 @@ LAYERWISE: MethodConfig = SGHMCConfig(
 def _problem(dim: int) -> Problem:
     """A run whose rules are past burn-in from the second update on, and collect every tenth iterate."""
     prior = GaussianPrior(torch.tensor(0.0), torch.tensor(1.0))
-    sizes = (dim // TENSORS,) * TENSORS
-    return Problem(1000, prior, 0.01, 1002, 2, sizes, draw_steps=range(502, 1003, 500))
+    shapes = {str(index): (dim // TENSORS,) for index in range(TENSORS)}
+    return Problem(1000, prior, 0.01, 1002, 2, shapes, draw_steps=range(502, 1003, 500))
 
 
 def _update(rule: Rule, device: str, dim: int, period: int = 1) -> Work:

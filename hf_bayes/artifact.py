@@ -210,7 +210,7 @@ class Posterior:
             task=task or first.task(),
             method={"name": "ensemble", "num_chains": len(adapters), "draws_per_chain": 1},
             approximation="draws",
-            parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            parameters=[[name, list(shape)] for name, shape in layout.named_shapes.items()],
             num_members=len(adapters),
             subspace="trainable",
             prior={"name": "unknown"},

@@ -239,7 +239,7 @@ class Kronecker(Covariance):
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Kronecker:
         blocks: list[KroneckerBlock | Tensor] = []
         used: list[str] = []
-        for name, shape in zip(layout.names, layout.shapes, strict=True):
+        for name, shape in layout.named_shapes.items():
             key = f"stds.{name}" if f"stds.{name}" in tensors else f"variances.{name}"
             used.append(key)
             if key not in tensors:

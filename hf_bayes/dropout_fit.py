@@ -52,7 +52,7 @@ def fit_mc_dropout(
     with attach(model, subspace=subspace, noise_std=noise_std) as bayesian:
         refuse_frozen_adapter(bayesian)
         layout, theta = bayesian.layout, bayesian.current.detach().cpu()
-        masks = config.masks(dict(zip(layout.names, layout.shapes, strict=True)), layout.dim)
+        masks = config.masks(layout.named_shapes)
         verdict = f"dropout of {config.dropout:g} around given weights: not assessed"
         return to_posterior(
             bayesian,

@@ -110,7 +110,7 @@ def _absolute(prior: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _check_subspace(posterior: Posterior, model: BayesianModel, what: str) -> None:
-    before, now = (dict(zip(x.names, x.shapes, strict=True)) for x in (posterior.layout, model.layout))
+    before, now = posterior.layout.named_shapes, model.layout.named_shapes
     for name in [*now, *before]:
         if before.get(name) != now.get(name):
             was, is_ = (

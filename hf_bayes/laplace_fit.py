@@ -220,7 +220,7 @@ def _problem(
         )
     gaussian = None if inherited is None else inherited.gaussian
     prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
-    return Problem(num_data, prior, 1.0, 1, 0, model.layout.sizes)
+    return Problem(num_data, prior, 1.0, 1, 0, model.layout.named_shapes)
 
 
 @torch.no_grad()

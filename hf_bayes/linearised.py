@@ -151,7 +151,7 @@ def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[
     """{name: [B, C, *shape]}, by a backward pass for each output."""
     rows, num_outputs = logits.shape
     found = {
-        name: like.new_zeros(rows, num_outputs, *shape) for name, shape in zip(layout.names, layout.shapes, strict=True)
+        name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()
     }
     for output in range(num_outputs):
 

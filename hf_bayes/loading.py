@@ -153,7 +153,7 @@ def _adapter_name(layout: Layout) -> str:
 
 def _check_parameters(model: nn.Module, layout: Layout, where: Any) -> None:
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
+    for name, shape in layout.named_shapes.items():
         if found.get(name) != shape:
             got = "no such parameter" if name not in found else f"shape {list(found[name])}"
             raise ValueError(f"{where}: the base model has {got} where {name} of shape {list(shape)} is expected")

@@ -17,7 +17,7 @@ from hf_bayes.energy import FlatPrior
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.rng import chain_generators, generator, randn
 from hf_bayes.schedules import burn_in_steps
-from hf_bayes.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.types import UNNAMED, Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
 
 Energy = Callable[[Tensor, Any], Tensor]
 """(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
@@ -97,7 +97,7 @@ def sample(
         learning_rate=max(rates),
         num_steps=num_steps,
         burn_in=burned,
-        sizes=(start.shape[1],),
+        shapes={UNNAMED: (start.shape[1],)},
         draw_steps=draw_steps,
         batch_fraction=batch_fraction,
     )

@@ -67,7 +67,7 @@ def to_posterior(
             task=model.task,
             method=method.to_dict(),
             approximation=approximation.kind,
-            parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            parameters=[[name, list(shape)] for name, shape in layout.named_shapes.items()],
             num_members=approximation.num_stored,
             subspace=subspace,
             prior=prior
@@ -262,7 +262,7 @@ class SavingMixin(_Trainer):
             "num_steps": self._num_steps(),
             "seed": args.seed,
             "data_seed": args.data_seed,
-            "parameters": [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            "parameters": [[name, list(shape)] for name, shape in layout.named_shapes.items()],
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

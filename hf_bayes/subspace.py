@@ -28,6 +28,11 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
 
     @cached_property
+    def named_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape."""
+        return dict(zip(self.names, self.shapes, strict=True))
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)

@@ -139,10 +139,9 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 learning_rate=args.learning_rate,
                 num_steps=steps,
                 burn_in=burn_in,
-                sizes=bayesian.layout.sizes,
+                shapes=bayesian.layout.named_shapes,
                 draw_steps=draws,
                 batch_fraction=None if self.num_rows is None else args.per_device_train_batch_size / self.num_rows,
-                shapes=dict(zip(bayesian.layout.names, bayesian.layout.shapes, strict=True)),
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(

@@ -6,6 +6,7 @@ log-likelihoods are in nats on the full data set; nothing here is divided by N.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +86,10 @@ class Evaluate(Protocol):
     def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation: ...
 
 
+UNNAMED = ""
+"""In place of names where theta is one tensor of its own; no parameter of a module can be called so."""
+
+
 class Problem(NamedTuple):
     """What a method is built for.
 
@@ -94,10 +99,9 @@ class Problem(NamedTuple):
         learning_rate: l0, the peak step size of the schedule (frictions are fixed by it).
         num_steps: updates in the whole run.
         burn_in: updates before the first draw; adaptation ends there.
-        sizes: number of elements of each random tensor, in the order of theta (sum = d).
+        shapes: name -> shape of each random tensor, in the order of theta; {UNNAMED: (d,)} where theta has no names.
         draw_steps: the updates (counted from 1) that end in a draw.
         batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
-        shapes: name -> shape of each random tensor, in the order of theta; None where theta has no names.
     """
 
     num_data: float
@@ -105,10 +109,14 @@ class Problem(NamedTuple):
     learning_rate: float
     num_steps: int
     burn_in: int
-    sizes: tuple[int, ...]
+    shapes: Mapping[str, tuple[int, ...]]
     draw_steps: range = range(0)
     batch_fraction: float | None = None
-    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each random tensor (sum = d)."""
+        return tuple(map(math.prod, self.shapes.values()))
 
 
 class Look(Protocol):

@@ -122,7 +122,7 @@ def posterior_of(peft_models: list[PeftModel]) -> Posterior:
         config(
             task=task,
             num_members=len(theta),
-            parameters=[[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)],
+            parameters=[[name, list(shape)] for name, shape in layout.named_shapes.items()],
         ),
         peft_models[0].peft_config["default"].to_dict(),
     )
@@ -173,9 +173,7 @@ def test_adapters_become_an_ensemble_with_the_model_s_own_names(kind: str, tmp_p
         model.save_pretrained(tmp_path / str(number))
     ensemble = Posterior.from_adapters([tmp_path / str(number) for number in range(3)])
     expected = select(peft_models[0])
-    assert dict(zip(ensemble.layout.names, ensemble.layout.shapes, strict=True)) == dict(
-        zip(expected.names, expected.shapes, strict=True)
-    )
+    assert ensemble.layout.named_shapes == expected.named_shapes
     for row, model in zip(ensemble.approximation.theta, peft_models, strict=True):
         parameters = dict(model.named_parameters())
         assert all(torch.equal(value, parameters[name]) for name, value in ensemble.layout.unflatten(row).items())

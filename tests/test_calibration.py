@@ -77,7 +77,7 @@ def uniformity(config: MethodConfig, data: Regressions, *, thin: int, learning_r
 
     Chains start in draws of the prior; without burn-in in exact ones, so that what is judged is whether they stay.
     """
-    problem = Problem(ROWS, PRIOR, learning_rate, burn_in + DRAWS * thin, burn_in, (2,))
+    problem = Problem(ROWS, PRIOR, learning_rate, burn_in + DRAWS * thin, burn_in, {"": (2,)})
     method, rngs = config.build(problem), [data.rng]
     data.begin_update()
     start = data.normal(REPLICATES, 2) if burn_in else data.posterior()

@@ -133,7 +133,7 @@ def test_samples_have_the_covariance(kind: str) -> None:
 @pytest.mark.parametrize("components", [1, 3])
 def test_posterior_with_any_covariance_comes_back_bit_for_bit(kind: str, components: int, tmp_path: Path) -> None:
     gaussian = Gaussian(numbers(components, LAYOUT.dim), tuple(make(kind, seed)[0] for seed in range(components)))
-    parameters = [[name, list(shape)] for name, shape in zip(LAYOUT.names, LAYOUT.shapes, strict=True)]
+    parameters = [[name, list(shape)] for name, shape in LAYOUT.named_shapes.items()]
     config = posteriors.config(approximation=gaussian.kind, num_members=0, parameters=parameters)
     posterior = Posterior(gaussian, config)
     posterior.save_pretrained(tmp_path)

@@ -273,7 +273,7 @@ class Drive:
     """A method advanced by hand, as a trainer does."""
 
     def __init__(self, config: MethodConfig, row: Row, num_chains: int) -> None:
-        problem = Problem(N, FlatPrior(), row.learning_rate, num_steps=12, burn_in=6, sizes=(5,))
+        problem = Problem(N, FlatPrior(), row.learning_rate, num_steps=12, burn_in=6, shapes={"": (5,)})
         self.method = build(config, problem)
         self.row = row
         self.rngs = [generator(3, "chain", chain) for chain in range(num_chains)]
@@ -511,7 +511,7 @@ def test_from_dict_fills_in_defaults_and_leaves_its_argument_alone() -> None:
 
 
 def problem(**changes: Any) -> Problem:
-    return Problem(N, FlatPrior(), learning_rate=0.1, num_steps=10, burn_in=5, sizes=(5,))._replace(**changes)
+    return Problem(N, FlatPrior(), learning_rate=0.1, num_steps=10, burn_in=5, shapes={"": (5,)})._replace(**changes)
 
 
 @rows

@@ -27,7 +27,7 @@ CHAINS = 3
 def chains(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int = 2, seed: int = 0) -> ChainOptimizer:
     model = attach(tiny_bert(), subspace="last_layer", num_members=CHAINS)
     prior = GaussianPrior(torch.zeros(()), torch.ones(()))
-    problem = Problem(100.0, prior, 0.01, 5, burn_in, model.layout.sizes)
+    problem = Problem(100.0, prior, 0.01, 5, burn_in, model.layout.named_shapes)
     rngs = [generator(seed, "chain", chain) for chain in range(CHAINS)]
     return ChainOptimizer(
         model,

@@ -147,7 +147,7 @@ def test_draws_from_a_prior_have_its_law(name: str) -> None:
 def test_where_the_likelihood_is_flat_a_sampler_has_the_law_of_the_prior(name: str) -> None:
     std, rate = math.sqrt(2), 0.04  # h = 0.2 where the double exponential has b = 1
     prior = PRIORS[name](torch.tensor(0.0), torch.tensor(std))
-    rule = build(BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, sizes=(4096,)))
+    rule = build(BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, shapes={"": (4096,)}))
     assert isinstance(rule, Rule)
     rngs = [generator("chain", chain) for chain in range(4)]
     state = rule.init(torch.zeros(4, 4096), rngs)

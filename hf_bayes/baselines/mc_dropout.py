@@ -26,7 +26,7 @@ from hf_bayes.baselines.map import MAPConfig, MAPState, adamw, begin
 from hf_bayes.energy import energy, grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import generator
-from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule
+from hf_bayes.types import UNNAMED, Evaluation, Info, Problem, Rngs, Rule
 
 LORA_INPUTS = r"\.lora_A\."
 """peft's dropout multiplies what these read."""
@@ -79,7 +79,7 @@ class MCDropoutConfig(MAPConfig):
                 ) from error
 
     def build(self, problem: Problem) -> Rule:
-        masks = self.masks(problem.shapes, sum(problem.sizes))
+        masks = self.masks(problem.shapes)
 
         def init(theta: Tensor, rngs: Rngs) -> MCDropoutState:
             seeds = [torch.randint(2**62, (), generator=rng, device=rng.device) for rng in rngs]
@@ -104,16 +104,16 @@ class MCDropoutConfig(MAPConfig):
 
         return Rule(init, locate, update, finish)
 
-    def masks(self, shapes: Mapping[str, tuple[int, ...]] | None, dim: int) -> Masks:
+    def masks(self, shapes: Mapping[str, tuple[int, ...]]) -> Masks:
         """The inputs that are dropped, of tensors with these names and ``shapes``.
 
-        Without names every one of the ``dim`` elements of theta is a weight with an input of its own.
+        Without names every element of theta is a weight with an input of its own.
 
         Raises:
             ValueError: if no weight is named, one has no inputs, or DoRA would norm what is dropped.
         """
-        if shapes is None:
-            return Masks(self.dropout, (((dim,), True),))
+        if UNNAMED in shapes:
+            return Masks(self.dropout, ((shapes[UNNAMED], True),))
         pattern = LORA_INPUTS if self.targets is None else self.targets
         chosen = [name for name in shapes if re.search(pattern, name)]
         if not chosen:

@@ -91,9 +91,7 @@ class Accumulator(ABC):
             processes.sum_over_data(tensor)
 
     def _zeros(self) -> dict[str, Tensor]:
-        return {
-            name: self.like.new_zeros(shape) for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
-        }
+        return {name: self.like.new_zeros(shape) for name, shape in self.layout.named_shapes.items()}
 
     def _by_rows(self, share: Any) -> Any:
         """Row gradients of a share, a few rows at a time: (rows of the batch, {name: [r, *shape]})."""
@@ -258,7 +256,7 @@ class KroneckerSum(Accumulator):
     def sum_over(self, processes: Processes) -> None:
         # rows without a likelihood term never reach a language model's head: a process may have met fewer modules
         self.sources = {name: source for found in processes.share(self.sources) for name, source in found.items()}
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes = self.layout.named_shapes
         for name, (source, transposed) in self.sources.items():
             width, length = reversed(shapes[name]) if transposed else shapes[name]
             self.outputs.setdefault(name, self._no_moment(width))
@@ -403,7 +401,7 @@ def _require_once(share: Any) -> None:
 def _fallbacks(layout: Layout, modules: Sequence[Module], max_factor: int) -> dict[str, str]:
     """{parameter name: why it is kept diagonally, in whole or in part}."""
     found = {}
-    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    shapes = layout.named_shapes
     for tap in modules:
         for attribute, name in tap.names.items():
             if name in tap.tied:

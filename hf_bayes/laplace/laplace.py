@@ -168,7 +168,7 @@ class LaplaceConfig(MethodConfig):
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
-            layout = Layout(tuple(map(str, range(len(problem.sizes)))), tuple((size,) for size in problem.sizes))
+            layout = Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
             precision = maximise(expansion, precision, self.prior_scope, layout)
         return expansion, precision
 

@@ -39,7 +39,7 @@ def mode(prior_weight: float) -> Tensor:
 
 
 def problem(**changes: object) -> Problem:
-    return Problem(N, PRIOR, learning_rate=0.02, num_steps=60, burn_in=30, sizes=(5,))._replace(**changes)
+    return Problem(N, PRIOR, learning_rate=0.02, num_steps=60, burn_in=30, shapes={"": (5,)})._replace(**changes)
 
 
 def run(config: MethodConfig, num_steps: int, *, lr: float = 0.02, seed: int = 0) -> tuple[object, list[Tensor]]:
@@ -138,7 +138,7 @@ def test_a_warm_start_is_adamw_and_then_the_method_from_there(inner: MethodConfi
 
 
 def test_the_warm_started_method_begins_at_its_own_temperature() -> None:
-    method = build(SGHMCConfig(temperature=9.0, **WARM), problem(prior=FlatPrior(), sizes=(4096,)))
+    method = build(SGHMCConfig(temperature=9.0, **WARM), problem(prior=FlatPrior(), shapes={"": (4096,)}))
     rngs = [generator(0)]
     theta = torch.zeros(1, 4096, dtype=torch.float64)
     state = method.init(theta, rngs)  # type: ignore[call-arg]

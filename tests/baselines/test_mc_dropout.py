@@ -27,7 +27,7 @@ SHAPES = {"q.lora_A.default.weight": (2, 5), "q.lora_B.default.weight": (4, 2), 
 
 
 def masks_of(model: Any, p: float = P) -> Masks:
-    return MCDropoutConfig(dropout=p).masks(dict(zip(model.layout.names, model.layout.shapes, strict=True)), 0)
+    return MCDropoutConfig(dropout=p).masks(model.layout.named_shapes)
 
 
 # ------------------------------------------------------------------------------------------------- law of the masks
@@ -44,7 +44,7 @@ def assert_law(scales: Tensor, p: float) -> None:
 
 
 def test_masks_drop_inputs_of_lora_a_independently_and_keep_the_mean() -> None:
-    masks = MCDropoutConfig(dropout=P).masks(SHAPES, 0)
+    masks = MCDropoutConfig(dropout=P).masks(SHAPES)
     assert masks.num_inputs == 5 + 3
     scale = masks.scale(masks.draw(generator("masks"), 4000), torch.zeros(1))
     a, b, conv = scale.split([10, 8, 12], 1)
@@ -61,7 +61,7 @@ def test_masks_drop_inputs_of_lora_a_independently_and_keep_the_mean() -> None:
 def test_members_have_masks_of_their_own_whose_mean_is_the_trained_row() -> None:
     config = MCDropoutConfig(dropout=P, num_masks=3000)
     theta = torch.randn(2, 30, generator=generator("theta"))
-    members = config.members(theta, config.masks(SHAPES, 0), [7, 8])
+    members = config.members(theta, config.masks(SHAPES), [7, 8])
     assert members.shape == (2, 3000, 30)
     error = (members.mean(1) - theta).abs() / theta.abs()
     assert error.max() < 4.5 * math.sqrt(P / (1 - P) / 3000)  # standard errors of a rescaled Bernoulli
@@ -116,7 +116,7 @@ def test_the_gradient_is_that_of_peft_with_the_mask_in_place_of_its_dropout() ->
 
 def test_an_update_is_adamw_on_the_energy_of_the_masked_weights() -> None:
     prior = GaussianPrior(torch.tensor(0.1), torch.tensor(0.5))
-    spec = problem(prior=prior, sizes=(10, 8, 12), shapes=SHAPES)
+    spec = problem(prior=prior, shapes=SHAPES)
     rule = build(MCDropoutConfig(dropout=P), spec)
     assert isinstance(rule, Rule)
     theta, rngs = torch.randn(2, 30, generator=generator("theta")), [generator("chain", k) for k in range(2)]
@@ -205,7 +205,7 @@ def test_what_has_no_inputs_to_drop_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="method must be an MCDropoutConfig, got SGHMCConfig"):
         fit_mc_dropout(with_lora(tiny_gpt2()), SGHMCConfig())
     with pytest.raises(ValueError, match="under DoRA"):
-        MCDropoutConfig().masks({**SHAPES, "q.lora_magnitude_vector.default.weight": (4,)}, 0)
+        MCDropoutConfig().masks({**SHAPES, "q.lora_magnitude_vector.default.weight": (4,)})
     with pytest.raises(ValueError, match=r"dropout must be a finite number >= 0 and < 1, got 1\.0"):
         MCDropoutConfig(dropout=1.0)
     with pytest.raises(ValueError, match=r"targets must be a regular expression, got '\('"):

@@ -85,7 +85,7 @@ def test_to_first_order_that_is_the_continuous_lyapunov_equation() -> None:
 
 
 def test_noise_temperature_is_one_at_the_optimal_rate() -> None:
-    problem = Problem(10, FlatPrior(), 0.2, num_steps=4, burn_in=0, sizes=(1, 3))
+    problem = Problem(10, FlatPrior(), 0.2, num_steps=4, burn_in=0, shapes={"a": (1,), "b": (3,)})
     config = SGDMCConfig(momentum=0.75, measure_gradient_noise=True)
     rule = build(config, problem)
     assert isinstance(rule, Rule)

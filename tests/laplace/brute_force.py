@@ -257,7 +257,7 @@ def kfac(problem: Problem, rows: list[Row], pulls: list[list[Tensor]], sharing: 
     """[d, d]: Kronecker blocks for matrices, diagonal for the rest."""
     diagonal = outer(rows, pulls).diagonal()
     blocks, start = [], 0
-    for name, shape in zip(problem.layout.names, problem.layout.shapes, strict=True):
+    for name, shape in problem.layout.named_shapes.items():
         size = math.prod(shape)
         if name not in rows[0].inputs:
             blocks.append(torch.diag(diagonal[start : start + size]))

@@ -64,7 +64,7 @@ def variance_ratio(
     Chains start in equilibrium; a sixth of the run is burn-in.
     """
     rng, burn_in = generator("moves"), num_steps // 6
-    kernel = config.build(Problem(N, FlatPrior(), SD, num_steps, burn_in, (1,), batch_fraction=fraction))
+    kernel = config.build(Problem(N, FlatPrior(), SD, num_steps, burn_in, {"": (1,)}, batch_fraction=fraction))
     theta = SD * torch.randn(batches.num_chains, 1, dtype=torch.float64, generator=rng)
     state = kernel.init(theta, batches, [rng])
     squares, infos = torch.zeros(batches.num_chains, dtype=torch.float64), []

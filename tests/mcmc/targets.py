@@ -113,7 +113,7 @@ def starts(num_chains: int, dim: int = 2) -> Tensor:
 
 
 def problem(*, learning_rate: float = 0.1, num_steps: int = 100, burn_in: int = 0, dim: int = 2) -> Problem:
-    return Problem(1, FlatPrior(), learning_rate, num_steps, burn_in, (dim,))
+    return Problem(1, FlatPrior(), learning_rate, num_steps, burn_in, {"": (dim,)})
 
 
 def chain_rngs(num_chains: int) -> Rngs:

@@ -183,7 +183,7 @@ def test_langevin_acceptance_is_eq_12(monkeypatch: pytest.MonkeyPatch, temperatu
     monkeypatch.setattr(penalty, "leapfrog", keeping)
     prior = GaussianPrior(torch.tensor(0.0, dtype=torch.float64), torch.tensor(SD, dtype=torch.float64))
     config = walk(num_leapfrog=1, temperature=temperature)
-    kernel, batches = config.build(Problem(N, prior, SD, 1, 0, (1,))), Batches(independent(20), 5, 50)
+    kernel, batches = config.build(Problem(N, prior, SD, 1, 0, {"": (1,)})), Batches(independent(20), 5, 50)
     theta, rng = SD * torch.randn(50, 1, dtype=torch.float64, generator=generator("at")), generator("move")
     _, info = kernel.step(kernel.init(theta, batches, [rng]), batches, [rng])
     new, eta = seen["end"][0], size**2 / 2
@@ -212,7 +212,7 @@ def test_both_ends_of_a_move_are_judged_by_the_same_batches_and_the_next_by_othe
         seen.append((theta, batches.means))
         return batches(theta, **options)
 
-    kernel, rng = walk().build(Problem(N, FlatPrior(), SD, 9, 0, (1,))), generator(0)
+    kernel, rng = walk().build(Problem(N, FlatPrior(), SD, 9, 0, {"": (1,)})), generator(0)
     state = kernel.init(torch.zeros(3, 1, dtype=torch.float64), evaluate, [rng])
     seen.clear()
     for _ in range(3):

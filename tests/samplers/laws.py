@@ -37,7 +37,7 @@ def stationary_moments(
     Args:
         held: fields of the state that are kept at a value, as ``friction``.
     """
-    problem = Problem(7, FlatPrior(), learning_rate=7 * step_size**2, num_steps=1, burn_in=0, sizes=(1,))
+    problem = Problem(7, FlatPrior(), learning_rate=7 * step_size**2, num_steps=1, burn_in=0, shapes={"": (1,)})
     rule = config.build(problem)
     assert isinstance(rule, Rule)
 
@@ -81,7 +81,7 @@ def stationary_square(
     The moments e_k = E phi_k of Hermite polynomials phi_k(theta / 1.3, m) solve e_k = sum_j P_kj e_j, where the mean of
     phi_k after an update (its map is read off the rule, its noise integrated) is projected onto them, by quadrature.
     """
-    problem = Problem(1, FlatPrior(), learning_rate=step_size**2, num_steps=1, burn_in=0, sizes=(1,))
+    problem = Problem(1, FlatPrior(), learning_rate=step_size**2, num_steps=1, burn_in=0, shapes={"": (1,)})
     rule = config.build(problem)
     assert isinstance(rule, Rule)
     (thetas, theta_weights), (momenta, momentum_weights) = _gauss(num_position), _gauss(num_momentum)
@@ -148,7 +148,7 @@ def distance_from_sgd(
     targets = torch.randn(num_data, generator=generator("y"), dtype=torch.float64)
     start = torch.randn(1, 6, generator=generator("theta"), dtype=torch.float64)
     prior = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
-    rule = config.build(Problem(num_data, prior, max(rates), num_steps=len(rates), burn_in=0, sizes=(6,)))
+    rule = config.build(Problem(num_data, prior, max(rates), num_steps=len(rates), burn_in=0, shapes={"": (6,)}))
     assert isinstance(rule, Rule)
     rngs, distance = [generator(0)], 0.0
     state = rule.init(start.clone(), rngs)

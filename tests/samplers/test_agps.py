@@ -162,7 +162,7 @@ def test_full_gradients_below_the_cap_warn_of_nothing(recwarn: pytest.WarningsRe
 
 
 def test_the_cap_is_the_learning_rate_unless_given() -> None:
-    problem = Problem(1, FlatPrior(), 0.5, 10, 0, (1,))
+    problem = Problem(1, FlatPrior(), 0.5, 10, 0, {"": (1,)})
     theta, flat = torch.zeros(2, 3), Evaluation(torch.zeros(2), torch.zeros(2, 3))
     rngs = [generator("cap", chain) for chain in range(2)]
     for config, expected in ((AGPSConfig(), 0.25), (AGPSConfig(max_std=0.7), 0.7)):

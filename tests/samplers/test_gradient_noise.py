@@ -20,13 +20,14 @@ from tests import runs
 from tests.samplers.laws import LEARNING_RATE, N, variance_error
 
 SIZES = (64, 192)
+SHAPES = {"narrow": (64,), "wide": (192,)}
 VARIANCES = (10.0, 25.0)
 """Of the gradient of U in each tensor: h^2 V = 0.1 and 0.25 beside the injected 0.4."""
 
 
 def run(config: MethodConfig) -> list[Tensor]:
     """[4, S, size] draws of each tensor, on U = N |theta|^2 / 2 with noise in the gradient whose variance is told."""
-    rule = config.build(Problem(N, FlatPrior(), LEARNING_RATE, num_steps=2500, burn_in=0, sizes=SIZES))
+    rule = config.build(Problem(N, FlatPrior(), LEARNING_RATE, num_steps=2500, burn_in=0, shapes=SHAPES))
     assert isinstance(rule, Rule)
     rngs, noise = [generator("chain", chain) for chain in range(4)], generator("gradient")
     std = torch.cat([torch.full((size,), variance**0.5) for size, variance in zip(SIZES, VARIANCES, strict=True)])
@@ -61,7 +62,7 @@ def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
     """Theirs is epsilon T (2 alpha - epsilon T beta) with sigma = 1 and T = 1 / N; beta is V at that T."""
     epsilon, alpha, num_data, variance = 0.3, 0.5, 7, 4.0
     config = SGHMCEulerConfig(momentum=1 - epsilon * alpha, correct_gradient_noise=True)
-    rule = config.build(Problem(num_data, FlatPrior(), epsilon**2, num_steps=1, burn_in=0, sizes=(3,)))
+    rule = config.build(Problem(num_data, FlatPrior(), epsilon**2, num_steps=1, burn_in=0, shapes={"": (3,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(1, 3, dtype=torch.float64), [generator("m")])
     state = state._replace(momentum=torch.zeros_like(state.theta))
@@ -73,7 +74,8 @@ def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
 
 
 def test_a_gradient_that_brings_more_than_all_noise_gets_none() -> None:
-    rule = SGHMCConfig(momentum=0.8, correct_gradient_noise=True).build(Problem(N, FlatPrior(), 0.1, 1, 0, (2, 1)))
+    shapes = {"noisy": (2,), "quiet": (1,)}
+    rule = SGHMCConfig(momentum=0.8, correct_gradient_noise=True).build(Problem(N, FlatPrior(), 0.1, 1, 0, shapes))
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(1, 3), [generator(0)])._replace(momentum=torch.zeros(1, 3))
     told = Evaluation(torch.zeros(1), torch.zeros(1, 3), torch.tensor([[41.0, 0.0]]))  # h^2 V = 0.41 > 0.4
@@ -96,7 +98,7 @@ def test_a_gradient_that_brings_more_than_all_noise_gets_none() -> None:
 def test_every_sampler_reports_its_noise_over_the_gradients(
     config: MethodConfig, injected_over_squared_step: float
 ) -> None:
-    rule = config.build(Problem(N, FlatPrior(), 0.1, num_steps=1, burn_in=0, sizes=(3, 1)))
+    rule = config.build(Problem(N, FlatPrior(), 0.1, num_steps=1, burn_in=0, shapes={"a": (3,), "b": (1,)}))
     assert isinstance(rule, Rule)
     rngs = [generator(0)]
     state = rule.init(torch.zeros(1, 4), rngs)

@@ -204,7 +204,7 @@ def test_the_check_catches_minibatch_noise_that_is_forgotten(name: str) -> None:
 @each
 def test_momenta_start_at_their_stationary_law(name: str) -> None:
     config = LAWS[name].config(BETA, T)
-    rule = config.build(Problem(N, FlatPrior(), LEARNING_RATE, num_steps=1, burn_in=0, sizes=(4096,)))
+    rule = config.build(Problem(N, FlatPrior(), LEARNING_RATE, num_steps=1, burn_in=0, shapes={"": (4096,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(4, 4096), [generator("momenta", chain) for chain in range(4)])
     if hasattr(state, "momentum"):

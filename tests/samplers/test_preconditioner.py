@@ -19,7 +19,8 @@ NUM_DATA, RATE = 5, 0.2
 
 
 def rule_of(config: SGHMCConfig, *, sizes: tuple[int, ...] = SIZES, rate: float = RATE, **changes: Any) -> Rule:
-    return config.build(Problem(NUM_DATA, FlatPrior(), rate, num_steps=200, burn_in=0, sizes=sizes, **changes))
+    shapes = {str(index): (size,) for index, size in enumerate(sizes)}
+    return config.build(Problem(NUM_DATA, FlatPrior(), rate, num_steps=200, burn_in=0, shapes=shapes, **changes))
 
 
 def layerwise(batches: int, period: int | None = None, **changes: Any) -> SGHMCConfig:

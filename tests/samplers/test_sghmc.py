@@ -125,7 +125,7 @@ class TestCyclicalSchedule:
 
 
 def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused() -> None:
-    problem = Problem(num_data=1, prior=FlatPrior(), learning_rate=0.1, num_steps=1, burn_in=0, sizes=(2,))
+    problem = Problem(num_data=1, prior=FlatPrior(), learning_rate=0.1, num_steps=1, burn_in=0, shapes={"": (2,)})
     rule = SGHMCConfig(momentum=0.5).build(problem)
     rngs = [generator(0)]
     state = rule.init(torch.zeros(1, 2), rngs)

@@ -16,7 +16,7 @@ def test_it_is_posteriors_b2_in_other_units() -> None:
     scale = math.sqrt(num_data) / sigma  # our momentum over theirs
     rate = (epsilon / sigma) ** 2
     config = SGHMCEulerConfig(momentum=1 - epsilon * alpha / sigma**2, temperature=num_data * temperature)
-    rule = config.build(Problem(num_data, FlatPrior(), rate, num_steps=1, burn_in=0, sizes=(5,)))
+    rule = config.build(Problem(num_data, FlatPrior(), rate, num_steps=1, burn_in=0, shapes={"": (5,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.randn(1, 5, generator=generator("theta"), dtype=torch.float64), [generator("m")])
     theta, m = state.theta[0], state.momentum[0] / scale
@@ -37,7 +37,7 @@ def test_it_is_posteriors_b2_in_other_units() -> None:
 
 def test_zero_temperature_is_sgd_with_gradients_of_one_update_before() -> None:
     rate, beta = 0.05, 0.9
-    rule = SGHMCEulerConfig(temperature=0.0, momentum=beta).build(Problem(1, FlatPrior(), rate, 1, 0, (3,)))
+    rule = SGHMCEulerConfig(temperature=0.0, momentum=beta).build(Problem(1, FlatPrior(), rate, 1, 0, {"": (3,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.randn(1, 3, generator=generator("theta"), dtype=torch.float64), [generator(0)])
     weights = state.theta[0].clone().requires_grad_()

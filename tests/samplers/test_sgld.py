@@ -51,7 +51,7 @@ def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> No
 @pytest.mark.parametrize("step_size", [0.05, 0.5, 1.5])
 def test_stationary_variance_is_that_of_the_docstring(step_size: float) -> None:
     curvature, temperature, num_data = 0.8, 0.7, 7
-    problem = Problem(num_data, FlatPrior(), num_data * step_size, num_steps=1, burn_in=0, sizes=(1,))
+    problem = Problem(num_data, FlatPrior(), num_data * step_size, num_steps=1, burn_in=0, shapes={"": (1,)})
 
     def move(theta: float, temperature: float) -> float:
         rule, rngs = SGLDConfig(temperature=temperature).build(problem), [generator(1)]
@@ -71,7 +71,7 @@ def test_zero_temperature_is_torch_sgd_also_under_a_schedule() -> None:
 
 def test_it_is_sghmc_without_momentum() -> None:
     start = torch.randn(3, 5, generator=generator("start"), dtype=torch.float64)
-    problem = Problem(N, FlatPrior(), LR, num_steps=1, burn_in=0, sizes=(5,))
+    problem = Problem(N, FlatPrior(), LR, num_steps=1, burn_in=0, shapes={"": (5,)})
     evaluation = Evaluation(torch.zeros(3), -N * start)
     ends = []
     for config in (SGLDConfig(), SGHMCConfig(momentum=0.0)):

@@ -41,7 +41,7 @@ def test_the_euler_order_is_posteriors_b3_with_the_position_step_of_its_sde() ->
     config = SGNHTConfig(
         momentum=1 - epsilon * alpha / sigma**2, order="euler", thermostat_steps=1 / (step_size * math.sqrt(2))
     )
-    rule = config.build(Problem(num_data, FlatPrior(), rate, num_steps=1, burn_in=0, sizes=(5,)))
+    rule = config.build(Problem(num_data, FlatPrior(), rate, num_steps=1, burn_in=0, shapes={"": (5,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.randn(1, 5, generator=generator("theta"), dtype=torch.float64), [generator("m")])
     theta, m, xi = state.theta[0], state.momentum[0] / scale, torch.tensor(alpha, dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_the_euler_order_is_posteriors_b3_with_the_position_step_of_its_sde() ->
 
 def test_a_thermostat_off_balance_comes_back_and_does_not_swing_at_critical_damping() -> None:
     config = SGNHTConfig(momentum=0.9, thermostat_steps=10)
-    rule = config.build(Problem(1, FlatPrior(), 1e-4, num_steps=1, burn_in=0, sizes=(2**16,)))
+    rule = config.build(Problem(1, FlatPrior(), 1e-4, num_steps=1, burn_in=0, shapes={"": (2**16,)}))
     assert isinstance(rule, Rule)
     rngs = [generator("chain")]
     state = rule.init(torch.zeros(1, 2**16), rngs)

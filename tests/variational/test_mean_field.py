@@ -51,7 +51,7 @@ def fit_with_prior(
     config: MeanFieldConfig, prior: Prior, log_lik: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Gaussian:
     """A run whose prior is an object of its own, as the trainer makes it; ``log_lik`` returns value and gradient."""
-    rule = config.build(Problem(1, prior, 0.01, 3000, 0, (5,)))
+    rule = config.build(Problem(1, prior, 0.01, 3000, 0, {"": (5,)}))
     rngs = [generator(0, "chain", chain) for chain in range(2)]
     state = rule.init(starts(2), rngs)
     for _ in range(3000):
@@ -158,7 +158,7 @@ def test_gradients_are_those_of_the_free_energy_whatever_the_slope() -> None:
 
     draws, mean, std, temperature = 200_000, 0.7, 0.4, 1.5
     rule = MeanFieldConfig(temperature=temperature).build(
-        Problem(1, GaussianPrior(torch.zeros(()), torch.ones(())), 1, 9, 0, (1,))
+        Problem(1, GaussianPrior(torch.zeros(()), torch.ones(())), 1, 9, 0, {"": (1,)})
     )
     rngs = [generator("eps")]
     theta = torch.full((1, draws), mean, dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_the_free_energy_whatever_the_slope() -> None:
 
 
 def test_q_is_the_average_of_the_second_half_of_the_iterates() -> None:
-    rule = MeanFieldConfig().build(Problem(1, PRIOR, 0.01, 20, 5, (5,)))
+    rule = MeanFieldConfig().build(Problem(1, PRIOR, 0.01, 20, 5, {"": (5,)}))
     rngs = [generator(0)]
     state, iterates = rule.init(starts(1), rngs), []
     for step in range(20):
