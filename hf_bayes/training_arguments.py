@@ -44,8 +44,8 @@ class BayesianTrainingArguments(TrainingArguments):
         default=0.0,
         metadata={
             "help": "GiB of device memory for what the layers before the first random one answered to rows of the "
-            "training data, which come again every epoch: padded as before, so pad all rows to one length. A resumed "
-            "run then agrees to rounding, not bit for bit."
+            "training data, which come again every epoch: padded as before, so pad all rows to one length (a run that "
+            "does not is warned). A resumed run then agrees to rounding, not bit for bit."
         },
     )
     map_updates: int | None = field(

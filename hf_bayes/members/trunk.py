@@ -11,9 +11,10 @@ again may find its output in a ``TrunkMemory``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from hf_bayes.subspace import decoder_blocks
 
 _ROWS_TIMES_HEADS = ("bloom", "mpt")
 """Model types whose blocks are given biases [rows * heads, ...] or [heads, ...]: the trunk could not cut these."""
+
+_TELLING_ROWS = 32
+"""So many rows that come again in another length are no chance."""
 
 
 class Trunk:
@@ -138,17 +142,22 @@ class TrunkMemory:
 
     def __init__(self, max_bytes: float) -> None:
         self.left = max_bytes
-        self.rows: dict[bytes, Tensor] = {}
+        self.rows: dict[RowKey, Tensor] = {}
         self._in_tuple = False
+        self._unpadded: set[bytes] = set()
+        self._num_found = self._num_repadded = 0
 
-    def find(self, keys: list[bytes]) -> Any:
-        """The trunk's output for these rows; None unless all are known."""
-        if not keys or any(key not in self.rows for key in keys):
+    def find(self, keys: list[RowKey]) -> Any:
+        """The trunk's output for these rows; None unless all are known. Warns once if padding is why."""
+        unknown = [key for key in keys if key not in self.rows]
+        if not keys or unknown:
+            self._count_repadded(unknown)
             return None
+        self._num_found += len(keys)
         hidden = torch.stack([self.rows[key] for key in keys])
         return (hidden,) if self._in_tuple else hidden
 
-    def keep(self, keys: list[bytes], output: Any) -> None:
+    def keep(self, keys: list[RowKey], output: Any) -> None:
         """Remember a trunk's output, where it is hidden states alone."""
         self._in_tuple = isinstance(output, tuple)
         hidden, *others = output if self._in_tuple else (output,)
@@ -158,21 +167,61 @@ class TrunkMemory:
             if key not in self.rows and row.nbytes <= self.left:
                 self.left -= row.nbytes
                 self.rows[key] = row.clone()
+                if key.unpadded is not None:
+                    self._unpadded.add(key.unpadded)
+
+    def _count_repadded(self, unknown: list[RowKey]) -> None:
+        before = self._num_repadded
+        self._num_repadded += sum(key.unpadded in self._unpadded for key in unknown)
+        if self._num_found < self._num_repadded and before < _TELLING_ROWS <= self._num_repadded:
+            warnings.warn(
+                f"trunk_memory_gib is of little use to this run: {self._num_repadded} rows of the training data came "
+                f"again padded to another length, {self._num_found} to the same, and what the trunk answers depends on "
+                "the padding. Pad all rows to one length (padding='max_length' where they are tokenized or collated), "
+                "or leave trunk_memory_gib out"
+            )
 
 
-def row_keys(inputs: dict[str, Any]) -> list[bytes]:
-    """A digest of each row of a batch: of all that the model is given but labels."""
+class RowKey(NamedTuple):
+    """Digests of a row of a batch.
+
+    Attributes:
+        row: of all that the model is given but labels.
+        unpadded: of the same without padding; None where there is no attention mask [B, T] to tell it.
+    """
+
+    row: bytes
+    unpadded: bytes | None
+
+
+def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
+    """The keys of the rows of a batch."""
     count = num_rows_of(inputs)
     tensors = [
         value.detach().cpu().contiguous()
         for name, value in sorted(inputs.items())
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and name != "labels"
     ]
-    kind = str([(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]).encode()
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return [RowKey(_digest(t[row] for t in tensors), None) for row in range(count)]
+    read = mask.bool().cpu()
+    padded = [tensor.shape[:2] == mask.shape for tensor in tensors]
     return [
-        hashlib.blake2b(kind + b"".join(t[row].view(torch.uint8).numpy().tobytes() for t in tensors)).digest()
+        RowKey(
+            _digest(t[row] for t in tensors),
+            _digest(t[row][read[row]] if cut else t[row] for t, cut in zip(tensors, padded, strict=True)),
+        )
         for row in range(count)
     ]
+
+
+def _digest(tensors: Iterable[Tensor]) -> bytes:
+    found = hashlib.blake2b()
+    for tensor in tensors:
+        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.digest()
 
 
 def _detached(output: Any) -> Any:

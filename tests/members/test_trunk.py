@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DataCollatorForSeq2Seq,
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
     MixtralConfig,
@@ -16,7 +18,7 @@ from transformers import (
 
 from hf_bayes.attaching import attach
 from hf_bayes.members import Members
-from hf_bayes.members.trunk import TrunkMemory, num_positions_of, num_rows_of, repeat_rows, row_keys
+from hf_bayes.members.trunk import RowKey, TrunkMemory, num_positions_of, num_rows_of, repeat_rows, row_keys
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.subspace import Layout, select
 from tests import models, runs
@@ -326,18 +328,18 @@ def test_rows_that_come_again_find_the_trunks_output_in_memory(tmp_path: object,
 
 
 def test_memory_of_the_trunk_keeps_to_its_budget_and_to_what_it_knows() -> None:
-    memory = TrunkMemory(2 * 4 * 8)
+    memory, (a, b, c, d, e) = TrunkMemory(2 * 4 * 8), (RowKey(name.encode(), None) for name in "abcde")
     hidden = torch.arange(12.0).view(3, 2, 2)
-    memory.keep([b"a", b"b", b"c", b"d"][:3], hidden)
-    assert set(memory.rows) == {b"a", b"b", b"c"}
-    memory.keep([b"d"], torch.zeros(1, 2, 2))
-    assert set(memory.rows) == {b"a", b"b", b"c", b"d"}
-    memory.keep([b"e"], torch.zeros(1, 2, 2))
-    assert b"e" not in memory.rows
-    assert torch.equal(memory.find([b"c", b"a"]), hidden[[2, 0]])
-    assert memory.find([b"a", b"e"]) is None
+    memory.keep([a, b, c], hidden)
+    assert set(memory.rows) == {a, b, c}
+    memory.keep([d], torch.zeros(1, 2, 2))
+    assert set(memory.rows) == {a, b, c, d}
+    memory.keep([e], torch.zeros(1, 2, 2))
+    assert e not in memory.rows
+    assert torch.equal(memory.find([c, a]), hidden[[2, 0]])
+    assert memory.find([a, e]) is None
     other = TrunkMemory(1e6)
-    other.keep([b"a"], (torch.zeros(1, 2), torch.zeros(1)))  # more than hidden states
+    other.keep([a], (torch.zeros(1, 2), torch.zeros(1)))  # more than hidden states
     assert not other.rows
 
 
@@ -351,3 +353,37 @@ def test_rows_are_told_apart_by_all_that_the_model_is_given() -> None:
         changed[1, 3] += 1
         assert [a == b for a, b in zip(row_keys({**inputs, name: changed}), keys, strict=True)] == [True, False]
     assert row_keys({**inputs, "input_ids": inputs["input_ids"].int()}) != keys
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_row_that_is_padded_otherwise_has_another_key_and_the_same_content(side: str) -> None:
+    def padded(length: int) -> dict[str, Tensor]:
+        (row,) = runs.token_rows([5])
+        where = (0, length - 5) if side == "right" else (length - 5, 0)
+        return {name: nn.functional.pad(torch.tensor([row[name]]), where) for name in ("input_ids", "attention_mask")}
+
+    ((short,), (long,)) = row_keys(padded(6)), row_keys(padded(8))
+    assert short.row != long.row
+    assert short.unpadded == long.unpadded
+    other = padded(8)
+    other["input_ids"][other["attention_mask"] == 1] += 1
+    assert row_keys(other)[0].unpadded != long.unpadded
+    assert row_keys({"input_ids": torch.ones(1, 4), "of_row": torch.ones(1)})[0].unpadded is None
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["to-the-longest", "to-one-length"])
+def test_a_memory_that_padding_makes_useless_says_so_once(tmp_path: object, fixed: bool) -> None:
+    """Sixty rows of sixty lengths, in pairs, for three epochs: hardly a pair has a length that one of it had before."""
+    padding = "max_length" if fixed else "longest"
+    collator = DataCollatorForSeq2Seq(models.tiny_tokenizer(), padding=padding, max_length=64)
+    trainer = runs.trainer(
+        tmp_path, SGHMCConfig(num_chains=2), model=tiny_llama(max_position_embeddings=64), subspace="last_block",
+        train=runs.token_rows(range(4, 64)), collator=collator, minibatch="shared", max_steps=90, probe_steps=0,
+        trunk_memory_gib=1.0, map_updates=0,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    words = [str(warning.message) for warning in told if "trunk_memory_gib" in str(warning.message)]
+    assert len(words) == (0 if fixed else 1)
+    assert fixed or "padded to another length" in words[0]
