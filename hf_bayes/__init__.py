@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_bayes.records import UncertaintyStreamer
     from hf_bayes.rendering import print_record, to_html, to_terminal
     from hf_bayes.sampling import sample
+    from hf_bayes.swag_fit import fit_swag
     from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.training_arguments import BayesianTrainingArguments
     from hf_bayes.uncertainty import decompose, mixture
@@ -48,6 +49,7 @@ _WHERE = {
     "BayesianTrainingArguments": "training_arguments",
     "fit_laplace": "laplace_fit",
     "fit_mc_dropout": "dropout_fit",
+    "fit_swag": "swag_fit",
     "decompose": "uncertainty",
     "mixture": "uncertainty",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "decompose",
     "fit_laplace",
     "fit_mc_dropout",
+    "fit_swag",
     "mixture",
     "pipeline",
     "print_record",

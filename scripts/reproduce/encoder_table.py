@@ -11,7 +11,6 @@ the choice runs with all seeds on the test rows. Every run is kept as soon as it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -48,8 +47,8 @@ from hf_bayes import (
     SnapshotConfig,
     SWAConfig,
     SWAGConfig,
+    fit_swag,
 )
-from hf_bayes.baselines.swag import through
 from hf_bayes.config import MethodConfig
 from hf_bayes.metrics import ood_auroc, per_row_statistics, summarise
 from hf_bayes.schedules import Cyclical
@@ -256,7 +255,7 @@ class Bench:
             trainer.train()
             training = time.process_time() - begin
             posterior = trainer.posterior
-            (swag_of_draws(posterior) if name == "agps_swag" else posterior).save_pretrained(directory)
+            (fit_swag(posterior) if name == "agps_swag" else posterior).save_pretrained(directory)
             trainer.bayesian.detach()
             return {row: self._read(directory, link, training, test=test) for row, link in readings.items()}
 
@@ -299,13 +298,6 @@ class Bench:
 
     def _statistics(self, log_probs: Tensor, part: str) -> dict[str, Tensor]:
         return per_row_statistics(log_probs, torch.tensor([row["labels"] for row in self.data[part]]))
-
-
-def swag_of_draws(posterior: Posterior) -> Posterior:
-    """SWAG's Gaussian through the draws of a chain."""
-    gaussian = through(posterior.approximation.theta)
-    config = dataclasses.replace(posterior.config, approximation=gaussian.kind, num_members=0, member_chains=[])
-    return dataclasses.replace(posterior, approximation=gaussian, config=config)
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
