@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 from typing import Any
 
 import pytest
@@ -11,6 +17,9 @@ import pytest
 from tests.faults.report import DOCS, ROWS, rendered, shortfalls, table
 
 DOCUMENT = (DOCS / "reliability.md").read_text()
+ROOT = DOCS.parent
+MAKEFILE = (ROOT / "Makefile").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RESULTS: dict[str, Any] = json.loads((DOCS / "reliability.json").read_text())
 
 
@@ -47,7 +56,48 @@ def test_the_table_has_a_line_for_each_row() -> None:
     assert all(line.count("|") == 7 for line in lines)
 
 
-def test_the_makefile_names_the_campaigns_file_in_one_word() -> None:
-    """Before conftest.py is found its options are unknown: a file of its own word is taken for what to collect."""
-    line = next(line for line in (DOCS.parent / "Makefile").read_text().splitlines() if "-m reliability " in line)
-    assert "--reliability=docs/reliability.json" in line.split()
+def commands(target: str) -> list[list[str]]:
+    """Words of the lines of the Makefile that run a module for ``target``, from the module on."""
+    recipe = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)
+    assert recipe is not None
+    lines = (line.strip().replace("$(WORKERS)", "2") for line in recipe[1].splitlines())
+    return [shlex.split(line)[2:] for line in lines if line.startswith("$(BIN)/python -m ")]
+
+
+def collected(words: list[str]) -> list[str]:
+    """Tests that pytest, called with these words, finds in one file of the campaign."""
+    # testpaths, not an argument: before a named path is found the options of conftest.py are not known there, either
+    one_file = ["-o", "testpaths=tests/test_killed_rank.py", "--collect-only", "-q"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", *words, *one_file], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode in (0, 4), done.stdout + done.stderr  # 4: pytest does not understand the words
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_makefiles_line_of_the_campaign_collects_its_tests_and_keeps_its_record() -> None:
+    before = (DOCS / "reliability.json").read_bytes()
+    (pytest_line, report_line) = commands("reliability")
+    assert len(collected(pytest_line)) == 1
+    assert (DOCS / "reliability.json").read_bytes() == before
+    assert report_line == ["tests.faults.report"]
+    # the twin: of an option that is no word of its own pytest takes the file for tests before it knows the option
+    apart = [part for word in pytest_line for part in (word.split("=") if "--reliability" in word else [word])]
+    assert collected(apart) == []
+
+
+@pytest.mark.parametrize("target", ["test-slow", "reliability"])
+def test_marks_that_the_makefile_chooses_are_declared_and_worn(target: str) -> None:
+    (words,) = (words for words in commands(target) if words[0] == "pytest" and "-m" in words)
+    chosen = set(words[words.index("-m") + 1].split()) - {"or", "and", "not"}
+    declared = {re.split(r"\W", line)[0] for line in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    assert chosen <= declared
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert all(f"@pytest.mark.{mark}" in tests for mark in chosen)
+
+
+def test_modules_that_the_makefile_runs_are_there() -> None:
+    modules = re.findall(r"python -m ([\w.]+)", MAKEFILE)
+    assert {"pytest", "tests.faults.report", "tests.mutants.run", "benchmarks"} <= set(modules)
+    assert all(importlib.util.find_spec(module) for module in modules)

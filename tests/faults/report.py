@@ -157,8 +157,8 @@ class Campaign:
         self.tallies[row] = tally
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.file is None or hasattr(session.config, "workerinput"):
-            return
+        if self.file is None or session.config.option.collectonly or hasattr(session.config, "workerinput"):
+            return  # a list of the tests is no campaign: it would empty the record
         rows = {
             name: {**tally._asdict(), "seconds": round(tally.seconds, 1)}
             for name, tally in sorted(self.tallies.items(), key=lambda item: int(item[0][1:]))
