@@ -150,9 +150,7 @@ def _features(taps: Taps, logits: Tensor, like: Tensor) -> Tensor | None:
 def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
     """{name: [B, C, *shape]}, by a backward pass for each output."""
     rows, num_outputs = logits.shape
-    found = {
-        name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()
-    }
+    found = {name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()}
     for output in range(num_outputs):
 
         def add(share: Share, output: int = output) -> None:

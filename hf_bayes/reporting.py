@@ -30,6 +30,7 @@ else:
 
 logger = logging.getLogger("hf_bayes.trainer")
 
+
 class ReportingMixin(_Trainer):
     """The trainer's announcement and logs."""
 
