@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from datasets import DatasetDict
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.config import MethodConfig
+from hf_bayes.data import load_splits
 from hf_bayes.methods import from_dict
 from hf_bayes.trainer import BayesianTrainer
 
@@ -94,6 +96,28 @@ class MethodArguments:
     def config(self) -> MethodConfig:
         """The method's config, see ``method_config``."""
         return method_config(self.method, self.method_args)
+
+
+@dataclass
+class DataArguments:
+    """Texts to train and to evaluate on."""
+
+    dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
+    validation_fraction: float = field(default=0.1, metadata={"help": "Held out where there is no validation split."})
+    text_column: str = field(default="text", metadata={"help": "Column of the text."})
+
+    def load(self, seed: int) -> DatasetDict:
+        """The splits "train" and "validation", see ``load_splits``."""
+        return load_splits(
+            self.dataset,
+            config=self.dataset_config,
+            validation_file=self.validation_file,
+            validation_fraction=self.validation_fraction,
+            text_column=self.text_column,
+            seed=seed,
+        )
 
 
 def train_and_save(trainer: BayesianTrainer) -> None:

@@ -15,19 +15,14 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import MethodArguments, ModelArguments, parse_arguments, train_and_save
-from hf_bayes.data import labelled_text, load_splits
+from hf_bayes.cli import DataArguments, MethodArguments, ModelArguments, parse_arguments, train_and_save
+from hf_bayes.data import labelled_text
 
 
 @dataclass
-class DataArguments:
+class LabelledArguments(DataArguments):
     """Texts and their labels."""
 
-    dataset: str = field(metadata={"help": "A .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
-    validation_fraction: float = field(default=0.1, metadata={"help": "Held out where there is no validation split."})
-    text_column: str = field(default="text", metadata={"help": "Column of the text."})
     label_column: str = field(default="label", metadata={"help": "Column of the label: integers or strings."})
     max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text; the model's own limit."})
 
@@ -35,7 +30,7 @@ class DataArguments:
 def main() -> None:
     """Parse, load, train, save."""
     model_args, method_args, data_args, args = parse_arguments(
-        ModelArguments, MethodArguments, DataArguments, BayesianTrainingArguments
+        ModelArguments, MethodArguments, LabelledArguments, BayesianTrainingArguments
     )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
@@ -44,14 +39,7 @@ def main() -> None:
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
         splits, names = labelled_text(
-            load_splits(
-                data_args.dataset,
-                config=data_args.dataset_config,
-                validation_file=data_args.validation_file,
-                validation_fraction=data_args.validation_fraction,
-                text_column=data_args.text_column,
-                seed=args.seed,
-            ),
+            data_args.load(args.seed),
             tokenizer,
             text_column=data_args.text_column,
             label_column=data_args.label_column,

@@ -15,19 +15,14 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import MethodArguments, ModelArguments, parse_arguments, train_and_save
-from hf_bayes.data import load_splits, token_windows
+from hf_bayes.cli import DataArguments, MethodArguments, ModelArguments, parse_arguments, train_and_save
+from hf_bayes.data import token_windows
 
 
 @dataclass
-class DataArguments:
-    """The text and its windows: by default all tokens count once, each with half a window of context."""
+class WindowArguments(DataArguments):
+    """Texts and their windows: by default all tokens count once, each with half a window of context."""
 
-    dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
-    validation_fraction: float = field(default=0.1, metadata={"help": "Held out where there is no validation split."})
-    text_column: str = field(default="text", metadata={"help": "Column of the text."})
     window: int = field(default=256, metadata={"help": "Tokens in a window (300 in the posteriors paper, app. F)."})
     overlap: int | None = field(
         default=None, metadata={"help": "Tokens that neighbours share (there 100); half a window."}
@@ -42,7 +37,7 @@ class DataArguments:
 def main() -> None:
     """Parse, load, train, save."""
     model_args, method_args, data_args, args = parse_arguments(
-        ModelArguments, MethodArguments, DataArguments, BayesianTrainingArguments
+        ModelArguments, MethodArguments, WindowArguments, BayesianTrainingArguments
     )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
@@ -52,14 +47,6 @@ def main() -> None:
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
 
     with args.main_process_first(desc="data"):
-        texts = load_splits(
-            data_args.dataset,
-            config=data_args.dataset_config,
-            validation_file=data_args.validation_file,
-            validation_fraction=data_args.validation_fraction,
-            text_column=data_args.text_column,
-            seed=args.seed,
-        )
         windows = {
             split: token_windows(
                 rows,
@@ -71,7 +58,7 @@ def main() -> None:
                 text_column=data_args.text_column,
                 join=data_args.join_texts,
             )
-            for split, rows in texts.items()
+            for split, rows in data_args.load(args.seed).items()
         }
 
     trainer = BayesianTrainer(

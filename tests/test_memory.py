@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,22 +11,13 @@ import torch
 
 from hf_bayes import causal_lm
 from hf_bayes.attaching import attach
+from tests.faults.children import told_by
 from tests.models import batch, tiny_llama, with_lora
-
-ROOT = Path(__file__).parents[1]
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.memory", *arguments],
-        cwd=ROOT,
-        # freed blocks go back at once: what an allocator keeps in stock is not what is measured
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    # freed blocks go back at once: what an allocator keeps in stock is not what is measured
+    return told_by("tests.faults.memory", *arguments, MALLOC_MMAP_THRESHOLD_="65536")
 
 
 def within_bound(found: dict[str, int]) -> bool:

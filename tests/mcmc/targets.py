@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
+from hf_bayes.sampling import SampleResult, sample
 from hf_bayes.types import Evaluate, Evaluation, Kernel, Problem, Rngs
 
 PRECISION = torch.tensor([[2.0, 1.2], [1.2, 1.0]], dtype=torch.float64).inverse()
@@ -114,6 +115,21 @@ def starts(num_chains: int, dim: int = 2) -> Tensor:
 
 def problem(*, learning_rate: float = 0.1, num_steps: int = 100, burn_in: int = 0, dim: int = 2) -> Problem:
     return Problem(1, FlatPrior(), learning_rate, num_steps, burn_in, {"": (dim,)})
+
+
+def run(
+    config: MethodConfig, target: str, *, learning_rate: float, num_steps: int, burn_in: int, num_chains: int
+) -> SampleResult:
+    """A run on one of ``ALL_TARGETS``, from ``starts``."""
+    return sample(
+        ALL_TARGETS[target],
+        starts(num_chains),
+        config,
+        num_steps=num_steps,
+        learning_rate=learning_rate,
+        burn_in=burn_in,
+        seed=1,
+    )
 
 
 def chain_rngs(num_chains: int) -> Rngs:

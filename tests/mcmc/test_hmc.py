@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from hf_bayes.energy import grad_energy
 from hf_bayes.mcmc import hmc
 from hf_bayes.mcmc.hmc import HMCConfig, Potential, find_step_size, leapfrog, mass_windows
 from hf_bayes.sampling import SampleResult, sample
+from tests.mcmc import targets
 from tests.mcmc.targets import (
     ALL_TARGETS,
     TARGETS,
@@ -29,13 +31,7 @@ from tests.mcmc.targets import (
     worst_z,
 )
 
-
-def run(
-    config: HMCConfig, target: str, *, num_steps: int = 560, burn_in: int = 250, num_chains: int = 64
-) -> SampleResult:
-    return sample(
-        ALL_TARGETS[target], starts(num_chains), config, num_steps=num_steps, learning_rate=0.1, burn_in=burn_in, seed=1
-    )
+run = functools.partial(targets.run, learning_rate=0.1, num_steps=560, burn_in=250, num_chains=64)
 
 
 def potential_of(energy: Callable[[Tensor], Tensor]) -> Potential:

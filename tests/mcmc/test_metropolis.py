@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from hf_bayes.mcmc import metropolis
 from hf_bayes.mcmc.metropolis import MetropolisConfig
-from hf_bayes.sampling import SampleResult, sample
+from hf_bayes.sampling import sample
+from tests.mcmc import targets
 from tests.mcmc.targets import (
     ALL_TARGETS,
     TARGETS,
@@ -24,11 +26,7 @@ from tests.mcmc.targets import (
     worst_z,
 )
 
-
-def run(config: MetropolisConfig, target: str, *, num_steps: int = 1500, num_chains: int = 96) -> SampleResult:
-    return sample(
-        ALL_TARGETS[target], starts(num_chains), config, num_steps=num_steps, learning_rate=1.0, burn_in=500, seed=1
-    )
+run = functools.partial(targets.run, learning_rate=1.0, num_steps=1500, burn_in=500, num_chains=96)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

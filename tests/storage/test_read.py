@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,9 @@ import pytest
 import torch
 
 from hf_bayes.storage import listed_files, read_directory, read_file, write_directory
+from tests.faults.children import told_by
 from tests.faults.corruptions import FAULTS, sign
 
-ROOT = Path(__file__).parents[2]
 FORMAT = "test.checkpoint"
 FILES = {"a.safetensors": {"w": torch.arange(3.0)}, "members/m0/b.json": {"x": 1}, "c.json": {}}
 
@@ -24,15 +21,7 @@ FILES = {"a.safetensors": {"w": torch.arange(3.0)}, "members/m0/b.json": {"x": 1
 
 
 def campaign(tmp_path: Path, count: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.campaign", str(tmp_path), str(count), "0"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return told_by("tests.faults.campaign", tmp_path, count, 0)
 
 
 def check_faults(faults: dict[str, Any], count: int) -> None:

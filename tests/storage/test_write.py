@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +16,7 @@ import torch
 from hf_bayes import storage
 from hf_bayes.artifact import Posterior
 from hf_bayes.storage import read_directory, write_directory
+from tests.faults.children import told_by
 from tests.faults.posteriors import draws, equal
 
 ROOT = Path(__file__).parents[2]
@@ -47,15 +45,7 @@ def names(directory: Path) -> set[str]:
 
 
 def kills(tmp_path: Path, count: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.kills", str(tmp_path), str(count), "0"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return told_by("tests.faults.kills", tmp_path, count, 0)
 
 
 def check_kills(result: dict[str, Any], count: int) -> None:
