@@ -40,8 +40,12 @@ class Likelihood(Protocol):
         """
         ...
 
-    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
-        """logits [n, C] -> [n, C]: column ``output`` of a root of each term's Fisher information in the logits."""
+    def fisher_root(self, logits: Tensor, column: int) -> Tensor:
+        """logits [n, C] -> [n, C]: a column of a root of each term's Fisher information in the logits."""
+        ...
+
+    def num_root_columns(self, num_outputs: int) -> int:
+        """Columns that ``fisher_root`` has for C outputs."""
         ...
 
     @property
@@ -80,12 +84,25 @@ class Categorical:
             drawn.append(where.clamp_max(logits.shape[-1] - 1))
         return torch.cat(drawn)
 
-    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
-        # diag(p) - p p' = sum_c p_c (e_c - p)(e_c - p)'
+    def fisher_root(self, logits: Tensor, column: int) -> Tensor:
+        """A Cholesky factor (Tanabe and Sagae 1992): diag(p) - p p' has rank C - 1.
+
+        With q_k = p_k + ... + p_C, what is left for class k and the later ones, column k is
+        (p_k q_{k+1} / q_k)^1/2 (e_k - p_{>k} / q_{k+1}).
+        """
         probs = widened(logits).softmax(-1)
-        away = -probs
-        away[:, output] += 1
-        return probs[:, output, None].sqrt() * away
+        here, later = probs[:, column], probs[:, column + 1 :]
+        # summed anew, and not 1 - ..., which would be rounding where nearly all is gone; 0 / 0 where all of it is is 0
+        left = later.sum(-1)
+        smallest = torch.finfo(probs.dtype).tiny
+        scale = (here * (left / (here + left).clamp_min(smallest))).sqrt()
+        root = torch.zeros_like(probs)
+        root[:, column] = scale
+        root[:, column + 1 :] = -scale[:, None] * (later / left.clamp_min(smallest)[:, None])
+        return root
+
+    def num_root_columns(self, num_outputs: int) -> int:
+        return max(1, num_outputs - 1)  # of a single class a column of zeros
 
     @property
     def labels_per_output(self) -> bool:
@@ -112,11 +129,14 @@ class Bernoulli:
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         return (uniforms < widened(logits).sigmoid()).to(widened(logits).dtype)
 
-    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
-        probs = widened(logits).sigmoid()[:, output]
+    def fisher_root(self, logits: Tensor, column: int) -> Tensor:
+        probs = widened(logits).sigmoid()[:, column]
         root = torch.zeros_like(widened(logits))
-        root[:, output] = (probs * (1 - probs)).sqrt()
+        root[:, column] = (probs * (1 - probs)).sqrt()
         return root
+
+    def num_root_columns(self, num_outputs: int) -> int:
+        return num_outputs
 
     @property
     def labels_per_output(self) -> bool:
@@ -154,10 +174,13 @@ class Normal:
         noise = torch.special.ndtri(uniforms.double().clamp_min(2.0**-60)).to(widened(logits).dtype)
         return widened(logits) + self.noise_std * noise
 
-    def fisher_root(self, logits: Tensor, output: int) -> Tensor:
+    def fisher_root(self, logits: Tensor, column: int) -> Tensor:
         root = torch.zeros_like(widened(logits))
-        root[:, output] = 1 / self.noise_std
+        root[:, column] = 1 / self.noise_std
         return root
+
+    def num_root_columns(self, num_outputs: int) -> int:
+        return num_outputs
 
     @property
     def labels_per_output(self) -> bool:

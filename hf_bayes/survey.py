@@ -219,7 +219,7 @@ class _Pass:
         return [
             (estimator, index, accumulators)
             for estimator, accumulators in self.jobs
-            for index in range(estimator.num_pulls(num_outputs, num_ordinals))
+            for index in range(estimator.num_pulls(self.likelihood, num_outputs, num_ordinals))
         ]
 
     def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:

@@ -4,7 +4,8 @@ An estimator names, for every likelihood term, cotangents c_k of its logits; pul
 g_k = sum_terms J_term' c_k, and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
 
     ggn          c ~ p: the score at a label that the model draws (Monte Carlo, Kunstner et al. 2019), or with
-                 num_samples=None each column of a root of the term's Fisher information (exact)
+                 num_samples=None each column of a root of the term's Fisher information (exact; C - 1 columns of C
+                 classes, whose probabilities have one degree of freedom less)
     ef_sequence  the score at the data's label: H = sum_rows (grad of the row's log-likelihood)(...)'
     ef_token     H = sum_terms (grad of the term's log-likelihood)(...)': random signs on the terms, since
                  E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one pull a term
@@ -55,7 +56,7 @@ class Estimator(Protocol):
         """S, sets of uniforms that ``cotangent`` needs."""
         ...
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int: ...
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int: ...
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
         """[n, C]"""
@@ -68,7 +69,7 @@ class EmpiricalFisherOfRows:
 
     num_draws: int = 0
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int:
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return 1
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
@@ -81,7 +82,7 @@ class SignedEmpiricalFisher:
 
     num_draws: int
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int:
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return self.num_draws
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
@@ -97,7 +98,7 @@ class EmpiricalFisherOfTerms:
 
     num_draws: int = 0
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int:
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return num_ordinals
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
@@ -111,7 +112,7 @@ class SampledGGN:
 
     num_draws: int
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int:
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return self.num_draws
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
@@ -121,23 +122,24 @@ class SampledGGN:
 
 @dataclass(frozen=True)
 class ExactGGN:
-    """One pull for each output of each term of a row."""
+    """One pull for each column of a root of the Fisher information of each term of a row."""
 
     num_draws: int = 0
 
-    def num_pulls(self, num_outputs: int, num_ordinals: int) -> int:
-        count = num_outputs * num_ordinals
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        columns = likelihood.num_root_columns(num_outputs)
+        count = columns * num_ordinals
         if count > MAX_PULLS:
             raise ValueError(
-                f"the exact GGN needs a backward pass for each of {num_ordinals} terms x {num_outputs} outputs of a "
-                f"row, {count} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
+                f"the exact GGN of {num_outputs} outputs needs {columns} backward passes for each of {num_ordinals} "
+                f"terms of a row, {count} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
             )
         return count
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        num_outputs = terms.logits.shape[-1]
-        root = likelihood.fisher_root(terms.logits, pull % num_outputs)
-        return root * (terms.ordinals == pull // num_outputs).to(root.dtype)[:, None]
+        ordinal, column = divmod(pull, likelihood.num_root_columns(terms.logits.shape[-1]))
+        root = likelihood.fisher_root(terms.logits, column)
+        return root * (terms.ordinals == ordinal).to(root.dtype)[:, None]
 
 
 def build_estimator(name: str, num_samples: int | None) -> Estimator:

@@ -43,7 +43,7 @@ class LaplaceConfig(MethodConfig):
         estimator: "ggn", "ef_sequence", "ef_token" or "hessian".
         structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full".
         num_samples: label draws ("ggn") or random signs ("ef_token") per row; None is exact, at a backward pass for
-            each term and output.
+            each term and each output but one of classes.
         sharing: K-FAC over positions: "expand" or "reduce".
         max_factor: longest side of a Kronecker factor that is not diagonal.
         rank: of "low_rank".

@@ -338,7 +338,12 @@ def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> Non
 def test_what_is_too_large_is_refused_before_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = looked("gpt2", "head", "lm")
     for name, limit, changes, message in (
-        ("hf_bayes.laplace.estimators.MAX_PULLS", 10, {"num_samples": None}, "27 > 10: set num_samples=1"),
+        (
+            "hf_bayes.laplace.estimators.MAX_PULLS",
+            10,
+            {"num_samples": None},
+            "8 backward passes for each of 3 terms of a row, 24 > 10",
+        ),
         ("hf_bayes.laplace.accumulators.MAX_FULL", 10, {"structure": "full"}, "36 x 36; the limit is 10"),
         ("hf_bayes.survey.MAX_HESSIAN", 10, {"estimator": "hessian"}, "each of 36 elements; the limit is 10"),
     ):
