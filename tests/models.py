@@ -146,6 +146,7 @@ LORA_TARGETS = {
     "qwen2": ["q_proj", "v_proj", "down_proj"],
     "gemma3_text": ["q_proj", "v_proj", "down_proj"],
     "gpt2": ["c_attn", "c_fc"],
+    "albert": ["query", "value"],
     "bert": ["query", "value"],
     "roberta": ["query", "value"],
     "vit": ["q_proj", "v_proj"],

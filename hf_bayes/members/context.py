@@ -20,6 +20,8 @@ class Context:
         num_positions: T, positions of a row.
         tensors: {parameter name: [M, *shape]}, views of theta.
         trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
+        fanned_out: whether a random block has been reached in the current forward: rows differ from there on.
+        num_forwards: forwards that have begun.
         used: names of the random parameters that have been read.
         cuts: id -> what a block of the trunk was given, and its first B rows, in the current forward.
     """
@@ -30,6 +32,8 @@ class Context:
         self.num_positions = 1
         self.tensors: dict[str, Tensor] = {}
         self.trunk = False
+        self.fanned_out = False
+        self.num_forwards = 0
         self.used: set[str] = set()
         self.cuts: dict[int, tuple[Any, Any]] = {}
         self._copies: Tensor | None = None
@@ -38,6 +42,7 @@ class Context:
     def begin(self, num_rows: int, num_positions: int, *, trunk: bool) -> None:
         """Start a forward of ``num_rows`` rows a member."""
         self.num_rows, self.num_positions, self.trunk = num_rows, num_positions, trunk
+        self.num_forwards += 1
         self.end()
 
     def mark_fanned_out(self, *, copies: bool) -> None:
@@ -46,7 +51,7 @@ class Context:
 
     def end(self) -> None:
         """Forget what must not outlive a forward."""
-        self._copies, self._fresh = None, False
+        self._copies, self._fresh, self.fanned_out = None, False, False
         self.cuts = {}
 
     def replayed(self) -> tuple[AbstractContextManager, AbstractContextManager]:

@@ -59,6 +59,9 @@ class Trunk:
     def once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
         """While open, all passes are over the same rows, and only the first of them runs the trunk.
 
+        Where the model calls a block of the trunk again after the last of them (ALBERT has one block for all layers),
+        every pass runs it: one answer would stand for several.
+
         Args:
             inputs: of these passes; the trunk's memory, if there is one, may know their rows already.
         """
@@ -70,17 +73,23 @@ class Trunk:
         keys = [] if memory is None else row_keys(inputs or {})
         known = None if memory is None else memory.find(keys)
         answer: list[Any] = [] if known is None else [known]
+        answered_in, repeats = -1, False
         before = [vars(block).get("forward") for block in blocks]
 
         def stand_in(block: nn.Module) -> Callable[..., Any]:
             own = block.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
+                nonlocal answered_in, repeats
+                if answer and answered_in == self.context.num_forwards:
+                    repeats = True
+                    answer.clear()
                 if answer:
                     return answer[0]
                 output = own(*args, **kwargs)
-                if block is blocks[-1]:
+                if block is blocks[-1] and not repeats:
                     answer.append(_detached(output))
+                    answered_in = self.context.num_forwards
                 return output
 
             return forward
@@ -98,9 +107,9 @@ class Trunk:
             memory.keep(keys, answer[0])
 
     def _cut(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """[M * B, ...] -> [B, ...], in all a block is given."""
+        """[M * B, ...] -> [B, ...], in all a block is given; not where a random block has run before."""
         context = self.context
-        if not context.trunk:
+        if not context.trunk or context.fanned_out:
             return None
         folded_rows, cuts = context.num_members * context.num_rows, context.cuts
 
@@ -125,6 +134,7 @@ class Trunk:
         context = self.context
         if not context.trunk:
             return None
+        context.fanned_out = True
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] == context.num_rows:
             hidden = context.repeat(hidden.detach())  # nothing random precedes it, whatever requires grad

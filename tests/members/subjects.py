@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertForTokenClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -119,6 +121,14 @@ def modernbert(dtype: torch.dtype) -> nn.Module:
     )  # fmt: skip
 
 
+def _albert(groups: int = 1) -> Callable[[torch.dtype], nn.Module]:
+    """Four layers made of fewer: a block runs several times in a forward."""
+    return lambda dtype: _small(
+        AlbertConfig, AlbertForSequenceClassification, dtype, num_labels=3, num_key_value_heads=None, embedding_size=8,
+        num_hidden_layers=4, num_hidden_groups=groups, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+
 def llama_classifier(dtype: torch.dtype) -> nn.Module:
     """Reads its answer at the last token that is not padding."""
     config = tiny_llama().config
@@ -208,6 +218,10 @@ CLASSIFIERS = {
     "roberta-head": Subject(roberta, "last_layer"),
     "roberta-lora": Subject(_lora(roberta)),
     "roberta-everything": Subject(roberta, "."),
+    "albert-head": Subject(_albert(), "last_layer"),
+    "albert-lora": Subject(_lora(_albert())),
+    "albert-last-block": Subject(_albert(groups=2), "last_block"),
+    "albert-everything": Subject(_albert(), "."),
     "modernbert-last-block": Subject(modernbert, "last_block"),
     "modernbert-everything": Subject(modernbert, "."),
     "llama-classifier-head": Subject(llama_classifier, "last_layer"),

@@ -12,7 +12,7 @@ from hf_bayes.members import engine as engine_module
 from hf_bayes.members.context import Context
 from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import Layout, select
-from tests.members.reference import core_of, relative_error, scattered, separate_gradients, separate_logits
+from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled
 from tests.models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_llama, with_lora
 
@@ -101,12 +101,15 @@ def _num_terms(name: str, labels: Tensor) -> int:
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("members_per_pass", [1, 3])
 def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> None:
-    model, _, theta = prepared(name, torch.float64, num_members=4)
+    model, layout, theta = prepared(name, torch.float64, num_members=4)
     inputs = inputs_of(model, padding=SUBJECTS[name].padding)
+    separate = mixture(separate_logits(model, layout, theta, inputs))
     with torch.no_grad(), attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
         expected = bayesian(**inputs)
         bayesian.members_per_pass = members_per_pass
         found = bayesian(**inputs)
+    kept = inputs["attention_mask"].bool() if separate.ndim == 3 else slice(None)
+    assert relative_error(expected.logits[kept], separate[kept]) < TOLERANCE[torch.float64]
     assert relative_error(found.logits, expected.logits) < TOLERANCE[torch.float64]
     assert relative_error(found.epistemic, expected.epistemic) < 1e-10
 

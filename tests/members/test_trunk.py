@@ -15,6 +15,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from hf_bayes.attaching import attach
 from hf_bayes.members import Members
@@ -279,6 +280,38 @@ def test_members_in_several_passes_share_one_run_of_the_trunk(kind: str, size: i
         torch.testing.assert_close(again, bayesian(**other).logits, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("subspace", [r"layer\.1\.", "last_layer"])
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_blocks_that_come_round_again_run_again(size: int | None, subspace: str) -> None:
+    """A block of the trunk that is called after a random one has rows of all members, and answers other states."""
+    model = tiny_bert(dtype=torch.float64)
+    encoder = model.bert.encoder
+
+    def twice(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> BaseModelOutputWithPastAndCrossAttentions:
+        for block in [*encoder.layer, *encoder.layer]:
+            hidden_states = block(hidden_states, attention_mask)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states)
+
+    encoder.forward = twice
+    layout = select(model, subspace)
+    theta = scattered(model, layout, 4)
+    expected = mixture(separate_logits(model, layout, theta, batch()))
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        bayesian.members_per_pass = size
+        assert bayesian.members.num_trunk_blocks > 0
+        assert relative_error(bayesian(**batch()).logits, expected) < 1e-13
+
+
+def test_memory_keeps_nothing_of_blocks_that_run_again() -> None:
+    model = SUBJECTS["albert-head"].make(torch.float64)
+    with torch.no_grad(), attach(model, subspace="last_layer", num_members=2) as bayesian:
+        trunk = bayesian.members.trunk
+        trunk.memory = TrunkMemory(1e9)
+        with trunk.once(batch()), bayesian.members.bind(bayesian.theta):
+            bayesian.members.forward(batch())
+    assert not trunk.memory.rows
 
 
 def test_generation_in_several_passes_keeps_the_cache_of_the_one_run_of_the_trunk() -> None:
