@@ -12,7 +12,7 @@ from hf_bayes.classification import (
     BayesianModelForTokenClassification,
 )
 from hf_bayes.members.stacked import refuse_attached
-from hf_bayes.model import BayesianModel
+from hf_bayes.model import BayesianModel, refuse_foreign
 from hf_bayes.subspace import initial, select
 
 
@@ -39,10 +39,11 @@ def attach(
         ValueError: for what cannot be stacked, naming it; the model is then as it was.
     """
     refuse_attached(model)
+    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    refuse_foreign(model, core)
     layout = select(model, subspace)
     if theta is None:
         theta = initial(model, layout).expand(num_members, -1).clone()
-    core = model.get_base_model() if isinstance(model, PeftModel) else model
     if BayesianModelForCausalLM.wraps(core):
         return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
     kinds = (BayesianModelForTokenClassification, BayesianModelForImageClassification)

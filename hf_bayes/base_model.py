@@ -19,6 +19,20 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "u
 _HEAD = ("problem_type", "pad_token_id")
 
 
+def refuse_spread(core: nn.Module) -> None:
+    """Raise if a model's weights are on several devices, or some of them on none (offloaded): members need them on one.
+
+    To be called before its weights are read.
+    """
+    devices = sorted({str(device) for device in (getattr(core, "hf_device_map", None) or {}).values()})
+    found = devices if len(devices) > 1 else sorted({str(parameter.device) for parameter in core.parameters()})
+    if len(found) > 1 or found == ["meta"]:
+        raise ValueError(
+            f"the base model is spread over {found}: members need it on one device. Load it with, e.g., "
+            "device_map='cuda:0'"
+        )
+
+
 def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
     """The ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
 

@@ -121,6 +121,7 @@ def _load_base(
     # adapters that came without a record of their base take it as transformers finds it
     dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
+        base.refuse_spread(given)
         return given, dtype
     name = str(given) if given is not None else recorded["name_or_path"]
     if not name:
@@ -135,11 +136,7 @@ def _load_base(
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
-    devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    if len(devices) > 1:
-        raise ValueError(
-            f"the base model is spread over {sorted(devices)}: members need it on one, e.g. device_map='cuda:0'"
-        )
+    base.refuse_spread(model)
     return model, dtype
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.base_model import refuse_spread
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load
 from hf_bayes.members import Members
@@ -61,7 +62,8 @@ class BayesianModel(PreTrainedModel):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
-        _refuse_foreign(core, layout, theta)
+        refuse_foreign(model, core)
+        _refuse_members(layout, theta)
         super().__init__(core.config)
         self.model, self.layout = model, layout
         self._frozen_before = [(p, p.requires_grad) for p in model.parameters()]
@@ -300,14 +302,18 @@ def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spre
     return {**per_row_statistics(log_probs, labels), **uncertainty, **members_own}
 
 
-def _refuse_foreign(core: nn.Module, layout: Layout, theta: Tensor) -> None:
-    """Raise before anything is touched."""
+def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
+    """Raise, before anything is read or touched, for a model that no member axis fits."""
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
             "sequences, tokens and images. Take one of these (docs/models.md)"
         )
+    refuse_spread(core)
+
+
+def _refuse_members(layout: Layout, theta: Tensor) -> None:
     wide = theta.dtype in (torch.float32, torch.float64)
     if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:
         raise ValueError(

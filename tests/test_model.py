@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from hf_bayes.attaching import attach
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.likelihood import Normal
 from hf_bayes.model import BayesianModel
+from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.subspace import initial, select
 from hf_bayes.uncertainty import Prediction, predict
+from tests import runs
 from tests.members.reference import (
     core_of,
     entropies,
@@ -513,14 +516,50 @@ def _t5(kind: type) -> nn.Module:
         (lambda: _t5(T5ForConditionalGeneration), "T5ForConditionalGeneration is an encoder-decoder model"),
         (lambda: _t5(T5ForSequenceClassification), "T5ForSequenceClassification is an encoder-decoder model"),
         (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
+        (lambda: _mapped(model="cuda:0", lm_head="cuda:1"), r"spread over \['cuda:0', 'cuda:1'\]: members need it"),
+        (lambda: _mapped(model=0, lm_head="disk"), r"spread over \['0', 'disk'\]: members need it on one"),
+        (lambda: _head_offloaded(), r"spread over \['cpu', 'meta'\]: members need it on one"),
+        (lambda: tiny_llama().to("meta"), r"spread over \['meta'\]: members need it on one"),
     ],
-    ids=["t5", "t5 classifier", "plain module"],
+    ids=["t5", "t5 classifier", "plain module", "two GPUs", "disk", "head on no device", "offloaded"],
 )
 def test_models_of_another_kind_are_refused_by_name(make: Callable[[], nn.Module], reason: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=reason):
         attach(model, subspace=".")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _mapped(**devices: str | int) -> nn.Module:
+    """As accelerate leaves a model that it has dealt to devices."""
+    model = tiny_llama()
+    model.hf_device_map = devices
+    return model
+
+
+def _head_offloaded() -> nn.Module:
+    model = tiny_llama()
+    model.lm_head.to("meta")
+    return model
+
+
+def test_a_base_spread_over_devices_is_refused_on_every_way_in(tmp_path: Path) -> None:
+    spread_out = r"spread over \['cuda:0', 'cuda:1'\]: members need it on one device"
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    base = _mapped(model="cuda:0", lm_head="cuda:1")
+    with pytest.raises(ValueError, match=spread_out):
+        BayesianModelForCausalLM.from_pretrained(tmp_path, base_model=base)
+    base = with_lora(base)
+    with pytest.raises(ValueError, match=spread_out):
+        attach(base)
+    with pytest.raises(ValueError, match=spread_out):
+        runs.trainer(tmp_path, SGHMCConfig(num_chains=2), model=base)
+    layout = select(base)
+    with pytest.raises(ValueError, match=spread_out):
+        BayesianModelForCausalLM(base, layout, scattered(base, layout))
+    assert sum(parameter.requires_grad for parameter in base.parameters()) == len(layout.names)
 
 
 def test_a_backbone_that_answers_no_logits_is_refused() -> None:

@@ -289,7 +289,7 @@ def test_blocks_that_come_round_again_run_again(size: int | None, subspace: str)
     model = tiny_bert(dtype=torch.float64)
     encoder = model.bert.encoder
 
-    def twice(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> BaseModelOutputWithPastAndCrossAttentions:
+    def twice(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> object:
         for block in [*encoder.layer, *encoder.layer]:
             hidden_states = block(hidden_states, attention_mask)
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_states)
