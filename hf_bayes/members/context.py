@@ -73,6 +73,7 @@ class Context:
         """[B, ...] if the M * B rows of ``x`` are M copies of these (or ``x`` still has B rows), else None.
 
         Query, key and value projections read the same tensor object, which is how the second and third of them know.
+        Where tokens have been flattened into rows (OPT's MLP), these are M copies of B * T.
         """
         if self.num_members == 1:
             return None
@@ -80,7 +81,7 @@ class Context:
             return x
         if self._fresh:
             self._copies, self._fresh = x, False
-        return x[: self.num_rows] if x is self._copies else None
+        return x[: len(x) // self.num_members] if x is self._copies else None
 
     def members_of(self, parameter: nn.Parameter, name: str | None) -> Tensor:
         """[M, *shape]: the members' values of a parameter, or the frozen one for all."""

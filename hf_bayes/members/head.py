@@ -7,10 +7,12 @@ logit scales) again and again with the backbone answering one chunk of its hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_bayes.members.engine import Members
 from hf_bayes.members.trunk import num_rows_of
@@ -31,6 +33,9 @@ class ChunkedHead:
         self.members, self.backbone = members, core.base_model
         if self.backbone is core or core.get_output_embeddings() is None:
             raise ValueError(f"{type(core).__name__} is not a causal language model with a head of its own")
+        # OPT and the decoders of Bart and its kin call their backbone's decoder, past the backbone
+        decoder = getattr(self.backbone, "decoder", None)
+        self._answering = [self.backbone, *([decoder] if isinstance(decoder, PreTrainedModel) else [])]
         inside = {id(module) for module in self.backbone.modules()}
         self.alike = not any(id(item.module) in inside for item in members.stacked)
         """Whether hidden states are the same for all members: only the head is random."""
@@ -47,7 +52,9 @@ class ChunkedHead:
         """[M, n, h] or, alike for all members, [1, n, h] -> [M, n, V]."""
         members = self.members.context.num_members
         answer = type(output)(last_hidden_state=hidden.reshape(-1, 1, hidden.shape[-1]))
-        with _answering(self.backbone, answer):
+        with ExitStack() as open_:
+            for module in self._answering:
+                open_.enter_context(_answering(module, answer))
             rows = self.members.run(self.members.core, {"input_ids": None, "use_cache": False}, hidden.shape[1], 1)
         return rows.logits.view(members, hidden.shape[1], rows.logits.shape[-1])
 

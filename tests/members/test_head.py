@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MarianConfig, MarianForCausalLM, OPTConfig, OPTForCausalLM
 
 from hf_bayes.attaching import attach
 from hf_bayes.members import head as head_module
 from hf_bayes.subspace import select
 from tests.members.reference import mixture, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import SUBJECTS, gemma2, labelled
-from tests.models import VOCABULARY, batch, tiny_gpt2, tiny_llama, with_lora
+from tests.models import PAD, VOCABULARY, _build, batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Allocations(TorchDispatchMode):
@@ -109,6 +110,28 @@ def test_a_batch_without_terms_has_loss_zero_and_gradient_zero(name: str) -> Non
     assert result.num_terms.tolist() == [0, 0]
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
     assert {len(values) for values in statistics.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [(OPTConfig, OPTForCausalLM), (MarianConfig, MarianForCausalLM)], ids=["opt", "marian"]
+)
+def test_heads_that_call_a_decoder_past_their_backbone_find_the_answer(config: type, model: type) -> None:
+    fields = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "dropout": 0.0}
+    fields |= {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}
+    fields |= {"word_embed_proj_dim": 16} if config is OPTConfig else {}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": PAD}
+    core = _build(lambda: model(config(**sizes, **fields)), 0, torch.float64)
+    layout = select(core, r"layers\.1\.fc1")
+    theta, inputs = scattered(core, layout), labelled("llama-head")
+    expected = separate_logits(core, layout, theta, batch())
+    _, gradients = separate_gradients(core, layout, theta, [inputs] * 3)
+    leaf = theta.clone().requires_grad_()
+    with attach(core, theta, subspace=r"layers\.1\.fc1") as bayesian:
+        with torch.no_grad():
+            found = bayesian(**batch()).logits
+        bayesian(**inputs, theta=leaf).loss.sum().backward()
+    assert relative_error(found, mixture(expected)) < 1e-12
+    assert relative_error(leaf.grad, gradients) < 1e-12
 
 
 def test_soft_capping_after_the_head_is_the_models_own() -> None:
