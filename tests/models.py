@@ -170,7 +170,7 @@ def with_lora(model: PreTrainedModel, seed: int = 0, init_b: float = 0.3, **conf
         "r": 2,
         "lora_alpha": 4,
         "lora_dropout": 0.0,
-        "target_modules": LORA_TARGETS[kind],
+        "target_modules": LORA_TARGETS.get(kind),
         "task_type": next((task for head, task in HEADS.items() if type(model).__name__.endswith(head)), None),
         "fan_in_fan_out": kind == "gpt2",
     }

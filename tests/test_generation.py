@@ -34,6 +34,7 @@ FIELDS = ("total", "aleatoric", "epistemic", "logprobs", "sequence_logprob", "se
 # The models are float64, but transformers' Llama normalises and rotates in float32 (6e-8), and sums amplify that.
 # So do the others', and Gemma-2, float32 itself, caps attention and logits.
 TOLERANCE = {"gpt2": 1e-11, "gemma2": 1e-4} | dict.fromkeys(("llama", "mistral", "qwen3", "gemma3", "lfm2"), 2e-5)
+TOLERANCE |= dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1", "qwen3_next"), 2e-5) | {"opt": 1e-11}
 
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "llama-lora": (lambda: with_lora(_llama()), "trainable"),
@@ -52,6 +53,12 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gemma3-last-block": (lambda: _endless(subjects.gemma3), "last_block"),
     "gemma3-everything": (lambda: _endless(subjects.gemma3), "."),
     "lfm2-last-block": (lambda: _endless(subjects.lfm2), "last_block"),
+    "jamba-lora": (lambda: _endless(subjects.jamba, targets=["q_proj"]), "trainable"),
+    "bamba-lora": (lambda: _endless(subjects.bamba, targets=["q_proj"]), "trainable"),
+    "granitemoehybrid-lora": (lambda: _endless(subjects.granite_hybrid, targets=["q_proj"]), "trainable"),
+    "falcon_h1-lora": (lambda: _endless(subjects.falcon_h1, targets=["q_proj"]), "trainable"),
+    "qwen3_next-lora": (lambda: _endless(subjects.qwen3_next, targets=["q_proj"]), "trainable"),
+    "opt-last-block": (lambda: _endless(subjects.opt), "last_block"),
 }
 
 
@@ -62,10 +69,12 @@ def _llama() -> nn.Module:
     return tiny_llama(dtype=torch.float64, num_hidden_layers=3, eos_token_id=None)
 
 
-def _endless(make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+def _endless(
+    make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float64, targets: list[str] | None = None
+) -> nn.Module:
     model = make(dtype)
     model.generation_config.eos_token_id = None
-    return model
+    return model if targets is None else with_lora(model, target_modules=targets)
 
 
 def _gpt2() -> nn.Module:

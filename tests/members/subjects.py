@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -40,11 +41,15 @@ from tests.models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny
 
 
 class Subject(NamedTuple):
-    """A model, what is random in it, and the side on which float64 batches are padded."""
+    """A model, what is random in it, and the side on which float64 batches are padded.
+
+    ``rounds``: part of the model is float32 whatever its dtype (a router's product), so that folding it rounds anew.
+    """
 
     make: Callable[[torch.dtype], nn.Module]
     subspace: str = "trainable"
     padding: str = "left"
+    rounds: bool = False
 
 
 def _small(config: type, model: type, dtype: torch.dtype, **fields: Any) -> nn.Module:
@@ -54,6 +59,19 @@ def _small(config: type, model: type, dtype: torch.dtype, **fields: Any) -> nn.M
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     return models._build(lambda: model(config(**(sizes | fields))), 0, dtype)
+
+
+def _named(family: str, head: str = "ForCausalLM", **fields: Any) -> Callable[[torch.dtype], nn.Module]:
+    """By the names of its classes; experts one by one, since their fused kernel knows no float64."""
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        model = _small(getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}{head}"), dtype,
+                       **fields)  # fmt: skip
+        if any(name.endswith(".experts") for name, _ in model.named_modules()):
+            model.set_experts_implementation("eager")
+        return model
+
+    return make
 
 
 def gemma(dtype: torch.dtype) -> nn.Module:
@@ -127,6 +145,50 @@ def _albert(groups: int = 1) -> Callable[[torch.dtype], nn.Module]:
         AlbertConfig, AlbertForSequenceClassification, dtype, num_labels=3, num_key_value_heads=None, embedding_size=8,
         num_hidden_layers=4, num_hidden_groups=groups, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+
+
+_STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+# Layers of states, whose cache is no keys, among layers of attention
+jamba = _named("Jamba", num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
+               use_mamba_kernels=False)  # fmt: skip
+bamba = _named("Bamba", attn_layer_indices=[1], **_STATES)
+granite_hybrid = _named("GraniteMoeHybrid", layer_types=["mamba", "attention"], num_local_experts=0,
+                        shared_intermediate_size=16, **_STATES)  # fmt: skip
+falcon_h1 = _named("FalconH1", mamba_d_ssm=32, **_STATES)
+qwen3_next = _named(
+    "Qwen3Next", num_experts=4, shared_expert_intermediate_size=8, head_dim=8, linear_num_key_heads=1,
+    linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"], **_EXPERTS,
+)  # fmt: skip
+
+# Experts between layers of attention
+mixtral = _named("Mixtral", num_local_experts=4)
+qwen3_moe = _named("Qwen3Moe", num_experts=4, head_dim=8, decoder_sparse_step=1, **_EXPERTS)
+deepseek_v3 = _named(
+    "DeepseekV3", n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8,
+    qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1, **_EXPERTS,
+)  # fmt: skip
+gpt_oss = _named("GptOss", num_local_experts=2, num_experts_per_tok=2, head_dim=8, sliding_window=4,
+                 layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+
+# Positions by biases on attention: [rows * heads, ...] in Bloom, [heads, ...] in MPT
+bloom = _named("Bloom", n_layer=2, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
+mpt = _named("Mpt", d_model=16, n_heads=2, n_layers=2)
+
+# Their heads call the decoder of a backbone, past the backbone
+opt = _named("OPT", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
+opt_projected = _named("OPT", ffn_dim=24, word_embed_proj_dim=8, do_layer_norm_before=False, dropout=0.0)
+bart = _named("Bart", d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24, dropout=0.0)
+
+gpt2_classifier = _named("GPT2", "ForSequenceClassification", n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
+                         embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3)  # fmt: skip
+qwen2_classifier = _named("Qwen2", "ForSequenceClassification", num_labels=3)
+distilbert = _named("DistilBert", "ForSequenceClassification", dim=16, hidden_dim=24, n_layers=2, n_heads=2,
+                    dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=3)  # fmt: skip
+electra = _named("Electra", "ForSequenceClassification", embedding_size=8, num_labels=3, hidden_dropout_prob=0.0,
+                 attention_probs_dropout_prob=0.0, num_key_value_heads=None)  # fmt: skip
 
 
 def llama_classifier(dtype: torch.dtype) -> nn.Module:
@@ -207,6 +269,40 @@ CAUSAL = {
     "qwen3-last-block": Subject(qwen3, "last_block"),
     "phi-head": Subject(phi, "last_layer"),
     "phi-everything": Subject(phi, "."),
+    "jamba-lora": Subject(_lora(jamba, target_modules=["q_proj", "v_proj"])),
+    "bamba-lora": Subject(_lora(bamba, target_modules=["q_proj", "v_proj"])),
+    "granitemoehybrid-lora": Subject(_lora(granite_hybrid, target_modules=["q_proj", "v_proj"])),
+    "falcon_h1-lora": Subject(_lora(falcon_h1, target_modules=["q_proj", "v_proj"])),
+    "qwen3_next-lora": Subject(_lora(qwen3_next, target_modules=["q_proj", "v_proj"])),
+    "mixtral-lora": Subject(_lora(mixtral, target_modules=["q_proj", "o_proj"])),
+    "qwen3_moe-lora": Subject(_lora(qwen3_moe, target_modules=["q_proj", "o_proj"])),
+    "deepseek_v3-lora": Subject(_lora(deepseek_v3, target_modules=["q_b_proj", "o_proj"]), rounds=True),
+    "gpt_oss-lora": Subject(_lora(gpt_oss, target_modules=["q_proj", "o_proj"])),
+    # a bias of float64's least number on a float32 softmax: NaN, as in gemma2
+    "bloom-last-block": Subject(bloom, "last_block", padding="right"),
+    "mpt-last-block": Subject(mpt, "last_block", padding="right"),
+    "falcon-lora": Subject(
+        _lora(_named("Falcon", hidden_dropout=0.0, attention_dropout=0.0), target_modules=["query_key_value", "dense"])
+    ),
+    "gpt_neox-last-block": Subject(_named("GPTNeoX", hidden_dropout=0.0, attention_dropout=0.0), "last_block"),
+    "gptj-last-block": Subject(
+        _named("GPTJ", n_embd=16, n_layer=2, n_head=2, rotary_dim=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "last_block",
+    ),
+    "phi3-last-block": Subject(_named("Phi3"), "last_block"),
+    "granite-last-block": Subject(_named("Granite", logits_scaling=2.0, residual_multiplier=0.5), "last_block"),
+    "olmo2-last-block": Subject(_named("Olmo2"), "last_block"),
+    "cohere2-last-block": Subject(_named("Cohere2", sliding_window=4), "last_block"),
+    "smollm3-last-block": Subject(_named("SmolLM3"), "last_block"),
+    "starcoder2-last-block": Subject(
+        _named("Starcoder2", sliding_window=4, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0),
+        "last_block",
+    ),
+    "glm4-last-block": Subject(_named("Glm4", head_dim=8), "last_block"),
+    "opt-lora": Subject(_lora(opt, target_modules=["q_proj", "v_proj"])),
+    "opt-lora-on-mlp": Subject(_lora(opt, target_modules=["fc1", "fc2"])),  # tokens are rows there
+    "opt-last-block": Subject(opt_projected, "last_block"),
+    "bart-lora": Subject(_lora(bart, target_modules=r".*self_attn\.[qv]_proj")),
 }
 
 CLASSIFIERS = {
@@ -222,6 +318,11 @@ CLASSIFIERS = {
     "albert-lora": Subject(_lora(_albert())),
     "albert-last-block": Subject(_albert(groups=2), "last_block"),
     "albert-everything": Subject(_albert(), "."),
+    "distilbert-head": Subject(distilbert, "last_layer"),
+    "distilbert-everything": Subject(distilbert, "."),
+    "electra-last-block": Subject(electra, "last_block"),
+    "gpt2-classifier-head": Subject(gpt2_classifier, "last_layer"),
+    "qwen2-classifier-lora": Subject(_lora(qwen2_classifier, target_modules=["q_proj", "v_proj"])),
     "modernbert-last-block": Subject(modernbert, "last_block"),
     "modernbert-everything": Subject(modernbert, "."),
     "llama-classifier-head": Subject(llama_classifier, "last_layer"),

@@ -20,6 +20,10 @@ from tests.models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_ll
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    return TOLERANCE[torch.float32 if SUBJECTS[name].rounds else dtype]
+
+
 def prepared(name: str, dtype: torch.dtype = torch.float32, num_members: int = 3) -> tuple[nn.Module, Layout, Tensor]:
     model = SUBJECTS[name].make(dtype)
     layout = select(model, SUBJECTS[name].subspace)
@@ -48,7 +52,7 @@ def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> 
         expected = separate_logits(model, layout, theta, inputs)
         found = folded_logits(model, layout, theta, inputs)
         kept = inputs["attention_mask"].bool() if found.ndim == 4 else slice(None)  # what padding answers is nobody's
-        assert relative_error(found[:, kept], expected[:, kept]) < TOLERANCE[dtype]
+        assert relative_error(found[:, kept], expected[:, kept]) < tolerance(name, dtype)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -109,9 +113,9 @@ def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> N
         bayesian.members_per_pass = members_per_pass
         found = bayesian(**inputs)
     kept = inputs["attention_mask"].bool() if separate.ndim == 3 else slice(None)
-    assert relative_error(expected.logits[kept], separate[kept]) < TOLERANCE[torch.float64]
-    assert relative_error(found.logits, expected.logits) < TOLERANCE[torch.float64]
-    assert relative_error(found.epistemic, expected.epistemic) < 1e-10
+    assert relative_error(expected.logits[kept], separate[kept]) < tolerance(name, torch.float64)
+    assert relative_error(found.logits, expected.logits) < tolerance(name, torch.float64)
+    assert relative_error(found.epistemic, expected.epistemic) < (1e-5 if SUBJECTS[name].rounds else 1e-10)
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-lora-last-block", "gpt2-last-block", "bert-last-block"])
