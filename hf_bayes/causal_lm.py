@@ -33,6 +33,9 @@ from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction, Uncertainty
 
+_ANSWER_NO_CACHE = ("recurrent_gemma",)
+"""Model types that take ``past_key_values`` and keep what counts in their layers."""
+
 HIDDEN_BYTES = 16 << 20
 """Hidden states of all members that are held in any case, however small the model: shorter passes would cost time."""
 
@@ -55,11 +58,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
-        if isinstance(core, PreTrainedModel) and "past_key_values" not in inspect.signature(core.forward).parameters:
-            raise ValueError(
-                f"{type(core).__name__} takes no past_key_values: models that keep their state elsewhere (Mamba's "
-                "cache_params) or nowhere are not supported as causal language models"
-            )
+        _refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
@@ -341,6 +340,22 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         given = (torch.ones_like(prompt) if mask is None else mask).repeat_interleave(len(sequences) // len(prompt), 0)
         step = torch.arange(sequences.shape[1] - start, device=sequences.device)
         return self.score(sequences, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
+
+
+def _refuse_hidden_state(core: nn.Module) -> None:
+    """Raise for models whose state between tokens is not in a cache that can be dealt to members."""
+    if not isinstance(core, PreTrainedModel):
+        return
+    if "past_key_values" not in inspect.signature(core.forward).parameters:
+        what = "takes no past_key_values"
+    elif core.config.model_type in _ANSWER_NO_CACHE:
+        what = "answers no past_key_values"
+    else:
+        return
+    raise ValueError(
+        f"{type(core).__name__} {what}: models that keep their state elsewhere (Mamba's cache_params, RecurrentGemma's "
+        "own layers) or nowhere are not supported as causal language models. Take one with a cache (docs/models.md)"
+    )
 
 
 def _shifted(labels: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     StoppingCriteria,
 )
 from transformers.generation import BaseStreamer
@@ -501,6 +503,13 @@ def test_a_model_without_keys_and_values_to_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="MambaForCausalLM takes no past_key_values"):
         attach(model, subspace="out_proj")
     assert "forward" not in vars(model.backbone.layers[0].mixer.out_proj)
+
+
+def test_a_model_that_keeps_its_state_in_its_layers_is_refused() -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(num_hidden_layers=3, lru_width=16, **sizes))
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM answers no past_key_values: models that keep"):
+        attach(with_lora(model, target_modules=["q_proj"]))
 
 
 def test_refused_decoding_is_found_in_the_models_own_settings() -> None:
