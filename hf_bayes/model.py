@@ -310,6 +310,11 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
             f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
             "sequences, tokens and images. Take one of these (docs/models.md)"
         )
+    if isinstance(model, PeftModel) and (prompt := model.peft_config[model.active_adapter]).is_prompt_learning:
+        raise ValueError(
+            f"an adapter of peft's {prompt.peft_type.value} adds virtual tokens outside the model's layers, which a "
+            "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
+        )
     refuse_spread(core)
 
 

@@ -255,6 +255,11 @@ def _refuse_adapter(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) 
             f"{path} ({type(layer).__module__}.{type(layer).__name__}) is an adapter not supported as random. "
             f"Supported: {SUPPORTED}"
         )
+    if isinstance(layer.lora_A, nn.ParameterDict):  # AdaLoRA's: no layers, and a third factor between them
+        raise ValueError(
+            f"{path} ({type(layer).__module__}.{type(layer).__name__}, AdaLoRA) is an adapter not supported as random: "
+            f"its ranks change while it is trained. Supported: {SUPPORTED}"
+        )
     adapters = layer.active_adapters
     reasons = []
     if not isinstance(layer, LoraLinear) and "Linear" not in type(layer).__name__:

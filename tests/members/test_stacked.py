@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
 from torch import nn
 
 from hf_bayes.attaching import attach
@@ -70,6 +70,10 @@ def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Mo
             lambda: get_peft_model(tiny_llama(), VeraConfig(target_modules=["o_proj"], r=2)),
             r"o_proj .*vera.*Linear\) is an adapter not",
         ),
+        (
+            lambda: get_peft_model(tiny_llama(), AdaLoraConfig(task_type="CAUSAL_LM", total_step=10)),
+            r"_proj .*SVDLinear, AdaLoRA\) is an adapter not supported as random: its ranks",
+        ),
         (lambda: merged(with_lora(tiny_llama())), r"q_proj: a merged adapter"),
         (lambda: disabled(with_lora(tiny_llama())), r"q_proj: a disabled adapter"),
         (lambda: two_active(with_lora(tiny_llama())), r"q_proj: 2 active adapters \['default', 'second'\]"),
@@ -78,8 +82,8 @@ def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Mo
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv2d, .*not supported as random"),
         (lambda: nn.MultiheadAttention(4, 2), r"the model \(.*MultiheadAttention, .*in_proj_weight.*not supported"),
     ],
-    ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "merged", "disabled", "two adapters", "inactive",
-         "target parameters", "convolution", "fused attention"],
+    ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "adalora", "merged", "disabled", "two adapters",
+         "inactive", "target parameters", "convolution", "fused attention"],
 )  # fmt: skip
 def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
     model = make()
