@@ -28,6 +28,9 @@ from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
 
+COMPILE_LAYERS = "for layer in model.model.layers: layer.compile()"
+
+
 class MemberLogLik(NamedTuple):
     """What training needs of a batch: sums over its terms, per member.
 
@@ -76,6 +79,11 @@ class BayesianModel(PreTrainedModel):
             parameter.requires_grad_(False)
         self.members.install()
         self._guards = guard(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
+        return super().__call__(*args, **kwargs)
 
     # -- being a model ------------------------------------------------------------------------------------------
 
@@ -300,6 +308,15 @@ def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spre
     uncertainty = {name: value[terms] for name, value in prediction.uncertainty._asdict().items()}
     members_own = {"member_nll": -spread.mean(chosen), "member_log_lik": spread.every(chosen).T}
     return {**per_row_statistics(log_probs, labels), **uncertainty, **members_own}
+
+
+@torch.compiler.disable
+def _refuse_compiling() -> None:
+    """Outside of the graph, so that the words arrive."""
+    raise ValueError(
+        "a model with a member axis cannot be compiled as a whole: members, trunk and head exchange forwards while it "
+        f"runs. Compile its layers in place: {COMPILE_LAYERS}"
+    )
 
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:

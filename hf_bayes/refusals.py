@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.model import BayesianModel
+from hf_bayes.model import COMPILE_LAYERS, BayesianModel
 from hf_bayes.training_arguments import BayesianTrainingArguments
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -61,6 +61,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     if args.deepspeed or args.fsdp:
         raise ValueError(
             "DeepSpeed and FSDP shard the parameters that are sampled and are not supported: leave them off"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its layers "
+            f"in place before training: {COMPILE_LAYERS}"
         )
     if args.load_best_model_at_end:
         raise ValueError(

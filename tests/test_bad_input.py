@@ -258,6 +258,7 @@ REFUSED = [
     ),
     Refused("B9", "its betas", training(adam_beta1=0.5), ("adam_beta1", "fields of the method's config")),
     Refused("B9", "label smoothing", training(label_smoothing_factor=0.1), ("label_smoothing_factor must be 0",)),
+    Refused("B9", "compiling", training(torch_compile=True), ("torch_compile", "layer.compile()")),
     Refused("B9", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
     Refused("B9", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
     # B10: the prior

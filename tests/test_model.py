@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Model, T5Config, T5ForConditionalGeneration, T5ForSequenceClassification
 
@@ -49,7 +50,7 @@ TOLERANCE = 2e-5
 
 
 def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Any, Tensor, str]:
-    make, subspace, _ = SUBJECTS[name]
+    make, subspace, *_ = SUBJECTS[name]
     model = make(torch.float64)
     layout = select(model, subspace)
     return model, layout, scattered(model, layout, num_members), subspace
@@ -528,6 +529,42 @@ def test_models_of_another_kind_are_refused_by_name(make: Callable[[], nn.Module
     with pytest.raises(ValueError, match=reason):
         attach(model, subspace=".")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig, PromptEncoderConfig])
+@pytest.mark.parametrize("subspace", ["trainable", "last_layer"])
+def test_adapters_of_virtual_tokens_are_refused_when_attached(config: type, subspace: str) -> None:
+    model = get_peft_model(tiny_llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    kind = model.peft_config["default"].peft_type.value
+    with pytest.raises(ValueError, match=f"peft's {kind} adds virtual tokens .* Use LoRA"):
+        attach(model, subspace=subspace)
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "bert-head"])
+def test_compiling_the_whole_is_refused_in_words(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    with attach(model, theta, subspace=subspace) as bayesian, torch.no_grad():
+        compiled = torch.compile(bayesian, backend="eager")
+        with pytest.raises(ValueError, match=r"cannot be compiled as a whole: .* layer.compile\(\)"):
+            compiled(**batch())
+        bayesian(**batch())
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-last-block"])
+def test_layers_compiled_one_by_one_change_nothing(name: str) -> None:
+    found = []
+    for backend in (None, "aot_eager"):
+        model, _, theta, subspace = prepared(name)
+        leaf = theta.clone().requires_grad_()
+        with attach(model, theta, subspace=subspace) as bayesian:
+            for layer in core_of(model).model.layers if backend else ():
+                layer.compile(backend=backend)
+            bayesian.train()(**labelled(name), theta=leaf).loss.sum().backward()
+            with torch.no_grad():
+                found.append((leaf.grad, bayesian.eval()(**batch()).logits))
+    # the operations are the same, but a compiler may order sums anew: rounding of float32 norms, see TOLERANCE
+    for eager, compiled in zip(*found, strict=True):
+        assert relative_error(compiled, eager) < TOLERANCE
 
 
 def _mapped(**devices: str | int) -> nn.Module:
