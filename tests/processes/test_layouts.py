@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_bayes.artifact import Posterior
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.storage import MANIFEST
+from tests.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = (4, 2, 1)
@@ -182,6 +183,26 @@ def test_generation_with_members_spread_is_that_of_one_process(launches, process
         assert len(values) == processes
         for value in values:
             torch.testing.assert_close(value, expected[name][0], rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("work", "positions"),
+    [
+        ("evaluate", 38),  # terms of the seven rows
+        ("predict", 7 * 8),  # their positions, padded
+        ("greedy", 3 * 6),
+        ("sampled", 3 * 6),
+        ("beam", 3 * 3 * 6 + 3 * 6),  # beams, then the best sequences once more
+    ],
+)
+def test_spread_members_move_words_of_the_mixture_and_never_of_each_member(launches, work, positions):
+    """Sixteen members, eight a process: were theirs moved, each process would hand on eight times the mixture."""
+    mixture = 8 * VOCABULARY * positions  # float64
+    for numbers in launches[2].numbers:
+        moved = numbers[f"moved/{work}"]
+        assert moved["largest"] <= mixture
+        # rows are repeated to fill the last batches, predictions are gathered; generators and inputs are exchanged
+        assert mixture < moved["bytes"] < 3 * mixture
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import unittest.mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from tests import runs
 from tests.models import batch, tiny_gpt2, tiny_tokenizer, with_lora
 
 CHAINS = 4
+MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "reduce", "gather",
+         "all_to_all", "all_gather_into_tensor", "reduce_scatter_tensor", "gather_object", "scatter")  # fmt: skip
 
 
 class Watched(ChainOptimizer):
@@ -48,6 +53,24 @@ class Watched(ChainOptimizer):
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         yield from runs.token_rows(30)
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Bytes that this process hands to torch.distributed while open: of all calls, and of the largest."""
+    found = {"calls": 0, "bytes": 0, "largest": 0}
+
+    def counted(move: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = args[1] if move.__name__.startswith(("all_gather", "all_to_all")) else args[0]
+            size = given.nbytes if isinstance(given, Tensor) else len(pickle.dumps(given))
+            found.update(calls=found["calls"] + 1, bytes=found["bytes"] + size, largest=max(found["largest"], size))
+            return move(*args, **kwargs)
+
+        return call
+
+    with unittest.mock.patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in MOVES}):
+        yield found
 
 
 class Worker:
@@ -97,7 +120,10 @@ class Worker:
         self.numbers["before/metrics"] = trainer.evaluate()
         trainer.train()
         self.keep("train", trainer)
-        prediction = trainer.predict(trainer.eval_dataset)
+        with counting() as self.numbers["moved/evaluate"]:
+            trainer.evaluate()
+        with counting() as self.numbers["moved/predict"]:
+            prediction = trainer.predict(trainer.eval_dataset)
         self.tensors["predictions"] = torch.as_tensor(prediction.predictions)
         self.numbers["predict/metrics"] = prediction.metrics
         return trainer
@@ -196,9 +222,10 @@ class Worker:
             model = BayesianModelForCausalLM.from_pretrained(self.out / "train", base_model=base).spread_members()
             for name, settings in (("greedy", {}), ("sampled", {"do_sample": True}), ("beam", {"num_beams": 3})):
                 torch.manual_seed(7 if dist.get_rank() == 0 else 8)  # which one script seeds, another does not
-                found = model.generate(
-                    **batch(3, 6, padding="left"), max_new_tokens=6, return_dict_in_generate=True, **settings
-                )
+                with counting() as self.numbers[f"moved/{name}"]:
+                    found = model.generate(
+                        **batch(3, 6, padding="left"), max_new_tokens=6, return_dict_in_generate=True, **settings
+                    )
                 for field in ("sequences", "total", "epistemic", "sequence_logprob"):
                     self.tensors[f"{name}/{field}"] = found[field].contiguous()
 
