@@ -27,7 +27,6 @@ from hf_bayes.spread import LocalMembers, SpreadMembers
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
-
 COMPILE_LAYERS = "for layer in model.model.layers: layer.compile()"
 
 

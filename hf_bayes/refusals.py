@@ -64,8 +64,8 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its layers "
-            f"in place before training: {COMPILE_LAYERS}"
+            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
+            f"layers in place before training: {COMPILE_LAYERS}"
         )
     if args.load_best_model_at_end:
         raise ValueError(
