@@ -81,8 +81,13 @@ class CnnLstmForSequenceClassification(PreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    def init_weights(self) -> None:
+        """Nothing to do for a fresh model: torch has given it its own initial values."""
+
     def _init_weights(self, module: nn.Module) -> None:
-        """torch's own initial values stay."""
+        """torch's own initial values where a file that is loaded has none, as of a layer more."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.reset_parameters()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: object

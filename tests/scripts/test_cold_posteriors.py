@@ -101,6 +101,16 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
         temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, "prior_std": 0.5}))
 
 
+def test_a_layer_that_a_file_lacks_begins_with_torchs_values(folder: str) -> None:
+    shallow = AutoModelForSequenceClassification.from_pretrained(folder)
+    deep = AutoModelForSequenceClassification.from_pretrained(folder, num_hidden_layers=2)
+    for name, value in shallow.state_dict().items():
+        assert torch.equal(deep.state_dict()[name], value)
+    bound = 5**-0.5  # torch's Linear: uniform within 1 / sqrt(inputs), here the hidden size
+    for name, value in deep.layers[1].state_dict().items():
+        assert 0.5 * bound < value.abs().max() <= bound, name
+
+
 def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path) -> None:
     from tests.models import tiny_llama, tiny_tokenizer
 
