@@ -273,12 +273,13 @@ def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) 
         assert temperature is not None
         return _phases(problem, temperature, seed)
     with tempfile.TemporaryDirectory() as scratch:
-        directory = root / f"map-{seed}" if name == "map" else Path(scratch)
+        of_map = root / f"{_settings_key(problem.args)}-map-{seed}"  # which Laplace approximations are around
+        directory = of_map if name == "map" else Path(scratch)
         method = method_of(problem.args, name, temperature or 0.0)
         if not name.startswith("laplace"):
             train(problem, method, seed, directory, problem.load())
             return {name: score(problem, problem.load_posterior(directory, _members(problem, method)))}
-        around = problem.load_posterior(root / f"map-{seed}")
+        around = problem.load_posterior(of_map)
         options = {"collate": problem.collate, "batch_size": 64, "tokenizer": problem.tokenizer, "seed": seed}
         fit_laplace(around, problem.train, method, **options).save_pretrained(directory)
         around.detach()
@@ -427,7 +428,7 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """The page's run, or the record and figure of another model in its folder."""
+    """The page's run, or the record and figure of another model in their folder."""
     (args,) = parse_arguments(Arguments)
     quiet()
     if args.model_name_or_path is None and args.dataset is None and args.evaluate_on == "test":

@@ -101,6 +101,16 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
         temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, "prior_std": 0.5}))
 
 
+def test_laplace_is_around_the_map_of_its_own_settings(settings: dict, tmp_path: Path) -> None:
+    def lines(output_dir: Path, methods: list[str], **changes: object) -> dict:
+        changed = {**settings, "output_dir": str(output_dir), "methods": methods, **changes}
+        return temperature_sweep.sweep(temperature_sweep.Arguments(**changed))["cells"][-1]["lines"]
+
+    lines(tmp_path / "shared", ["map"])
+    lines(tmp_path / "shared", ["map"], adam_steps=40, adam_learning_rate=0.1)
+    assert lines(tmp_path / "shared", ["laplace_ef"]) == lines(tmp_path / "fresh", ["laplace_ef"])
+
+
 def test_a_layer_that_a_file_lacks_begins_with_torchs_values(folder: str) -> None:
     shallow = AutoModelForSequenceClassification.from_pretrained(folder)
     deep = AutoModelForSequenceClassification.from_pretrained(folder, num_hidden_layers=2)
