@@ -1,6 +1,6 @@
 """Held-out quality of a posterior against its temperature, for any classifier or language model and any method.
 
-    python -m scripts.reproduce.temperature_sweep --output_dir sweep                    the page's run
+    python -m scripts.reproduce.temperature_sweep --output_dir sweep          the page's run, which has no other flag
     python -m scripts.reproduce.temperature_sweep --output_dir sweep --model_name_or_path FOLDER --dataset train.jsonl \
         --test_file test.jsonl [--task causal_lm] [--batch_size 64] [--prior_std 0.1] [--num_train 500] [--depth 2]
 
@@ -428,10 +428,10 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """The page's run, or the record and figure of another model in their folder."""
+    """The page's run, or the record and figure of other settings in their folder."""
     (args,) = parse_arguments(Arguments)
     quiet()
-    if args.model_name_or_path is None and args.dataset is None and args.evaluate_on == "test":
+    if args == Arguments(args.output_dir):
         return keep(NAME, lambda: sweep(args))
     directory = Path(args.output_dir)
     record = sweep(args)

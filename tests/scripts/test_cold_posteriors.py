@@ -111,6 +111,20 @@ def test_laplace_is_around_the_map_of_its_own_settings(settings: dict, tmp_path:
     assert lines(tmp_path / "shared", ["laplace_ef"]) == lines(tmp_path / "fresh", ["laplace_ef"])
 
 
+@pytest.mark.parametrize(("flags", "kept"), [([], True), (["--num_train", "500"], False), (["--seeds", "1"], False)])
+def test_only_the_default_settings_make_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], kept: bool
+) -> None:
+    pages: list[str] = []
+    monkeypatch.setattr("sys.argv", ["sweep", "--output_dir", str(tmp_path), *flags])
+    monkeypatch.setattr(temperature_sweep, "keep", lambda name, run: pages.append(name))
+    monkeypatch.setattr(temperature_sweep, "sweep", lambda args: {"cells": []})
+    monkeypatch.setattr(temperature_sweep, "figures", lambda record, directory: None)
+    temperature_sweep.main()
+    assert pages == ["temperature_sweep"] * kept
+    assert (tmp_path / "record.json").exists() is not kept
+
+
 def test_a_layer_that_a_file_lacks_begins_with_torchs_values(folder: str) -> None:
     shallow = AutoModelForSequenceClassification.from_pretrained(folder)
     deep = AutoModelForSequenceClassification.from_pretrained(folder, num_hidden_layers=2)
