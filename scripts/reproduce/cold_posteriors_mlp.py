@@ -309,19 +309,24 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     panels = (
         ("_rhat", "largest R-hat", 1.05, "HMC", "SG-MCMC"),
         ("_ess", "smallest ESS of all chains", 200, "HMC", "SG-MCMC"),
-        ("kl", "symmetrised KL of the predictives (nats)", None, "SG-MCMC and HMC", "two halves of HMC's chains"),
+        ("kl", "symmetrised KL of predictives (nats)", None, "SG-MCMC and HMC", "halves of HMC's chains"),
     )
     for axis, (key, label, line, solid, dashed) in zip(axes[1], panels, strict=True):
         for depth, colour in zip(depths, colours, strict=False):
             names = ("kl", "kl_hmc") if key == "kl" else (f"hmc{key}", f"sgmcmc{key}")
-            for name, style, what in zip(names, ("o-", "s--"), (solid, dashed), strict=True):
+            for name, style in zip(names, ("o-", "s--"), strict=True):
                 values = [sum(v) / len(v) if isinstance(v, list) else v for v in _of(record, depth, name)]
                 temperatures = _of(record, depth, "temperature")
-                axis.plot(temperatures, values, style, ms=4, color=colour, label=f"depth {depth}, {what}")
+                axis.plot(temperatures, values, style, ms=4, color=colour)
         if line is not None:
-            axis.axhline(line, color="0.5", lw=1, ls=":", label=f"{line:g}, what convergence asks for")
+            axis.axhline(line, color="0.5", lw=1, ls=":")
         axis.set(xlabel="temperature T", ylabel=label, xscale="log", yscale="linear" if key == "_rhat" else "log")
-        axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
+        axis.set_title(f"solid: {solid}; dashed: {dashed}", fontsize=8)
+    # colours and the dotted line mean the same in all three: one legend does, where the first has room
+    for depth, colour in zip(depths, colours, strict=False):
+        axes[1, 0].plot([], [], color=colour, label=f"depth {depth}")
+    axes[1, 0].plot([], [], color="0.5", lw=1, ls=":", label="what convergence asks for")
+    axes[1, 0].legend(frameon=False, fontsize=8)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
     plt.close(figure)
 
