@@ -29,7 +29,7 @@ from hf_bayes.likelihood import Categorical
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable, reorder_cache
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
-from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
+from hf_bayes.model import BayesianModel, MemberLogLik, predicts, term_statistics
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction, Uncertainty
 
@@ -138,9 +138,16 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         if self._trace is not None and input_ids is not None:
             self._trace.chosen(input_ids[:, -1])
+        return self._answer(inputs, past_key_values, labels, logits_to_keep)
+
+    @predicts
+    def _answer(
+        self, inputs: dict[str, Any], cache: Any, labels: Tensor | None, logits_to_keep: int | Tensor
+    ) -> BayesianCausalLMOutput:
+        """``forward`` of the mixture."""
         kept = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
         with self.members.tail.only(kept):
-            hidden, output, cache = self._hidden(inputs, past_key_values)
+            hidden, output, cache = self._hidden(inputs, cache)
         rows, length = num_rows_of(inputs), hidden.shape[1]
         steps = _kept(logits_to_keep, length, hidden.device)
         positions = (torch.arange(rows, device=hidden.device)[:, None] * length + steps).flatten()
@@ -159,6 +166,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             **{name: value.view(shape) for name, value in prediction.uncertainty._asdict().items()},
         )
 
+    @predicts
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -249,6 +257,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return reorder_cache(past_key_values, beam_idx, members, self.members.num_trunk_blocks)
 
     @torch.no_grad()
+    @predicts
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """transformers' ``generate``, unchanged, from the mixture.
 
@@ -290,6 +299,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     @torch.no_grad()
+    @predicts
     def score(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1) -> Scores:
         """What the posterior says of given text, teacher-forced.
 

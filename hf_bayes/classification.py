@@ -19,7 +19,7 @@ from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, wide
 from hf_bayes.linearised import gaussian_outputs
 from hf_bayes.members.trunk import num_positions_of
 from hf_bayes.metrics import per_row_statistics
-from hf_bayes.model import BayesianModel, MemberLogLik, term_statistics
+from hf_bayes.model import BayesianModel, MemberLogLik, predicts, term_statistics
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS, log_density, moments
 from hf_bayes.subspace import Layout
@@ -108,6 +108,11 @@ class BayesianClassifier(BayesianModel):
             inputs.pop(name, None)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
+        return self._answer(inputs, labels)
+
+    @predicts
+    def _answer(self, inputs: dict[str, Any], labels: Tensor | None) -> BayesianClassifierOutput:
+        """``forward`` of the mixture."""
         if self._linearised is not None:
             answers, parts, nll = self._predict_linearised(inputs, labels)
             return BayesianClassifierOutput(loss=None if nll is None else nll.mean(), logits=answers, **parts)
@@ -122,6 +127,7 @@ class BayesianClassifier(BayesianModel):
             return BayesianClassifierOutput(loss=loss, logits=prediction.log_probs, **prediction.uncertainty._asdict())
         return BayesianClassifierOutput(loss=loss, logits=self._mean(logits), **self._deviations(logits))
 
+    @predicts
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:

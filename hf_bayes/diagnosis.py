@@ -76,15 +76,13 @@ class DiagnosisMixin(_Trainer):
         if self._probe_inputs is None:
             with torch.random.fork_rng(devices=[]):  # a collator may be random
                 self._probe_inputs = self._choose_probe()
-        model, training = self.bayesian, self.bayesian.training
-        model.eval()
+        model = self.bayesian
         model.show(theta.to(self.args.device))
         try:
             with self.accelerator.autocast():
                 found = model.evaluate_batch(self._probe_inputs)[0]["member_log_lik"]
         finally:
             model.show(None)
-            model.train(training)
         return found[:PROBE_TERMS].T.double().cpu()
 
     def _choose_probe(self) -> dict[str, Any]:

@@ -242,14 +242,12 @@ def _by_heldout(
 
 def _nll(model: BayesianModel, gaussian: Gaussian, batches: Iterator[dict[str, Any]], seed: int) -> float:
     """Mean over terms of -log mean_m p_m, of draws that every candidate shares but for their spread."""
-    shown, training = model._shown, model.training
+    shown = model._shown
     model.show(gaussian.sample(NUM_MEMBERS * len(gaussian.means), generator(seed, "heldout")))
-    model.eval()
     try:
         return float(torch.cat([model.evaluate_batch(batch)[0]["nll"] for batch in batches]).double().mean())
     finally:
         model.show(shown)
-        model.train(training)
 
 
 def _batches(

@@ -6,9 +6,10 @@ B rows in and B rows out.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -20,6 +21,7 @@ from hf_bayes.base_model import refuse_spread
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load
 from hf_bayes.members import Members
+from hf_bayes.members.modes import evaluating
 from hf_bayes.members.quantised import guard
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
@@ -28,6 +30,25 @@ from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
 COMPILE_LAYERS = "for layer in model.model.layers: layer.compile()"
+
+Predicting = TypeVar("Predicting", bound=Callable[..., Any])
+
+
+def predicts(method: Predicting) -> Predicting:
+    """Of a model's method that predicts: nothing is dropped out in it, in training mode neither.
+
+    A trainer leaves its model in training mode, as transformers' own does. What is predicted there would be random, of
+    weights that are no member's, and its spread no uncertainty about the weights.
+    """
+
+    @functools.wraps(method)
+    def predicting(self: BayesianModel, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:  # of every step of decoding: nothing to look at
+            return method(self, *args, **kwargs)
+        with evaluating(self):
+            return method(self, *args, **kwargs)
+
+    return cast(Predicting, predicting)
 
 
 class MemberLogLik(NamedTuple):
@@ -44,6 +65,9 @@ class MemberLogLik(NamedTuple):
 
 class BayesianModel(PreTrainedModel):
     """Members theta [M, d] of one transformers or peft model. Make one with ``attach`` or ``from_pretrained``.
+
+    ``train()`` and ``eval()`` are for training, which hands ``theta`` to ``forward``: whatever predicts has no dropout
+    in either mode.
 
     Attributes:
         theta: nn.Parameter [M, d], the members (in training: where the gradient of each chain is wanted).

@@ -89,7 +89,6 @@ def prior_predictive(
     Raises:
         ValueError: for a model without classes.
     """
-    training = model.training
     with attach(model, subspace=subspace) as bayesian:
         if not isinstance(bayesian.likelihood, Categorical):
             kind = type(bayesian.likelihood).__name__
@@ -97,12 +96,10 @@ def prior_predictive(
         prior = build_prior(method, bayesian.layout, bayesian.theta[0], model)
         assert isinstance(prior, IndependentPrior)  # the config's own
         draws = prior.sample(num_draws, bayesian.layout.dim, generator(seed, "prior")).to(bayesian.theta)
-        bayesian.eval()
         sums = torch.zeros((), dtype=torch.float64, device=model.device)
         for batch in DataLoader(data, batch_size=batch_size, collate_fn=collate or default_data_collator):
             inputs = {k: v.to(model.device) for k, v in batch.items() if isinstance(v, Tensor) and "label" not in k}
             sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
-    model.train(training)
     return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())
 
 

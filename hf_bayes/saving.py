@@ -17,6 +17,7 @@ from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.inheritance import Inherited
+from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
@@ -190,19 +191,19 @@ class SavingMixin(_Trainer):
         count = min(count, steps)
         if count == 0:
             return None
-        self.bayesian.eval()
-        return descend(
-            self.bayesian,
-            map_rule(config, self.problem),
-            start,
-            self._updates(),
-            scale=self._likelihood_scale,
-            learning_rate=config.warm_start_learning_rate,
-            num_updates=count,
-            autocast=self.accelerator.autocast,
-            total=self.mesh.sum_over_data,
-            progress=not args.disable_tqdm and self.is_world_process_zero(),
-        )
+        with evaluating(self.bayesian):
+            return descend(
+                self.bayesian,
+                map_rule(config, self.problem),
+                start,
+                self._updates(),
+                scale=self._likelihood_scale,
+                learning_rate=config.warm_start_learning_rate,
+                num_updates=count,
+                autocast=self.accelerator.autocast,
+                total=self.mesh.sum_over_data,
+                progress=not args.disable_tqdm and self.is_world_process_zero(),
+            )
 
     def _updates(self) -> Iterator[list[dict[str, Any]]]:
         """The micro-batches of one update after another, the same for every chain, without end."""

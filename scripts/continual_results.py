@@ -20,7 +20,7 @@ Results = Mapping[str, Sequence[Sequence[float]]]
 @torch.no_grad()
 def test_losses(trainer: BayesianTrainer, episodes: Sequence[Any], collate: Callable) -> list[float]:
     """Nats per token of each episode, at the posterior's mean."""
-    model = trainer.bayesian.eval()
+    model = trainer.bayesian
     model.show(trainer.posterior.representative[None])
     found = []
     for rows in episodes:

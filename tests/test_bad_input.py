@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
@@ -30,12 +31,13 @@ from hf_bayes.laplace.laplace import LaplaceConfig
 from hf_bayes.laplace_fit import fit_laplace
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.methods import METHODS
+from hf_bayes.pipelines import pipeline
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
 from tests.faults.corruptions import edit_tensors, sign
-from tests.models import CHECKPOINTING, PAD, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
+from tests.models import CHECKPOINTING, PAD, batch, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
 
 NAN = float("nan")
 
@@ -575,6 +577,48 @@ def test_b28_dropout_is_off_in_a_laplace_pass_and_on_again_after_it():
     first, second = (fit_laplace(model, runs.token_rows(4), LaplaceConfig(), seed=3) for _ in range(2))
     assert runs.equal(first.approximation, second.approximation)
     assert all(module.training for module in model.modules())
+
+
+PREDICTIONS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
+    "forward": (False, lambda model: model(**batch()).logits),
+    "evaluate_batch": (False, lambda model: model.evaluate_batch({**batch(), "labels": batch()["input_ids"]})[0]),
+    "generate": (False, lambda model: model.generate(**batch(), output_logits=True, **GREEDY).logits),
+    "score": (False, lambda model: model.score(batch()["input_ids"])._asdict()),
+    "pipeline": (False, lambda model: pipeline("bayesian-text-generation", model, tiny_tokenizer())("A", **GREEDY)),
+    "pipeline.score": (False, lambda model: pipeline("bayesian-text-generation", model, tiny_tokenizer()).score("A b")),
+    "forward of a classifier": (True, lambda model: model(**batch())),
+    "evaluate_batch of a classifier": (
+        True, lambda model: model.evaluate_batch({**batch(), "labels": torch.tensor([0, 1, 2])})[0],
+    ),
+    "pipeline of a classifier": (
+        True, lambda model: pipeline("bayesian-text-classification", model, tiny_tokenizer())("A b"),
+    ),
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+
+
+def has_equal(a: Any, b: Any) -> bool:
+    """The same bits, in whatever they are."""
+    if isinstance(a, Tensor):
+        return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(has_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(has_equal, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_b28_a_model_that_was_trained_with_dropout_predicts_without(tmp_path, name):
+    classifies, predict = PREDICTIONS[name]
+    core, rows = (tiny_bert(), runs.label_rows()) if classifies else (tiny_llama(), runs.token_rows())
+    model = run(tmp_path, model=with_lora(core, lora_dropout=0.5), train=rows, max_steps=2).bayesian
+    assert model.training  # as transformers' trainer leaves it
+    frozen = model.core.get_input_embeddings().eval()
+    found = predict(model)
+    assert [module for module in model.modules() if not module.training] == [frozen]
+    assert has_equal(found, predict(model.eval()))
+    assert not any(module.training for module in model.modules())
 
 
 def test_b28_dropout_is_off_in_the_ratio_of_a_metropolis_step(tmp_path):

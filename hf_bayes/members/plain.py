@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from hf_bayes.members.engine import Members
+from hf_bayes.members.modes import evaluating
 
 
 @contextmanager
@@ -25,7 +26,6 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
     """
     functions: list[tuple[Any, Any]] = []
     context = members.context
-    modes: list[tuple[Any, bool]] = [(module, module.training) for module in members.model.modules()]
     found = dict(members.model.named_parameters(remove_duplicate=False))
     random = {name: found[name] for name in members.layout.names}
     before = {name: parameter.data for name, parameter in random.items()}
@@ -37,14 +37,14 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
         context.tensors, context.num_members = {}, 1
         for name, value in members.layout.unflatten(row.detach()).items():
             random[name].data = value.to(before[name]).clone()
-        members.model.eval()
-        for module, _ in modes:
-            if _checkpoints(module):
+        with evaluating(members.model):
+            checkpointing: list[Any] = [module for module in members.model.modules() if _checkpoints(module)]
+            for module in checkpointing:
                 module.training = True  # the flag of this module alone: those within it stay in evaluation mode
                 functions.append((module, module._gradient_checkpointing_func))
                 # the members' context can be entered once, and several backward passes recompute a block several times
                 module._gradient_checkpointing_func = partial(functions[-1][1], context_fn=noop_context_fn)
-        yield random
+            yield random
     finally:
         for name, parameter in random.items():
             parameter.data = before[name]
@@ -54,8 +54,6 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
         members.trunk.install()
         for module, function in functions:
             module._gradient_checkpointing_func = function
-        for module, mode in modes:
-            module.training = mode
 
 
 def _checkpoints(module: Any) -> bool:

@@ -82,7 +82,7 @@ def variant(problem: Problem, *, temperature: float, preconditioned: bool, cycli
         ends.trainer.add_callback(ends)
         ends.trainer.train()
         draws = ends.trainer.posterior.sample().unflatten(0, (args.num_chains, -1))
-        bayesian = ends.trainer.bayesian.eval()
+        bayesian = ends.trainer.bayesian
         scores = []
         for of_chain in draws:
             bayesian.show(of_chain)
