@@ -6,7 +6,7 @@
 Which section of Debian does a package belong to, by its one-line description? Eight sections are learnt, eight others
 are out of distribution (``debian_sections``). Every method has a grid; one seed's validation NLL chooses from it, and
 the choice runs with all seeds on the test rows. Every run is kept as soon as it ends: a method that is added to
-``METHODS``, or one whose settings have changed, costs its own runs only.
+``METHODS``, one whose settings have changed, and runs that were kept without diagnostics cost their own time only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, set_seed
 from transformers.utils import logging
 
+from benchmarks.harness import machine
 from hf_bayes import (
     AGPSConfig,
     BayesianModelForSequenceClassification,
@@ -62,6 +63,12 @@ Choice = dict[str, Any]
 
 DIVERGED = "diverged"
 
+DIAGNOSTICS = (
+    *("verdict", "rhat", "rhat_terms", "ess", "num_values", "acceptance", "beyond_series", "divergences", "distance"),
+    *("distance_in_noise", "kinetic_temperature", "kinetic_temperature_law", "noise_ratio"),
+)
+"""What is kept of a run's account of itself, as means over its chains."""
+
 
 class Scale(NamedTuple):
     """How large the experiment is."""
@@ -85,6 +92,7 @@ class Method(NamedTuple):
         serial: whether one chain takes all gradients.
         readings: row of the table -> link of ``linearise``; None predicts by members.
         accumulation: parts that a batch is cut into.
+        probe_steps: updates between two looks at the probe, which R-hat of several chains with one draw each is of.
     """
 
     config: Callable[..., MethodConfig]
@@ -92,6 +100,7 @@ class Method(NamedTuple):
     readings: Mapping[str, str | None]
     serial: bool = True
     accumulation: int = 1
+    probe_steps: int = BayesianTrainingArguments.probe_steps
 
 
 def prior(std: float) -> dict[str, float]:
@@ -135,6 +144,7 @@ def methods(scale: Scale) -> dict[str, Method]:
         "sghmc_parallel": Method(
             lambda std: SGHMCConfig(num_chains=members, prior_std=prior(std), **short),
             {"learning_rate": (3e-3, 1e-2), "std": narrow}, {"SGHMC, parallel chains": None}, serial=False,
+            probe_steps=max(1, start // 20),
         ),
         "sghmc_serial": Method(
             lambda std: SGHMCConfig(prior_std=prior(std), **chain),
@@ -244,6 +254,7 @@ class Bench:
                 method=config,
                 args=BayesianTrainingArguments(
                     output_dir=directory, seed=seed, **args, minibatch="shared", trunk_memory_gib=1.0,
+                    probe_steps=method.probe_steps,
                     max_steps=scale.updates * (scale.members if method.serial else 1),
                     per_device_train_batch_size=scale.batch_size // method.accumulation,
                     gradient_accumulation_steps=method.accumulation,
@@ -257,7 +268,12 @@ class Bench:
             posterior = trainer.posterior
             (fit_swag(posterior) if name == "agps_swag" else posterior).save_pretrained(directory)
             trainer.bayesian.detach()
-            return {row: self._read(directory, link, training, test=test) for row, link in readings.items()}
+            found = {row: self._read(directory, link, training, test=test) for row, link in readings.items()}
+            if test:  # of the run, so the same for all rows that are read off it
+                for numbers in found.values():
+                    numbers["processor"] = machine("cpu")["processor"]
+                    numbers["diagnostics"] = account(posterior.config.diagnostics)
+            return found
 
     def _read(self, directory: str, link: str | None, training: float, *, test: bool) -> dict[str, Any]:
         posterior = Posterior.from_pretrained(directory)
@@ -300,6 +316,13 @@ class Bench:
         return per_row_statistics(log_probs, torch.tensor([row["labels"] for row in self.data[part]]))
 
 
+def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    """``DIAGNOSTICS`` of a run, those that it has."""
+    found = {name: diagnostics.get(name) for name in DIAGNOSTICS}
+    means = {name: statistics.fmean(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {name: value for name, value in means.items() if value is not None}
+
+
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
     """All of a grid."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -308,7 +331,8 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
 class Record:
     """What is found so far, on disk after every run.
 
-    ``rows[row]["grid"]`` is [[choice, validation NLL]], ``rows[row]["cells"]`` is [[choice, seed, numbers]].
+    ``rows[row]["grid"]`` is [[choice, validation NLL]], ``rows[row]["cells"]`` is [[choice, seed, numbers]]; "before"
+    are cells that a later run has replaced, for the seconds that they took on their machine.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -334,7 +358,10 @@ class Record:
 
     def add(self, found: Mapping[str, Any], kind: str, *key: Any, seconds: float) -> None:
         for name, value in found.items():
-            self.row(name)[kind].append([*key, value])
+            row = self.row(name)
+            if replaced := [entry for entry in row[kind] if entry[:-1] == list(key)]:
+                row.setdefault("before", []).extend(replaced)
+            row[kind] = [*(entry for entry in row[kind] if entry not in replaced), [*key, value]]
         self.content["seconds"] = round(self.content["seconds"] + seconds)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.content, indent=1) + "\n")
@@ -361,7 +388,8 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
         chosen = {row: best(record.row(row), method) for row in method.readings}
         for seed, choice in itertools.product(range(bench.scale.seeds), grid):
             wanted = {row: link for row, link in method.readings.items() if chosen[row] == choice}
-            lacking = {row: link for row, link in wanted.items() if record.find(row, "cells", choice, seed) is None}
+            kept = {row: record.find(row, "cells", choice, seed) or {} for row in wanted}
+            lacking = {row: link for row, link in wanted.items() if "diagnostics" not in kept[row]}
             if lacking:
                 begin = time.process_time()
                 found = bench.run(name, method, choice, seed, lacking, test=True)
@@ -438,7 +466,6 @@ def results(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """The tables of the page."""
     found = results(record)
-    point = found["MAP"]
     quality = [
         [row, *(_spread(cells, name) for name in ("accuracy", "nll", "ece", "brier", "total_auroc", "epistemic_auroc"))]
         for row, cells in found.items()
@@ -455,9 +482,12 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     gradients = {row: _gradients(scale, method) for method in methods(scale).values() for row in method.readings}
     cost = []
     for row, cells in found.items():
-        ratios = [[c[name] / p[name] for c, p in zip(cells, point, strict=True)] for name in ("training", "inference")]
-        members = cells[0]["members"] or "-"
-        cost.append([row, members, gradients[row], *(spread(ratio, 1) for ratio in ratios)])
+        points = _map_on_the_same_machine(record, cells)
+        ratios = [
+            [c[name] / p[name] for c, p in zip(cells, points, strict=False)] for name in ("training", "inference")
+        ]
+        members, on = cells[0]["members"] or "-", cells[0]["processor"]
+        cost.append([row, members, gradients[row], *(spread(ratio, 1) if ratio else "-" for ratio in ratios), on])
     chosen = []
     for row in found:
         grid = record["rows"][row]["grid"]
@@ -468,12 +498,34 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "quality": table(["method", "accuracy", "NLL", "ECE", "Brier", "OOD AUROC, TU", "OOD AUROC, EU"], quality),
         "entropies": table(["method", "TU, test", "TU, OOD", "EU, test", "EU, OOD", "TU - NLL, test"], entropies),
-        "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's"], cost),
+        "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's", "on"], cost),
+        "diagnostics": table(["method", "R-hat", "acceptance", "verdict, first seed"], _accounts(found)),
         "chosen": table(
             ["method", "chosen", "its validation NLL", "the worst of the grid", "points", "diverged"], chosen
         ),
         "paired": table(["method", "NLL less than MAP's", "seeds that gain"], _paired(found)),
     }
+
+
+def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The MAP estimate's numbers for each seed, of its run on the processor that ``cells`` ran on; [] without one."""
+    kept = record["rows"]["MAP"]
+    runs = {(numbers["processor"], seed): numbers for _, seed, numbers in [*kept.get("before", []), *kept["cells"]]}
+    found = [runs.get((cell["processor"], seed)) for seed, cell in enumerate(cells)]
+    return [one for one in found if one is not None] if all(found) else []
+
+
+def _accounts(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
+    """What runs say of themselves, of those whose diagnostics were kept; R-hat is the worse of sum and single terms."""
+    rows = []
+    for row, cells in found.items():
+        said = [cell["diagnostics"] for cell in cells if "diagnostics" in cell]
+        if len(said) == len(cells):
+            rhats = [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one]
+            acceptances = [one["acceptance"] for one in said if "acceptance" in one]
+            complaints = "; ".join(part.split(":")[0] for part in said[0]["verdict"].split("; "))
+            rows.append([row, *(spread(v, 2) if v else "-" for v in (rhats, acceptances)), complaints])
+    return rows
 
 
 def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:

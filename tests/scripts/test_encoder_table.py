@@ -110,6 +110,24 @@ def test_a_run_goes_on_where_it_stopped(
     encoder_table.figures(record, tmp_path)
     assert (tmp_path / "encoder_table.png").exists()
 
+    # diagnostics are those of the run, and a run that was kept without them, elsewhere, is made again
+    verdict = record["rows"]["Laplace, diagonal, GLM"]["cells"][0][-1]["diagnostics"]["verdict"]
+    assert f"| Laplace, diagonal, GLM | - | - | {verdict.split(':')[0]} |" in tables["diagnostics"]
+    seconds = {}
+    for _, seed, numbers in record["rows"]["MAP"]["cells"]:
+        del numbers["diagnostics"]
+        numbers["processor"], seconds[seed] = "another", numbers["training"]
+    record["rows"]["SWAG of a-GPS"]["cells"][0][-1]["processor"] = "another"
+    path.write_text(json.dumps(record))
+    assert "| MAP |" not in encoder_table.blocks(record)["diagnostics"]
+    ran.clear()
+    record = encoder_table.experiment([], SMALL, parts, path)
+    assert ran == [("map", 0), ("map", 1)]
+    agps, *_ = encoder_table.results(record)["SWAG of a-GPS"]
+    points = encoder_table._map_on_the_same_machine(record, [agps])
+    assert [point["training"] for point in points] == [seconds[0]]
+    assert encoder_table._map_on_the_same_machine(record, [{"processor": "a third"}]) == []
+
     def of_no_cost(self: Bench, name: str, method: Any, choice: Any, seed: int, readings: Any, **options: Any) -> Any:
         ran.append((name, seed))
         return {row: {"nll": 1.0} for row in readings}
