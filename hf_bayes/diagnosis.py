@@ -59,7 +59,6 @@ class DiagnosisMixin(_Trainer):
     _first_rows: Callable[[], dict[str, Any]]
     _member_log_lik: Tensor | None
     _posterior: Posterior | None
-    _origin: Tensor
     _probe_inputs: dict[str, Any] | None = None
 
     @property
@@ -129,7 +128,8 @@ class DiagnosisMixin(_Trainer):
 
     def _distances(self) -> dict[str, Tensor]:
         theta = self.bayesian.theta.detach()
-        return {"distance_moved": distance_moved(theta, self._origin.to(theta), self.prior.std.to(theta))}
+        origin = self._chains_optimizer.origin
+        return {"distance_moved": distance_moved(theta, origin, self.prior.std.to(theta))}
 
     def _distance_in_noise(self) -> dict[str, Tensor]:
         """RMS distance over sqrt(2 T sum_t l_t / N), how far SGLD's noise goes on its own."""
@@ -138,7 +138,7 @@ class DiagnosisMixin(_Trainer):
             return {}
         theta = self.bayesian.theta.detach()
         diffusion = (2 * self.method.temperature * rates / self.num_data).sqrt()
-        return {"distance_in_noise": distance_moved(theta, self._origin.to(theta), diffusion[:, None])}
+        return {"distance_in_noise": distance_moved(theta, self._chains_optimizer.origin, diffusion[:, None])}
 
     def _diagnose(self, draws: Tensor, approximation: Approximation) -> tuple[dict[str, Any], dict[str, Any]]:
         """The run's own account of itself, and its trace.

@@ -257,7 +257,7 @@ class Diagnostics:
 
     Attributes:
         dim: d, coordinates of a chain.
-        distance: distance each chain moved from its start, in prior standard deviations (``distance_moved``).
+        distance: how far each chain moved from its start, that is the end of its warm start, in prior standard deviations.
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain after the last update, 99 % where all is well.

@@ -54,8 +54,10 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.sums: dict[str, Tensor] = {}
         """Sums of ``info`` over the updates after burn-in, name -> [M]."""
         self.totals: dict[str, Tensor] = {}
-        """name -> [M], of a rule's updates after its warm start: ``rates``, the sum of their learning rates;
-        ``unmoved``, the share of the numbers of theta that the first that moved it left bitwise as they were."""
+        """name -> [M], of those of a rule's updates after its warm start that move theta: ``rates``, the sum of their
+        learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were."""
+        self.origin = model.theta.detach().clone()
+        """[M, d]: where the method itself began, after its warm start. What AdamW moved is no sampler's distance."""
         self.probe, self.probe_steps = probe, probe_steps
         self.probes: list[Tensor] = []
         """[M, q] each, on the CPU: what ``probe`` found of theta after every ``probe_steps`` updates."""
@@ -184,13 +186,18 @@ class ChainOptimizer(torch.optim.Optimizer):
             state, self.info = self.method.update(self.state_of_chains, evaluation, lr, self.rngs)
             if self.num_updates >= self.warm_start:
                 # an update that hands back the very theta, as estimates of a preconditioner do, is no move
-                if "unmoved" not in self.totals and lr > 0 and state.theta is not before:
+                moved = lr > 0 and state.theta is not before
+                if moved and "unmoved" not in self.totals:
                     self.totals["unmoved"] = (state.theta == before).double().mean(1)
-                self.totals["rates"] = self.totals.get("rates", 0.0) + torch.full_like(evaluation.log_lik.double(), lr)
+                if moved:
+                    rates = torch.full_like(evaluation.log_lik, lr, dtype=torch.float64)
+                    self.totals["rates"] = self.totals.get("rates", 0.0) + rates
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()
         self.num_updates += 1
+        if self.num_updates == self.warm_start:
+            self.origin = state.theta.clone()
         if self.num_updates > self.burn_in:
             for name, value in self.info.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value.double()
@@ -241,6 +248,7 @@ class ChainOptimizer(torch.optim.Optimizer):
                 "generator": self.rngs[row].get_state(),
                 "draws": torch.stack([d[row] for d in self.draws]) if self.draws else torch.zeros(0, dim),
                 "probes": torch.stack([p[row] for p in self.probes]) if self.probes else torch.zeros(0, 0),
+                "origin": self.origin[row].cpu(),
                 **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
                 **{f"total.{name}": value[row].cpu() for name, value in self.totals.items()},
             }
@@ -256,7 +264,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         device = self.model.theta.device
         rows = [tensors[chain] for chain in self.chains]
         template = self._template_state()
-        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "probes"}
+        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "probes", "origin"}
         for chain, row in zip(self.chains, rows, strict=True):
             if {name for name in row if not name.startswith(("sum.", "total."))} != wanted:
                 raise ValueError(
@@ -268,6 +276,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         )
         for rng, row in zip(self.rngs, rows, strict=True):
             rng.set_state(row["generator"])
+        self.origin = torch.stack([row["origin"] for row in rows]).to(device)
         self.draws = list(torch.stack([row["draws"] for row in rows], 1))
         # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
         self.probes = list(torch.stack([row["probes"] for row in rows], 1))

@@ -107,6 +107,20 @@ def test_distance_in_noise_is_one_for_free_langevin_noise(tmp_path: Path) -> Non
     assert found["unmoved"] == [0.0] * 3
 
 
+def test_a_warm_start_does_not_hide_chains_that_stand_still(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, warm_start_steps=6, warm_start_learning_rate=1e-2)
+    found = run(tmp_path, config, learning_rate=1e-10).posterior.config.diagnostics
+    assert found["verdict"].startswith("the chains did not move")
+    assert max(found["distance_in_noise"]) < 10  # in the momentum they begin with, not in AdamW's steps: 5000
+
+
+def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, preconditioner="layerwise", preconditioner_batches=2)
+    trainer = run(tmp_path, config)
+    moved = 24 - 6 * 2  # six cycles of four updates, two of them an estimate
+    assert trainer.optimizer_of_chains.totals["rates"].tolist() == pytest.approx([moved * 1e-2] * 3)
+
+
 def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) -> None:
     config = PenaltyConfig(num_chains=2, draws_per_chain=3, step_size=1e-4, target_acceptance=None)
     found = run(tmp_path, config, gradient_accumulation_steps=4, max_steps=12).posterior.config.diagnostics
@@ -114,9 +128,10 @@ def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) 
 
 
 def test_a_resumed_run_has_the_looks_of_the_whole_one(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", max_steps=12)
-    run(tmp_path / "cut", max_steps=12, save_strategy="steps", save_steps=5)
-    resumed = runs.trainer(tmp_path / "cut", CONFIG, max_steps=12, probe_steps=2, logging_steps=3)
+    config = dataclasses.replace(CONFIG, warm_start_steps=3)
+    whole = run(tmp_path / "whole", config, max_steps=12)
+    run(tmp_path / "cut", config, max_steps=12, save_strategy="steps", save_steps=5)
+    resumed = runs.trainer(tmp_path / "cut", config, max_steps=12, probe_steps=2, logging_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-5"))
     assert resumed.posterior.config.diagnostics == whole.posterior.config.diagnostics
     assert resumed.posterior.trace == whole.posterior.trace
