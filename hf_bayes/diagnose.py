@@ -30,7 +30,7 @@ ROWS = (
     ("distance_in_noise", "distance moved, reach of the noise alone", ""),
     ("unmoved", "weights that rounding held at the first update", "below 0.01"),
     ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
-    ("kinetic_share", "tensors within their 99 % interval", "0.99"),
+    ("kinetic_share", "tensors within their 99 % interval, or 10 %", "above 0.99"),
     ("configurational_temperature", "configurational temperature", "temperature"),
     ("noise_ratio", "injected over minibatch noise, variances", "above 1"),
     ("acceptance", "acceptance", ""),
@@ -156,7 +156,7 @@ def _tensors(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> 
     kinetic = trace["kinetic_of_tensors"]
     values, places = kinetic["relative_to_law"], range(len(kinetic["names"]))
     low, high = zip(*kinetic["interval"], strict=True)
-    axis.vlines(places, low, high, color="0.8", linewidth=max(1.0, min(6.0, 150 / len(places))), label="99 % interval")
+    axis.vlines(places, low, high, color="0.8", linewidth=max(1.0, min(6.0, 150 / len(places))), label="99 % interval, or 10 %")
     for chain, colour in zip(values, _colours(len(values)), strict=True):
         axis.plot(places, chain, ".", color=colour, markersize=4)
     share = sum(found["kinetic_share"]) / len(found["kinetic_share"])

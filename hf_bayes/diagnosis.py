@@ -18,20 +18,20 @@ from torch import Tensor
 from hf_bayes.artifact import Posterior
 from hf_bayes.config import MethodConfig
 from hf_bayes.diagnostics import (
+    KINETIC_TOLERANCE,
     Diagnostics,
     distance_moved,
     ess,
-    kinetic_temperature_interval,
     rhat,
     risk_asymptote,
     share_within_interval,
+    widened_interval,
 )
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.refusals import is_stream
-from hf_bayes.subspace import per_tensor_mean
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.types import Approximation
 
@@ -149,10 +149,10 @@ class DiagnosisMixin(_Trainer):
         """
         chains = self._chains_optimizer
         tensors = self._kinetic_of_tensors()
-        share = {} if tensors is None else {"kinetic_share": tensors[1]}
         unmoved = {name: chains.totals[name] for name in ("unmoved",) if name in chains.totals and self._has_noise}
+        kinetic = self._kinetic_of_chains()
         found = self._of_all_chains(
-            {**chains.mean_info(), **self._distances(), **self._distance_in_noise(), **share, **unmoved}
+            {**chains.mean_info(), **self._distances(), **self._distance_in_noise(), **kinetic, **unmoved}
         )
         means: dict[str, Any] = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
@@ -178,25 +178,32 @@ class DiagnosisMixin(_Trainer):
         unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
         trace = {"burn_in": chains.burn_in, "logs": self._logs(), "probe": self._probes(), "terms": of_terms}
         if tensors is not None:
-            trace["kinetic_of_tensors"] = self._tensors_of_all(tensors[0])
+            trace["kinetic_of_tensors"] = self._tensors_of_all(tensors)
         return {**summary, "converged": None if unknown else verdict == "converged"}, trace
 
-    def _kinetic_of_tensors(self) -> tuple[Tensor, Tensor] | None:
-        """[M, S] kinetic temperature over its law after the last update, and the share [M] within 99 % intervals.
+    def _kinetic_of_tensors(self) -> Tensor | None:
+        """[M, S] mean kinetic temperature of each tensor over that of its law, after burn-in.
 
         Of methods whose state has a momentum and whose info has its law.
         """
-        state, info = self._chains_optimizer.state_of_chains, self._chains_optimizer.info
-        law = info.get("kinetic_temperature_law")
-        if law is None or not hasattr(state, "momentum") or not bool((law > 0).all()):
+        totals = self._chains_optimizer.totals
+        law = totals.get("kinetic_law")
+        if law is None or not bool((law > 0).all()):
             return None
-        sizes = self.bayesian.layout.sizes
-        temperatures = per_tensor_mean(state.momentum.square(), sizes)
-        return temperatures / law.to(temperatures)[:, None], share_within_interval(temperatures, sizes, law)
+        return totals["kinetic_of_tensors"] / law[:, None]
+
+    def _kinetic_of_chains(self) -> dict[str, Tensor]:
+        """[M] each: the share of tensors that have their temperature, and how much too hot the hottest is."""
+        relative = self._kinetic_of_tensors()
+        if relative is None:
+            return {}
+        law = torch.ones_like(relative[:, 0])
+        share = share_within_interval(relative, self.bayesian.layout.sizes, law, tolerance=KINETIC_TOLERANCE)
+        return {"kinetic_share": share, "hottest_tensor": relative.amax(1)}
 
     def _tensors_of_all(self, relative: Tensor) -> dict[str, Any]:
         layout = self.bayesian.layout
-        intervals = {size: kinetic_temperature_interval(size, 1.0) for size in set(layout.sizes)}
+        intervals = {size: widened_interval(size, 1.0, KINETIC_TOLERANCE) for size in set(layout.sizes)}
         return {
             "names": list(layout.names),
             "relative_to_law": _rounded(self._gather(relative).tolist()),

@@ -125,21 +125,34 @@ def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence
     return temperature_law * float(low) / dim, temperature_law * float(high) / dim
 
 
+def widened_interval(dim: int, law: float, tolerance: float, *, confidence: float = 0.99) -> tuple[float, float]:
+    """``kinetic_temperature_interval``, or law (1 -+ tolerance) where it is narrower."""
+    low, high = kinetic_temperature_interval(dim, law, confidence=confidence)
+    return min(low, (1 - tolerance) * law), max(high, (1 + tolerance) * law)
+
+
 def share_within_interval(
-    temperatures: Tensor, sizes: Sequence[int], temperature_law: Tensor, *, confidence: float = 0.99
+    temperatures: Tensor,
+    sizes: Sequence[int],
+    temperature_law: Tensor,
+    *,
+    confidence: float = 0.99,
+    tolerance: float = 0.0,
 ) -> Tensor:
     """[M]: share of the tensors of each chain whose kinetic temperature lies in its ``kinetic_temperature_interval``.
 
     It is the confidence itself if momenta have their law; cold_posteriors (app. I.1) compares tensor by tensor, because
-    one that is too hot does not show in the mean over millions of coordinates.
+    one that is too hot does not show in the mean over millions of coordinates. Means over many updates lie in the
+    interval of one state more often than that.
 
     Args:
-        temperatures: [M, S] of each chain and tensor, at one update.
+        temperatures: [M, S] of each chain and tensor.
         sizes: number of elements of each tensor.
         temperature_law: [M] expected.
         confidence: c.
+        tolerance: relative error that passes where the interval is narrower.
     """
-    bounds = {size: kinetic_temperature_interval(size, 1.0, confidence=confidence) for size in set(sizes)}
+    bounds = {size: widened_interval(size, 1.0, tolerance, confidence=confidence) for size in set(sizes)}
     low, high = torch.tensor([bounds[size] for size in sizes]).to(temperatures).unbind(1)
     relative = temperatures / temperature_law.to(temperatures)[:, None]
     return ((low <= relative) & (relative <= high)).double().mean(1)
@@ -260,7 +273,8 @@ class Diagnostics:
         distance: how far each chain moved from its start, that is the end of its warm start, in prior standard deviations.
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
-        kinetic_share: ``share_within_interval`` of each chain after the last update, 99 % where all is well.
+        kinetic_share: ``share_within_interval`` of each chain, tensor by tensor, of means after burn-in and with
+            ``KINETIC_TOLERANCE``; at least 99 % where all is well.
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, what it is in expectation.
         distance_in_noise: the distance over that which Langevin noise alone would have gone at these learning rates.
@@ -393,8 +407,7 @@ class Diagnostics:
         if self.kinetic_temperature is None or self.kinetic_temperature_law is None:
             return None
         law = self.kinetic_temperature_law
-        low, high = kinetic_temperature_interval(self.dim, law)
-        low, high = min(low, (1 - KINETIC_TOLERANCE) * law), max(high, (1 + KINETIC_TOLERANCE) * law)
+        low, high = widened_interval(self.dim, law, KINETIC_TOLERANCE)
         outside = [value for value in self.kinetic_temperature if not low <= value <= high]
         if not outside:
             return None

@@ -55,7 +55,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         """Sums of ``info`` over the updates after burn-in, name -> [M]."""
         self.totals: dict[str, Tensor] = {}
         """name -> [M], of those of a rule's updates after its warm start that move theta: ``rates``, the sum of their
-        learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were."""
+        learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were. Of those
+        after burn-in: ``kinetic_of_tensors`` [M, S] and ``kinetic_law``, the sums of each tensor's kinetic temperature and
+        of what it is in expectation."""
         self.origin = model.theta.detach().clone()
         """[M, d]: where the method itself began, after its warm start. What AdamW moved is no sampler's distance."""
         self.probe, self.probe_steps = probe, probe_steps
@@ -190,8 +192,9 @@ class ChainOptimizer(torch.optim.Optimizer):
                 if moved and "unmoved" not in self.totals:
                     self.totals["unmoved"] = (state.theta == before).double().mean(1)
                 if moved:
-                    rates = torch.full_like(evaluation.log_lik, lr, dtype=torch.float64)
-                    self.totals["rates"] = self.totals.get("rates", 0.0) + rates
+                    self._add("rates", torch.full_like(evaluation.log_lik, lr, dtype=torch.float64))
+                if moved and self.num_updates >= self.burn_in:
+                    self._add_kinetic(state)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()
@@ -205,6 +208,20 @@ class ChainOptimizer(torch.optim.Optimizer):
             self.draws.append(state.theta.detach().cpu().clone())
         if self.probe is not None and self.probe_steps and self.num_updates % self.probe_steps == 0:
             self.probes.append(self.probe(state.theta).cpu())
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def _add_kinetic(self, state: Any) -> None:
+        """Of a state with a momentum of unit mass whose law the update told."""
+        law = self.info.get("kinetic_temperature_law")
+        if law is None or not hasattr(state, "momentum"):
+            return
+        parts = state.momentum.split(self.model.layout.sizes, dim=1)
+        # norms read the momentum once; its squares would be written first, which takes five times as long
+        kinetic = torch.stack([part.norm(dim=1).double().square() / part.shape[1] for part in parts], 1)
+        self._add("kinetic_of_tensors", kinetic)
+        self._add("kinetic_law", law.double())
 
     @torch.no_grad()
     def move(self, evaluate: Evaluate) -> Tensor:

@@ -46,6 +46,7 @@ class ReportingMixin(_Trainer):
     _told_of_rounding = False
     _training_data: Callable[[], tuple[Any, Callable]]
     _distances: Callable[[], dict[str, Tensor]]
+    _kinetic_of_chains: Callable[[], dict[str, Tensor]]
     _last_probe: Callable[[], dict[str, Tensor]]
 
     def _say(self, message: str, *values: object) -> None:
@@ -140,7 +141,8 @@ class ReportingMixin(_Trainer):
                     100 * lost, self.args.learning_rate,
                 )  # fmt: skip
         if chains is not None and "loss" in logs and self._losses is not None:
-            info = self._of_all_chains({"loss": self._losses, **chains.info, **self._distances(), **self._last_probe()})
+            own = {**self._distances(), **self._kinetic_of_chains(), **self._last_probe()}
+            info = self._of_all_chains({"loss": self._losses, **chains.info, **own})
             for name, values in info.items():
                 for chain, value in enumerate(values.tolist()):
                     logs[f"{name}/chain_{chain}"] = value

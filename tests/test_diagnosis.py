@@ -153,6 +153,10 @@ def test_what_is_stored_is_small_and_shown_by_one_command(
     assert risk["risks"][0] == pytest.approx(metrics["member_nll"], rel=0.05)  # 16 orders of 9 members
     assert metrics["limit_nll"] == risk["limit"] < metrics["nll"]
     assert len(json.dumps(loaded.trace)) < 20_000
+    tensors = torch.tensor(loaded.trace["kinetic_of_tensors"]["relative_to_law"])
+    hottest = loaded.trace["logs"]["hottest_tensor"]
+    assert hottest[11] == [None] * 3  # burn-in: 12 of 24 updates
+    assert hottest[-1] == pytest.approx(tensors.amax(1).tolist(), rel=1e-4)
     monkeypatch.setenv("COLUMNS", "140")
     main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
     shown = capsys.readouterr().out

@@ -16,6 +16,7 @@ from hf_bayes.methods import METHODS, build
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.subspace import per_tensor_mean
 from hf_bayes.types import Evaluation, Kernel, Problem
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
@@ -156,6 +157,17 @@ def test_means_of_diagnostics_leave_burn_in_out():
         update(optimizer)
         seen.append(optimizer.info["kinetic_temperature"].double())
     torch.testing.assert_close(optimizer.mean_info()["kinetic_temperature"], torch.stack(seen[2:]).mean(0))
+
+
+def test_the_kinetic_temperature_of_each_tensor_is_a_mean_after_burn_in():
+    optimizer, seen = chains(SGHMCConfig()), []
+    sizes = optimizer.model.layout.sizes
+    for _ in range(5):
+        update(optimizer)
+        seen.append(per_tensor_mean(state(optimizer)["momentum"].double().square(), sizes))
+    totals = optimizer.totals
+    torch.testing.assert_close(totals["kinetic_of_tensors"], torch.stack(seen[2:]).sum(0), rtol=1e-5, atol=0.0)
+    assert totals["kinetic_law"].tolist() == pytest.approx([3 * 2 / 1.9] * CHAINS)
 
 
 def test_a_zero_learning_rate_moves_nothing_and_a_negative_one_is_refused():
