@@ -165,6 +165,7 @@ class DiagnosisMixin(_Trainer):
         )  # fmt: skip
         diagnostics = Diagnostics(
             dim=self.bayesian.layout.dim,
+            num_tensors=len(self.bayesian.layout.names),
             distance=means["distance_moved"],
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
             temperature=self.method.temperature if "configurational_temperature" in means else None,

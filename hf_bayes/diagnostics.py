@@ -30,6 +30,12 @@ KINETIC_TOLERANCE = 0.1
 """Relative error of the kinetic temperature that passes although its chi-square interval excludes it: with a million
 parameters that interval is +-0.4 %, and the law leaves out gradient noise and curvature."""
 
+OUTSIDE_BY_CHANCE = 0.005
+"""Probability below which tensors outside their intervals are too many for chance."""
+
+CONFIGURATIONAL_FACTOR = 2.0
+"""The configurational temperature may be off by this factor: short runs scatter, and nobody knows its variance."""
+
 ACCEPTANCE_RANGE = (0.1, 0.99)
 """Mean acceptance outside it wastes the run: nearly all proposals refused, or steps far smaller than needed."""
 
@@ -275,6 +281,7 @@ class Diagnostics:
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain, tensor by tensor, of means after burn-in and with
             ``KINETIC_TOLERANCE``; at least 99 % where all is well.
+        num_tensors: tensors that it is a share of; at least 1.
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, what it is in expectation.
         distance_in_noise: the distance over that which Langevin noise alone would have gone at these learning rates.
@@ -297,6 +304,7 @@ class Diagnostics:
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
     kinetic_share: Sequence[float] | None = None
+    num_tensors: int = 1
     configurational_temperature: Sequence[float] | None = None
     temperature: float | None = None
     distance_in_noise: Sequence[float] | None = None
@@ -335,6 +343,8 @@ class Diagnostics:
             self._corrected,
             self._divergent,
             self._tempered,
+            self._tempered_everywhere,
+            self._settled,
             self._quiet,
             self._mixed,
             self._enough,
@@ -421,6 +431,40 @@ class Diagnostics:
             f"kinetic temperature {worst:.3g} where {law:.3g} is expected "
             f"({len(outside)} of {self.num_chains} chains): {cause}"
         )
+
+    def _tempered_everywhere(self) -> str | None:
+        """Tensors outside of their interval are Binomial(tensors, 1 %) by chance, or fewer."""
+        from scipy.stats import binom
+
+        if self.kinetic_share is None or self._tempered() is not None:
+            return None
+        outside = round(sum(1 - share for share in self.kinetic_share) * self.num_tensors)
+        trials = self.num_chains * self.num_tensors
+        if binom.sf(outside - 1, trials, 0.01) >= OUTSIDE_BY_CHANCE:
+            return None
+        return (
+            f"the kinetic temperature of {outside} of {trials} tensors is not that of their law, {trials / 100:.2g} by "
+            "chance: larger batch or lower learning rate if they are hot, longer burn-in if they are cold"
+        )
+
+    def _settled(self) -> str | None:
+        """The mean over chains of theta . grad U / d, T in expectation, and T chi^2(d) / d of one Gaussian state."""
+        values, expected = self.configurational_temperature, self.temperature
+        if not values or not expected or not all(map(math.isfinite, values)):
+            return None
+        mean = statistics.fmean(values)
+        low, high = kinetic_temperature_interval(self.dim, expected)
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        within = min(low, expected / CONFIGURATIONAL_FACTOR) <= mean <= max(high, expected * CONFIGURATIONAL_FACTOR)
+        if within or abs(mean - expected) <= 4 * error:
+            return None
+        cause = (
+            "the positions are far from their law, or gradient noise heats them: longer burn-in, larger batch or lower "
+            "learning rate"
+            if mean > expected
+            else "the positions are on their way from their start: longer burn-in or larger learning rate"
+        )
+        return f"configurational temperature {mean:.3g} where {expected:.3g} is expected: {cause}"
 
     def _mixed(self) -> str | None:
         if self.rhat is None:

@@ -20,6 +20,7 @@ from hf_bayes.diagnostics import (
     rhat,
     rhat_by_chance,
     risk_asymptote,
+    share_within_interval,
 )
 from hf_bayes.rng import generator
 
@@ -173,6 +174,18 @@ def test_a_good_run_has_converged() -> None:
         ),
         ({"noise_ratio": [3.0, 0.25, 3.0, 3.0]}, "the noise of minibatches is 4 times the sampler's own: larger batch"),
         ({"unmoved": [0.0, 0.3, 0.0, 0.0]}, "rounding took the first update of 30% of the weights: raise the learning"),
+        (
+            {"kinetic_share": [0.05] * 4, "num_tensors": 20},
+            "the kinetic temperature of 76 of 80 tensors is not that of their law, 0.8 by chance: larger batch",
+        ),
+        (
+            {"temperature": 1.0, "configurational_temperature": [20.0, 18.0, 22.0, 20.0]},
+            "configurational temperature 20 where 1 is expected: the positions are far from their law",
+        ),
+        (
+            {"temperature": 1.0, "configurational_temperature": [0.1] * 4},
+            "configurational temperature 0.1 where 1 is expected: the positions are on their way",
+        ),
         ({"rhat_terms": 1.3}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
         ({"rhat": 1.3, "num_values": 100}, "R-hat 1.30 over 4 chains: longer burn-in"),
         (
@@ -199,6 +212,43 @@ def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_coul
     assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
     # with ten coordinates even twice the law is within chance
     assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
+
+
+def test_temperatures_of_tensors_and_positions_may_be_off_by_chance() -> None:
+    for outside, expected in ((3, "converged"), (5, "the kinetic temperature of 5 of 80")):  # P: 4.7 %, 0.1 %
+        share = [1 - outside / 20, 1.0, 1.0, 1.0]
+        found = dataclasses.replace(GOOD, kinetic_share=share, num_tensors=20).verdict
+        assert found.startswith(expected)
+    for change in (
+        {"configurational_temperature": [1.9] * 4},
+        {"configurational_temperature": [1.0, 1.0, 1.0, 30.0]},  # one chain out of four tells no mean
+        {"configurational_temperature": [0.2] * 4, "dim": 3, "kinetic_temperature": None},
+    ):
+        assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
+
+
+def test_a_run_where_nothing_fits_has_not_converged() -> None:
+    """Means that are right, over tensors that are not."""
+    found = Diagnostics(
+        dim=10**6,
+        distance=[0.3] * 4,
+        kinetic_temperature=[1.05] * 4,
+        kinetic_temperature_law=1.05,
+        kinetic_share=[0.05] * 4,
+        configurational_temperature=[20.0] * 4,
+        temperature=1.0,
+        rhat=1.0,
+        ess=1000.0,
+    ).verdict
+    assert [part.split(" temperature")[0] for part in found.split("; ")] == ["the kinetic", "configurational"]
+
+
+def test_tensors_of_the_wrong_temperature_are_counted_beyond_a_tolerance() -> None:
+    sizes, law = (10, 1_000_000), torch.tensor([2.0])
+    for relative, share in (([0.9, 1.05], 1.0), ([0.9, 1.2], 0.5), ([5.0, 1.05], 0.5)):
+        temperatures = 2 * torch.tensor([relative])
+        assert share_within_interval(temperatures, sizes, law, tolerance=0.1).tolist() == [share]
+    assert share_within_interval(2 * torch.tensor([[0.9, 1.05]]), sizes, law).tolist() == [0.5]
 
 
 def test_summary_is_strict_json() -> None:
