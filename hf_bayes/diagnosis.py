@@ -109,12 +109,15 @@ class DiagnosisMixin(_Trainer):
     def _watched(self, draws: Tensor, approximation: Approximation) -> tuple[Tensor, str] | None:
         """[K, S, q] log-probabilities of the probe, S >= 4, and what they are of; None where there are too few.
 
-        Chains are looked at while training only if they stand for draws: not where they optimise, or go in cycles.
+        Optimisers are not compared, their points are meant to differ. Chains are looked at while training only if they
+        stand for draws: not where they go in cycles.
         """
+        if self.method.temperature == 0:
+            return None
         if draws.shape[1] >= 4:
             rows = torch.stack([self._probe(theta) for theta in draws.unbind(1)], 1)
             return self._gather(rows), "draws"
-        sampled = isinstance(approximation, Draws) and self.method.temperature > 0 and self.method.schedule is None
+        sampled = isinstance(approximation, Draws) and self.method.schedule is None
         chains, args = self._chains_optimizer, self.args
         burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
         if not sampled or len(chains.probes) - burned < 4:

@@ -414,9 +414,9 @@ class Diagnostics:
         return f"{total} divergent moves{share}: smaller step size or higher target_acceptance"
 
     def _tempered(self) -> str | None:
-        if self.kinetic_temperature is None or self.kinetic_temperature_law is None:
-            return None
         law = self.kinetic_temperature_law
+        if self.kinetic_temperature is None or not law:  # at T = 0 momenta have no law
+            return None
         low, high = widened_interval(self.dim, law, KINETIC_TOLERANCE)
         outside = [value for value in self.kinetic_temperature if not low <= value <= high]
         if not outside:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import EnsembleConfig, PenaltyConfig, SGHMCConfig
+from hf_bayes import EnsembleConfig, PenaltyConfig, SGHMCConfig, SnapshotConfig
 from hf_bayes.artifact import Posterior
 from hf_bayes.diagnose import main, plot
 from hf_bayes.diagnosis import _thinned
@@ -96,6 +96,16 @@ def test_enough_draws_come_before_looks_and_optimisers_are_not_compared(tmp_path
         found = run(tmp_path, config, max_steps=12, probe_steps=1).posterior.config.diagnostics
         assert found["rhat"] is None
         assert "R-hat" not in found["verdict"].replace("no R-hat", "")
+
+
+@pytest.mark.filterwarnings("ignore:sghmc at temperature 0")
+@pytest.mark.parametrize(
+    "config", [dataclasses.replace(CONFIG, temperature=0.0, draws_per_chain=4), SnapshotConfig(num_chains=2)]
+)
+def test_at_temperature_zero_nothing_is_held_against_a_law(tmp_path: Path, config: Any) -> None:
+    found = run(tmp_path, config, gradient_accumulation_steps=2).posterior.config.diagnostics
+    assert found["verdict"] == "convergence not measured: no R-hat"
+    assert found["converged"] is None
 
 
 def test_distance_in_noise_is_one_for_free_langevin_noise(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ class CorrectedLangevinConfig(LangevinConfig):
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:
-    """q / (h^2 V) of each chain, V [M, S] averaged over all coordinates; nothing where V was not measured."""
-    if variance is None:
+    """q / (h^2 V) of each chain, V [M, S] averaged over all coordinates; nothing where V was not measured, or at T = 0."""
+    if variance is None or (injected == 0 and squared_step > 0):
         return {}
     sizes = torch.tensor(problem.sizes).to(variance)
     per_step = injected / squared_step if squared_step > 0 else math.inf  # its limit
