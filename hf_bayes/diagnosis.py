@@ -174,6 +174,7 @@ class DiagnosisMixin(_Trainer):
             temperature=self.method.temperature if "configurational_temperature" in means else None,
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
+            ramped=self.method.schedule is not None and self.method.schedule.has_ramp,
             **{name: means.get(name) for name in same},
             **convergence,
         )

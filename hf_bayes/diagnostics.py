@@ -297,6 +297,7 @@ class Diagnostics:
         num_values: values of each chain that these four are of.
         values: what they are: "draws", or "looks while training", after burn-in.
         noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain.
+        ramped: whether the temperature rose from 0 in each cycle.
     """
 
     dim: int
@@ -320,6 +321,7 @@ class Diagnostics:
     num_values: int | None = None
     values: str | None = None
     noise_ratio: Sequence[float] | None = None
+    ramped: bool = False
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -422,11 +424,12 @@ class Diagnostics:
         if not outside:
             return None
         worst = max(outside, key=lambda value: abs(value - law))
-        cause = (
-            "gradient noise heats: larger batch or lower learning rate"
-            if worst > law
-            else "the momenta have not warmed up or are rounded away: longer burn-in"
-        )
+        if worst > law:
+            cause = "gradient noise heats: larger batch or lower learning rate"
+        elif self.ramped:
+            cause = "the momenta lag behind the temperature's ramp: shorter ramp_up or longer cycles"
+        else:
+            cause = "the momenta have not warmed up or are rounded away: longer burn-in"
         return (
             f"kinetic temperature {worst:.3g} where {law:.3g} is expected "
             f"({len(outside)} of {self.num_chains} chains): {cause}"
@@ -462,6 +465,8 @@ class Diagnostics:
             "the positions are far from their law, or gradient noise heats them: longer burn-in, larger batch or lower "
             "learning rate"
             if mean > expected
+            else "the positions lag behind the temperature's ramp: shorter ramp_up, longer cycles or larger learning rate"
+            if self.ramped
             else "the positions are on their way from their start: longer burn-in or larger learning rate"
         )
         return f"configurational temperature {mean:.3g} where {expected:.3g} is expected: {cause}"

@@ -84,6 +84,9 @@ class Cyclical(Schedule):
     of them unused, are draws_per_chain=27 and burn_in=0.1. What is left of a run that is no multiple of it comes first,
     at the peak.
 
+    Draws after a ramp come out cold: the learning rate falls while the chain still warms up. Shorter ramps and longer
+    cycles cool less (docs/scale.md has figures); momenta that are colder than their law show it.
+
     Attributes:
         ramp_up: share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.
         exponent: of C(t) in the learning rate.

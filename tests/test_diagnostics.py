@@ -227,6 +227,14 @@ def test_temperatures_of_tensors_and_positions_may_be_off_by_chance() -> None:
         assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
 
 
+def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
+    cold = dataclasses.replace(GOOD, kinetic_temperature=[0.5] * 4, ramped=True)
+    cold = dataclasses.replace(cold, temperature=1.0, configurational_temperature=[0.3] * 4)
+    kinetic, configurational = cold.verdict.split("; ")
+    assert kinetic.endswith("lag behind the temperature's ramp: shorter ramp_up or longer cycles")
+    assert "shorter ramp_up, longer cycles" in configurational
+
+
 def test_a_run_where_nothing_fits_has_not_converged() -> None:
     """Means that are right, over tensors that are not."""
     found = Diagnostics(
