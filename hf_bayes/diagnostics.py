@@ -169,21 +169,6 @@ def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> 
     return ((theta - theta0) / prior_std).square().mean(1).sqrt()
 
 
-def noise_below_resolution(theta: Tensor, update: Tensor | float, dtype: torch.dtype | None = None) -> Tensor:
-    """[M]: share of the entries of theta [M, d] for which ``update`` is smaller than the spacing of floats there.
-
-    Args:
-        theta: [M, d].
-        update: size of one update (or standard deviation of its noise); broadcasts against theta.
-        dtype: number format the entries are stored or read in; None is theta's.
-    """
-    info = torch.finfo(dtype or theta.dtype)
-    # theta = mantissa 2^exponent with mantissa in [1/2, 1), in float64 so that no spacing is subnormal
-    exponent = torch.frexp(theta.detach().cpu().double().abs().clamp(min=info.tiny)).exponent
-    spacing = torch.ldexp(torch.full(theta.shape, info.eps, dtype=torch.float64), exponent - 1)
-    return (torch.as_tensor(update, dtype=torch.float64, device="cpu").abs() < spacing).double().mean(1)
-
-
 @dataclass(frozen=True)
 class RiskAsymptote:
     """C(S) = C(inf) + a_1 / S + a_2 / S^2 of the mean negative log-likelihood of S members (cold_posteriors eq. 34).
@@ -479,13 +464,16 @@ class Diagnostics:
         worst = max(self.rhat, self.rhat_terms or 0.0)
         if worst <= MAX_RHAT:
             return None
+        if math.isinf(worst):  # what moves them is told by those who saw them stand
+            return f"R-hat inf over {self.num_chains} chains: each stands still in a place of its own"
         where = "" if worst == self.rhat else " of single terms"
         if self.num_values is not None and worst <= rhat_by_chance(self.num_chains, self.num_values):
             return (
                 f"convergence not known: R-hat {worst:.2f}{where} is within chance for {self.num_values} values of "
                 f"each of {self.num_chains} chains: more draws, or a smaller probe_steps"
             )
-        return f"R-hat {worst:.2f}{where} over {self.num_chains} chains: longer burn-in"
+        cure = ": longer burn-in" if self._moved() is None else ""  # which would move nobody
+        return f"R-hat {worst:.2f}{where} over {self.num_chains} chains{cure}"
 
     def _enough(self) -> str | None:
         needed = MIN_ESS_PER_CHAIN * self.num_chains

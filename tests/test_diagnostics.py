@@ -16,7 +16,6 @@ from hf_bayes.diagnostics import (
     distance_moved,
     ess,
     kinetic_temperature_interval,
-    noise_below_resolution,
     rhat,
     rhat_by_chance,
     risk_asymptote,
@@ -114,25 +113,6 @@ def test_distance_moved_is_in_prior_standard_deviations() -> None:
     assert torch.allclose(distance_moved(theta, start, 0.1)[2], torch.tensor(math.sqrt(2)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_an_update_below_resolution_is_one_smaller_than_the_spacing_of_floats(dtype: torch.dtype) -> None:
-    theta = noise(2, 500).to(dtype)
-    away = torch.where(theta > 0, math.inf, -math.inf).to(dtype)
-    # bfloat16 has no nextafter: its bits, plus one, are the next number
-    as_integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    following = (theta.abs().view(as_integer) + 1).view(dtype) * away.sign()
-    spacing = (following.double() - theta.double()).abs()
-    assert noise_below_resolution(theta, spacing).tolist() == [0, 0]
-    assert noise_below_resolution(theta, 0.999 * spacing).tolist() == [1, 1]
-
-
-def test_noise_below_resolution_counts_entries_of_each_chain_in_the_format_asked_for() -> None:
-    theta = torch.tensor([[1.0, 1.0, 1e-6, 0.0], [1e-6, 1e-6, 1e-6, 0.0]])
-    assert noise_below_resolution(theta, 1e-4).tolist() == [0, 0]
-    assert noise_below_resolution(theta, 1e-4, torch.bfloat16).tolist() == [0.5, 0]  # spacing at 1: 2^-7
-    assert noise_below_resolution(theta, torch.tensor([1e-10, 1e-3, 1.0, 1.0])).tolist() == [0.25, 0]
-
-
 GOOD = Diagnostics(
     dim=1000,
     distance=[0.3, 0.2, 0.3, 0.4],
@@ -205,6 +185,13 @@ def test_the_verdict_says_what_is_wrong(change: dict[str, object], verdict: str)
 def test_all_complaints_are_told_the_gravest_first() -> None:
     verdict = dataclasses.replace(GOOD, distance=[0.0] * 4, rhat=2.0, ess=5.0).verdict
     assert [part.split()[0] for part in verdict.split("; ")] == ["the", "R-hat", "ESS"]
+
+
+@pytest.mark.parametrize("change", [{"rhat": math.inf}, {"distance": [0.0] * 4, "rhat": 2.0}])
+def test_chains_that_stand_still_are_not_told_to_burn_in_longer(change: dict[str, object]) -> None:
+    verdict = dataclasses.replace(GOOD, **change).verdict
+    assert f"R-hat {change['rhat']:.2f} over 4 chains" in verdict
+    assert "burn-in" not in verdict
 
 
 def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_could_tell() -> None:
