@@ -22,6 +22,7 @@ from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
 from hf_bayes.refusals import is_stream
+from hf_bayes.types import Kernel
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -29,6 +30,9 @@ else:
     _Trainer = object
 
 logger = logging.getLogger("hf_bayes.trainer")
+
+LOOKED_AT, LOOKS = 8, 4
+"""Rows, spread over the training data, and how often each is looked at to see whether it changes."""
 
 
 class ReportingMixin(_Trainer):
@@ -96,24 +100,54 @@ class ReportingMixin(_Trainer):
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             self._say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
         if self.bayesian.members.trunk.has_dropout:
-            self._warn(
-                "the model has dropout: chains sample the posterior of the dropout-averaged log-likelihood (the Jensen "
-                "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
-            )
+            self._tell_of_dropout()
         if config.temperature > 0 and self._varies():
-            self._warn(
-                "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): "
-                "chains sample the posterior of their mean log-likelihood (the Jensen posterior of cold_posteriors "
+            meaning = (
+                f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
+                if config.full_batch
+                else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of cold_posteriors "
                 "app. K), and N counts each row once"
+            )
+            self._warn(
+                "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
+                meaning,
+            )
+
+    def _tell_of_dropout(self) -> None:
+        """What the model's own dropout means, which is another thing for every kind of method."""
+        config = self.method
+        if isinstance(self._chains_optimizer.method, Kernel):
+            self._say("the model has dropout: %s evaluates it without", config.name)
+        elif config.drops_inputs:
+            self._warn(
+                "the model has dropout of its own, besides the masks of %s: inputs are dropped twice. Set it to 0",
+                config.name,
+            )
+        elif config.temperature == 0:
+            self._say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
+        else:
+            self._warn(
+                "the model has dropout: this is the posterior of the dropout-averaged log-likelihood (the Jensen "
+                "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
             )
 
     def _varies(self) -> bool:
-        """Whether a row of the training data differs from one look to the next, as under augmentation."""
+        """Whether rows of the training data differ from one look to the next, as under augmentation.
+
+        A row that is changed half of the time looks alike in all of n looks with probability 2^(1 - n).
+        """
         dataset, collate = self._training_data()
         if is_stream(dataset):
             return False
-        first, second = (collate([dataset[0]]) for _ in range(2))
-        return any(isinstance(value, Tensor) and not torch.equal(value, second[name]) for name, value in first.items())
+        rows = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
+        with torch.random.fork_rng(devices=[]):
+            return any(self._differs(lambda row=row: collate([dataset[row]])) for row in rows)
+
+    @staticmethod
+    def _differs(look: Callable[[], dict[str, Any]]) -> bool:
+        first = {name: value for name, value in look().items() if isinstance(value, Tensor)}
+        others = (look() for _ in range(LOOKS - 1))
+        return any(not torch.equal(value, other[name]) for other in others for name, value in first.items())
 
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""

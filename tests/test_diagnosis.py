@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import EnsembleConfig, PenaltyConfig, SGHMCConfig, SnapshotConfig
+from hf_bayes import EnsembleConfig, HMCConfig, MAPConfig, MCDropoutConfig, PenaltyConfig, SGHMCConfig, SnapshotConfig
 from hf_bayes.artifact import Posterior
 from hf_bayes.diagnose import main, plot
 from hf_bayes.diagnosis import _thinned
@@ -225,6 +227,41 @@ def test_dropout_and_augmentation_are_said_to_make_another_posterior(
         run(tmp_path, ONE_DRAW, max_steps=1, model=with_lora(tiny_llama(), lora_dropout=0.1))
         assert "the model has dropout" in caplog.text
         assert "Jensen" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ONE_DRAW, "this is the posterior of the dropout-averaged log-likelihood"),
+        (HMCConfig(num_chains=2), "hmc evaluates it without"),
+        (MAPConfig(), "this run optimises the log-likelihood averaged over its masks"),
+        (MCDropoutConfig(), "inputs are dropped twice. Set it to 0"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_dropout_is_spoken_of_as_each_method_meets_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, words: str
+) -> None:
+    trainer = runs.trainer(tmp_path, config, model=with_lora(tiny_llama(), lora_dropout=0.1))
+    trainer.create_optimizer()
+    with caplog.at_level(logging.INFO, "hf_bayes.trainer"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer._announce()
+    assert words in caplog.text
+    assert ("Jensen" in caplog.text) == ("MCDropoutConfig" in caplog.text) == (config is ONE_DRAW)
+
+
+class Reversed(Augmented):
+    """Rows that are read backwards half of the time."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = token_rows(8)[index]
+        return {**row, "input_ids": row["input_ids"][:: random.choice((1, -1))]}
+
+
+def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
+    assert all(trainer._varies() for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
 
 
 def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:

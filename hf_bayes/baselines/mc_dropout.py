@@ -62,6 +62,7 @@ class MCDropoutConfig(MAPConfig):
 
     name: ClassVar[str] = "mc_dropout"
     ends_at_map: ClassVar[bool] = False
+    drops_inputs: ClassVar[bool] = True
     dropout: float = 0.1
     num_masks: int = 8
     targets: str | None = None

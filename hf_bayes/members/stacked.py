@@ -100,11 +100,6 @@ class StackedLora(Stacked):
         a = context.members_of(layer.lora_A[adapter].weight, self.names.get("lora_A"))  # [M, r, in]
         b = context.members_of(layer.lora_B[adapter].weight, self.names.get("lora_B"))  # [M, out, r]
         scaling, dropout = layer.scaling[adapter], layer.lora_dropout[adapter]
-        if layer.training and getattr(dropout, "p", 0) > 0:
-            warnings.warn(
-                f"lora_dropout={dropout.p} in training: members sample another posterior, that of the dropout-averaged "
-                "log-likelihood. Set lora_dropout=0"
-            )
         single = self.single(x)
         source = x if single is None else single
         base = layer.base_layer(source, *args, **kwargs)

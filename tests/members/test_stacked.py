@@ -133,16 +133,6 @@ def test_attaching_twice_is_refused() -> None:
     attach(model, subspace="last_block").detach()
 
 
-def test_lora_dropout_warns_in_training_alone() -> None:
-    model = with_lora(tiny_bert(), lora_dropout=0.1)
-    with attach(model) as bayesian:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            bayesian.eval()(**batch())
-        with pytest.warns(UserWarning, match="lora_dropout=0.1 in training: members sample another posterior"):
-            bayesian.train()(**batch())
-
-
 def test_target_modules_that_match_nothing_are_named() -> None:
     model = with_lora(tiny_llama(), target_modules=["q_proj", "v_porj"])
     with pytest.warns(UserWarning, match=r"target_modules \['v_porj'\] .* match no module of LlamaForCausalLM"):
