@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -80,6 +81,8 @@ def sample(
         thin: updates per draw.
         seed: of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
+    Chains of an accept-reject kernel that accept nothing after burn-in are warned of.
+
     Raises:
         ValueError: for arguments that cannot be run, before the first update.
         FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. Inside a move of a
@@ -114,7 +117,26 @@ def sample(
             if step + 1 in draw_steps:
                 draws[:, draw_steps.index(step + 1)] = run.state.theta
         approximation = run.method.finish(run.state, draws)
-    return SampleResult(draws, approximation, _stack(infos, len(start)), run.state)
+    info = _stack(infos, len(start))
+    _warn_of_refusals(method.name, info, burned)
+    return SampleResult(draws, approximation, info, run.state)
+
+
+def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
+    """Say which chains of an accept-reject kernel cannot be expected to have moved since burn-in."""
+    if "acceptance" not in info:
+        return
+    acceptance = info["acceptance"][burn_in:].double()
+    still = (acceptance.sum(0) < 0.05).nonzero().flatten().tolist()  # that any was accepted has a probability below
+    if still:
+        highest = acceptance.mean(0)[still].max().item()
+        warnings.warn(
+            f"{name}: {len(still)} of {acceptance.shape[1]} chains (the first is {still[0]}) accept nothing after "
+            f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
+            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or starts "
+            "of higher probability",
+            stacklevel=3,
+        )
 
 
 class _Energy:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
+from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.posterior import Draws, Gaussian
@@ -51,6 +52,23 @@ def test_the_approximation_holds_all_draws_in_the_order_of_chains() -> None:
     assert isinstance(result.approximation, Draws)
     assert torch.equal(result.approximation.theta, result.draws.flatten(0, 1))
     assert result.approximation.chain.tolist() == [0] * 5 + [1] * 5
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        MetropolisConfig(target_acceptance=None),
+        HMCConfig(target_acceptance=None, step_size=1e3),
+        GPSConfig(max_std=1e-3),
+    ],
+    ids=lambda method: method.name,
+)
+def test_chains_that_accept_nothing_are_warned_of(method: MethodConfig) -> None:
+    def energy(theta: Tensor, batch: object) -> Tensor:  # the second chain is free to move
+        return bowl(theta, batch) * torch.tensor([1e12, 0.0])
+
+    with pytest.warns(UserWarning, match=rf"{method.name}: 1 of 2 chains \(the first is 0\) accept nothing after burn"):
+        run(energy, method=method, learning_rate=1.0, burn_in=4)
 
 
 def test_variational_inference_ends_in_a_gaussian() -> None:
