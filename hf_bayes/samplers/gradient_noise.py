@@ -8,6 +8,7 @@ the rest only, q - h^2 V (their 2 (C - B) epsilon with B = epsilon V / 2; ``beta
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,39 @@ def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, s
     return {"noise_ratio": per_step / ((variance * sizes).sum(1) / sizes.sum())}
 
 
-def remaining_std(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Tensor:
-    """[M, d]: sqrt(q - h^2 V) from V [M, S], and 0 where the gradient alone brings more than q."""
+def remaining_std(
+    variance: Tensor | None, problem: Problem, *, name: str, injected: float, squared_step: float
+) -> Tensor:
+    """[M, d]: sqrt(q - h^2 V) from V [M, S], and 0 where the gradient alone brings more than q: then it warns."""
     assert variance is not None
-    return per_element((injected - squared_step * variance).clamp_min(0).sqrt(), problem.sizes)
+    left = injected - squared_step * variance
+    if injected > 0 and bool((left < 0).any()):
+        _warn_once(name, problem.num_data, problem.learning_rate, injected, float(injected - left.min()))
+    return per_element(left.clamp_min(0).sqrt(), problem.sizes)
+
+
+_told: set[tuple[str, float, float]] = set()
+
+
+def _warn_once(name: str, num_data: float, learning_rate: float, injected: float, brought: float) -> None:
+    """Once for a run: every update would say so with other numbers, and the method is built anew within a ramp."""
+    run = (name, num_data, learning_rate)
+    if run in _told:
+        return
+    _told.add(run)
+    warnings.warn(
+        f"{name}: correct_gradient_noise has {injected:.3g} of noise (2 gamma h T) to inject, and the gradient of a "
+        f"tensor brings {brought:.3g} (h^2 V) on its own: its momenta get none and are hotter than T. Use a larger "
+        "batch or a lower learning rate",
+        stacklevel=3,
+    )
+
+
+def require_friction(name: str, decay: float, *, h: float, friction: float, lr: float, peak: float, beta: float) -> None:
+    """Refuse an update that would reverse the momentum."""
+    if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
+        raise ValueError(
+            f"{name} needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "
+            f"{lr:.4g} is above the peak {peak:.4g} that momentum={beta:g} fixed the friction for. "
+            "Make the learning rate the schedule's largest value"
+        )

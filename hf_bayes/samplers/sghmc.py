@@ -37,7 +37,7 @@ from torch import Tensor
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
-from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std
+from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std, require_friction
 from hf_bayes.samplers.preconditioner import Layerwise
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
@@ -110,12 +110,7 @@ class SGHMCConfig(CorrectedLangevinConfig):
         def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
             h = math.sqrt(lr / problem.num_data)
             decay = 1 - h * friction
-            if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
-                raise ValueError(
-                    f"sghmc needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "
-                    f"{lr:.4g} is above the peak {peak:.4g} that momentum={self.momentum:g} fixed the friction for. "
-                    "Make the learning rate the schedule's largest value"
-                )
+            require_friction(self.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=self.momentum)
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
@@ -128,7 +123,7 @@ class SGHMCConfig(CorrectedLangevinConfig):
                 step_size = h * layerwise.scale(state.mass)
                 variance = None if variance is None else variance / state.mass
             if self.correct_gradient_noise:
-                noise_std = remaining_std(variance, problem, injected=injected, squared_step=h**2)
+                noise_std = remaining_std(variance, problem, name=self.name, injected=injected, squared_step=h**2)
             momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
             moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
             ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)

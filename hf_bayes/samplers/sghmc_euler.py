@@ -29,7 +29,7 @@ from torch import Tensor
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
-from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std
+from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std, require_friction
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -72,11 +72,13 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
         ) -> tuple[SGHMCEulerState, Info]:
             h = math.sqrt(lr / problem.num_data)
             decay = 1 - h * friction
+            require_friction(self.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=self.momentum)
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
             if self.correct_gradient_noise:
-                noise_std = remaining_std(evaluation.grad_variance, problem, injected=injected, squared_step=h**2)
+                variance = evaluation.grad_variance
+                noise_std = remaining_std(variance, problem, name=self.name, injected=injected, squared_step=h**2)
             theta = state.theta + h * state.momentum
             momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
             kinetic = momentum.square().mean(1)

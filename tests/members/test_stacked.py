@@ -14,7 +14,7 @@ from hf_bayes.members import Members
 from hf_bayes.members.stacked import Stacked
 from hf_bayes.subspace import select
 from tests.members.reference import core_of, relative_error, scattered
-from tests.models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.models import batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Small(nn.Module):

@@ -102,7 +102,7 @@ FAULTS = (
           "return SGHMCEulerState(theta, momentum,", "return SGHMCEulerState(state.theta + h * momentum, momentum,",
           (law("sghmc_euler"),)),
     Fault("gradient noise is added to the injected noise, not taken off", "samplers/gradient_noise.py",
-          "(injected - squared_step * variance)", "(injected + squared_step * variance)",
+          "injected - squared_step * variance", "injected + squared_step * variance",
           ("samplers/test_gradient_noise.py::test_corrected_euler_is_the_noise_of_posteriors_beta",)),
     Fault("preconditioner: the most sensitive tensor has mass 1", "samplers/preconditioner.py",
           "sigma / sigma.amin(1, keepdim=True)", "sigma / sigma.amax(1, keepdim=True)",

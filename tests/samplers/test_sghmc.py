@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hf_bayes.diagnostics import share_within_interval
 from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.sampling import sample
 from hf_bayes.schedules import Cyclical
 from hf_bayes.types import Evaluation, Problem
@@ -124,9 +126,10 @@ class TestCyclicalSchedule:
         assert (ratio - 1).abs().max() > 1  # 4 times too hot at the end of a cycle
 
 
-def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused() -> None:
+@pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
+def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused(kind: Any) -> None:
     problem = Problem(num_data=1, prior=FlatPrior(), learning_rate=0.1, num_steps=1, burn_in=0, shapes={"": (2,)})
-    rule = SGHMCConfig(momentum=0.5).build(problem)
+    rule = kind(momentum=0.5).build(problem)
     rngs = [generator(0)]
     state = rule.init(torch.zeros(1, 2), rngs)
     evaluation = Evaluation(torch.zeros(1), torch.zeros(1, 2))
