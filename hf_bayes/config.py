@@ -105,6 +105,11 @@ class MethodConfig:
         """Whether evaluations must come with ``grad_variance``."""
         return False
 
+    @property
+    def takes_grad_variance(self) -> bool:
+        """Whether it has a use for ``grad_variance``, where that is to be had."""
+        return self.needs_grad_variance
+
     def build(self, problem: Problem) -> Rule | Kernel:
         """The method's rule or kernel for this problem."""
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")

@@ -156,7 +156,8 @@ def _tensors(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> 
     kinetic = trace["kinetic_of_tensors"]
     values, places = kinetic["relative_to_law"], range(len(kinetic["names"]))
     low, high = zip(*kinetic["interval"], strict=True)
-    axis.vlines(places, low, high, color="0.8", linewidth=max(1.0, min(6.0, 150 / len(places))), label="99 % interval, or 10 %")
+    width = max(1.0, min(6.0, 150 / len(places)))
+    axis.vlines(places, low, high, color="0.8", linewidth=width, label="99 % interval, or 10 %")
     for chain, colour in zip(values, _colours(len(values)), strict=True):
         axis.plot(places, chain, ".", color=colour, markersize=4)
     share = sum(found["kinetic_share"]) / len(found["kinetic_share"])

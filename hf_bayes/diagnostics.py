@@ -261,7 +261,7 @@ class Diagnostics:
 
     Attributes:
         dim: d, coordinates of a chain.
-        distance: how far each chain moved from its start, that is the end of its warm start, in prior standard deviations.
+        distance: how far each chain moved from its start (the end of a warm start), in prior standard deviations.
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain, tensor by tensor, of means after burn-in and with
@@ -446,14 +446,12 @@ class Diagnostics:
         within = min(low, expected / CONFIGURATIONAL_FACTOR) <= mean <= max(high, expected * CONFIGURATIONAL_FACTOR)
         if within or abs(mean - expected) <= 4 * error:
             return None
-        cause = (
-            "the positions are far from their law, or gradient noise heats them: longer burn-in, larger batch or lower "
-            "learning rate"
-            if mean > expected
-            else "the positions lag behind the temperature's ramp: shorter ramp_up, longer cycles or larger learning rate"
-            if self.ramped
-            else "the positions are on their way from their start: longer burn-in or larger learning rate"
-        )
+        if mean > expected:
+            cause = "the positions are far from their law, or gradient noise heats them: longer burn-in, larger batch"
+        elif self.ramped:
+            cause = "the positions lag behind the temperature's ramp: shorter ramp_up, longer cycles"
+        else:
+            cause = "the positions are on their way from their start: longer burn-in, larger learning rate"
         return f"configurational temperature {mean:.3g} where {expected:.3g} is expected: {cause}"
 
     def _mixed(self) -> str | None:

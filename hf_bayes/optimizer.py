@@ -52,12 +52,12 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.info: Info = {}
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
-        """Sums of ``info`` over the updates after burn-in, name -> [M]."""
+        """Of ``info`` over the updates after burn-in, name -> [M, 2]: the sum, and how many updates told it."""
         self.totals: dict[str, Tensor] = {}
         """name -> [M], of those of a rule's updates after its warm start that move theta: ``rates``, the sum of their
         learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were. Of those
-        after burn-in: ``kinetic_of_tensors`` [M, S] and ``kinetic_law``, the sums of each tensor's kinetic temperature and
-        of what it is in expectation."""
+        after burn-in: ``kinetic_of_tensors`` [M, S] and ``kinetic_law``, the sums of each tensor's kinetic temperature
+        and of what it is in expectation."""
         self.origin = model.theta.detach().clone()
         """[M, d]: where the method itself began, after its warm start. What AdamW moved is no sampler's distance."""
         self.probe, self.probe_steps = probe, probe_steps
@@ -142,6 +142,8 @@ class ChainOptimizer(torch.optim.Optimizer):
             return None
         assert self._grad is not None
         count = self._micro_batches[:, None]
+        if bool((count < 2).any()):  # what the end of a stream has left
+            return None
         of_sum = per_tensor_mean(self._grad.square(), self.model.layout.sizes)
         of_batches = count / (count - 1) * (self._squares - of_sum / count)
         return scale.to(of_sum).view(-1, 1) ** 2 * of_batches.clamp_min(0)
@@ -203,7 +205,8 @@ class ChainOptimizer(torch.optim.Optimizer):
             self.origin = state.theta.clone()
         if self.num_updates > self.burn_in:
             for name, value in self.info.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value.double()
+                told = value.double()
+                self.sums[name] = self.sums.get(name, 0.0) + torch.stack([told, torch.ones_like(told)], 1)
         if self.num_updates in self.draw_steps:
             self.draws.append(state.theta.detach().cpu().clone())
         if self.probe is not None and self.probe_steps and self.num_updates % self.probe_steps == 0:
@@ -233,9 +236,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         return (self._pending[0].theta == self.state_of_chains.theta).all(1)
 
     def mean_info(self) -> dict[str, Tensor]:
-        """Means of ``info`` over the updates after burn-in, name -> [M]."""
-        count = max(1, self.num_updates - self.burn_in)
-        return {name: value / count for name, value in self.sums.items()}
+        """Means of ``info`` over the updates after burn-in that told it, name -> [M]."""
+        return {name: value[:, 0] / value[:, 1] for name, value in self.sums.items()}
 
     def eval(self) -> None:
         """Before evaluation: show where the chains are, or the finished posterior."""

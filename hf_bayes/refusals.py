@@ -43,11 +43,6 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} and {method.name}'s own "
             f"schedule={method.schedule.name!r} are two schedules: leave one of them out"
         )
-    if method.needs_grad_variance and args.gradient_accumulation_steps < 2:
-        raise ValueError(
-            f"{method.name} measures the noise of its gradient between the micro-batches of an update and needs "
-            f"gradient_accumulation_steps >= 2, got {args.gradient_accumulation_steps}: split the batch"
-        )
     ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
     if ignored:
         raise ValueError(
@@ -122,7 +117,16 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
 
 
 def require_batches(method: MethodConfig, count: int) -> None:
-    """Methods that compare the batches of an update need more than one."""
+    """Methods that compare the batches of an update need more than one.
+
+    Args:
+        count: micro-batches of an update, of all processes that share a chain.
+    """
+    if method.needs_grad_variance and count < 2:
+        raise ValueError(
+            f"{method.name} measures the noise of its gradient between the micro-batches of an update and needs at "
+            f"least 2 (gradient_accumulation_steps x processes that share a chain), got {count}: split the batch"
+        )
     if count < method.min_batches:
         raise ValueError(
             f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,8 +105,8 @@ class ReportingMixin(_Trainer):
             meaning = (
                 f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
                 if config.full_batch
-                else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of cold_posteriors "
-                "app. K), and N counts each row once"
+                else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of "
+                "cold_posteriors app. K), and N counts each row once"
             )
             self._warn(
                 "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
@@ -141,13 +141,7 @@ class ReportingMixin(_Trainer):
             return False
         rows = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
         with torch.random.fork_rng(devices=[]):
-            return any(self._differs(lambda row=row: collate([dataset[row]])) for row in rows)
-
-    @staticmethod
-    def _differs(look: Callable[[], dict[str, Any]]) -> bool:
-        first = {name: value for name, value in look().items() if isinstance(value, Tensor)}
-        others = (look() for _ in range(LOOKS - 1))
-        return any(not torch.equal(value, other[name]) for other in others for name, value in first.items())
+            return any(_differ(collate([dataset[row]]) for _ in range(LOOKS)) for row in rows)
 
     def _time_one_micro_batch(self) -> float:
         """Seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
@@ -188,6 +182,11 @@ class ReportingMixin(_Trainer):
             return info
         columns = torch.stack([value.double().to(self.args.device) for value in info.values()], 1)
         return dict(zip(info, self.mesh.gather_chains(columns).unbind(1), strict=True))
+
+
+def _differ(looks: Iterator[dict[str, Any]]) -> bool:
+    first = {name: value for name, value in next(looks).items() if isinstance(value, Tensor)}
+    return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
 
 
 def _duration(seconds: float) -> str:

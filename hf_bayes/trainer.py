@@ -153,7 +153,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 chains=self.chains,
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
-                measure_noise=config.needs_grad_variance,
+                measure_noise=config.takes_grad_variance and args.gradient_accumulation_steps * self.mesh.data_size > 1,
                 probe=self._probe,
                 probe_steps=args.probe_steps,
             )

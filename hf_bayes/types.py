@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
         log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch.
         grad_log_lik: [M, d] its gradient; None where only the value was asked for.
         grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
-            the S random tensors; None unless the method asked for it (``MethodConfig.needs_grad_variance``).
+            the S random tensors; None unless the method has a use for it (``MethodConfig.takes_grad_variance``).
         batch_log_lik: [M, K] an unbiased estimate of the same from each of the K batches, whose mean ``log_lik`` is;
             None where every evaluation sees all data.
     """

@@ -128,9 +128,16 @@ def test_a_warm_start_does_not_hide_chains_that_stand_still(tmp_path: Path) -> N
 
 def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, preconditioner="layerwise", preconditioner_batches=2)
-    trainer = run(tmp_path, config)
+    trainer = run(tmp_path, config, gradient_accumulation_steps=2)
     moved = 24 - 6 * 2  # six cycles of four updates, two of them an estimate
     assert trainer.optimizer_of_chains.totals["rates"].tolist() == pytest.approx([moved * 1e-2] * 3)
+    assert trainer.optimizer_of_chains.sums["noise_ratio"][:, 1].tolist() == [moved / 2] * 3  # after burn-in
+
+
+def test_noise_of_minibatches_is_reported_wherever_an_update_has_two(tmp_path: Path) -> None:
+    for accumulation, measured in ((1, False), (2, True)):
+        found = run(tmp_path, max_steps=6, gradient_accumulation_steps=accumulation).posterior.config.diagnostics
+        assert (found["noise_ratio"] is not None) == measured
 
 
 def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) -> None:

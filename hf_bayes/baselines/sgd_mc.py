@@ -43,8 +43,8 @@ class SGDMCConfig(MethodConfig):
 
     Attributes:
         momentum: SGD's beta.
-        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)): 1 at the optimal rate (needs
-            gradient_accumulation_steps >= 2).
+        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)): 1 at the optimal rate. It takes
+            two micro-batches an update; None: where there are two.
     """
 
     name: ClassVar[str] = "sgd_mc"
@@ -53,12 +53,13 @@ class SGDMCConfig(MethodConfig):
     temperature: float = 0.0
     init_jitter: float = 0.0
     momentum: float = 0.0
-    measure_gradient_noise: bool = False
+    measure_gradient_noise: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
-        self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
+        if self.measure_gradient_noise is not None:
+            self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
         if self.temperature != 0:
             raise ValueError(
                 f"{self.name}: temperature must be 0, got {self.temperature!r}: SGD adds no noise, its learning rate "
@@ -67,7 +68,11 @@ class SGDMCConfig(MethodConfig):
 
     @property
     def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise
+        return self.measure_gradient_noise is True
+
+    @property
+    def takes_grad_variance(self) -> bool:
+        return self.measure_gradient_noise is not False
 
     def build(self, problem: Problem) -> Rule:
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:

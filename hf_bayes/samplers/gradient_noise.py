@@ -25,18 +25,24 @@ class LangevinConfig(MethodConfig):
 
     Attributes:
         measure_gradient_noise: report ``noise_ratio``, the variance of the sampler's own noise over that of its
-            gradient, estimated from the micro-batches of each update (needs gradient_accumulation_steps >= 2).
+            gradient, estimated from the micro-batches of each update. It takes two of them (gradient_accumulation_steps
+            times processes that share a chain); None: where there are two.
     """
 
-    measure_gradient_noise: bool = False
+    measure_gradient_noise: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
+        if self.measure_gradient_noise is not None:
+            self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
 
     @property
     def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise
+        return self.measure_gradient_noise is True
+
+    @property
+    def takes_grad_variance(self) -> bool:
+        return self.measure_gradient_noise is not False or self.needs_grad_variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +61,11 @@ class CorrectedLangevinConfig(LangevinConfig):
 
     @property
     def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise or self.correct_gradient_noise
+        return self.measure_gradient_noise is True or self.correct_gradient_noise
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:
-    """q / (h^2 V) of each chain, V [M, S] averaged over all coordinates; nothing where V was not measured, or at T = 0."""
+    """q / (h^2 V) of each chain, V [M, S] averaged over all coordinates; nothing at T = 0, or where V is not known."""
     if variance is None or (injected == 0 and squared_step > 0):
         return {}
     sizes = torch.tensor(problem.sizes).to(variance)
@@ -69,9 +75,13 @@ def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, s
 
 def remaining_std(
     variance: Tensor | None, problem: Problem, *, name: str, injected: float, squared_step: float
-) -> Tensor:
-    """[M, d]: sqrt(q - h^2 V) from V [M, S], and 0 where the gradient alone brings more than q: then it warns."""
-    assert variance is not None
+) -> Tensor | float:
+    """[M, d]: sqrt(q - h^2 V) from V [M, S], and 0 where the gradient alone brings more than q: then it warns.
+
+    All of the noise in an update that cannot tell V: the last one of a stream may have a single micro-batch.
+    """
+    if variance is None:
+        return math.sqrt(injected)
     left = injected - squared_step * variance
     if injected > 0 and bool((left < 0).any()):
         _warn_once(name, problem.num_data, problem.learning_rate, injected, float(injected - left.min()))
@@ -95,7 +105,9 @@ def _warn_once(name: str, num_data: float, learning_rate: float, injected: float
     )
 
 
-def require_friction(name: str, decay: float, *, h: float, friction: float, lr: float, peak: float, beta: float) -> None:
+def require_friction(
+    name: str, decay: float, *, h: float, friction: float, lr: float, peak: float, beta: float
+) -> None:
     """Refuse an update that would reverse the momentum."""
     if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import FlatPrior
+from hf_bayes.refusals import require_batches
 from hf_bayes.rng import generator
 from hf_bayes.samplers.baoab import BAOABConfig
 from hf_bayes.samplers.sghmc import SGHMCConfig
@@ -116,8 +117,9 @@ def test_every_sampler_reports_its_noise_over_the_gradients(
 
 def test_one_gradient_an_update_has_no_measurable_noise(tmp_path: Any) -> None:
     config = SGHMCConfig(correct_gradient_noise=True)
-    with pytest.raises(ValueError, match=r"needs gradient_accumulation_steps >= 2, got 1: split the batch"):
+    with pytest.raises(ValueError, match=r"at least 2 \(gradient_accumulation_steps x .*\), got 1: split"):
         runs.trainer(tmp_path, config)
+    require_batches(config, 2)  # of two processes that share a chain, say
     with pytest.raises(ValueError, match="sample takes one gradient per update and cannot tell its noise, which sghmc"):
         sample(lambda theta, batch: theta.sum(1), torch.ones(1, 1), config, num_steps=2, learning_rate=0.1)
     with pytest.raises(ValueError, match="measure_gradient_noise must be true or false, got 'yes'"):
