@@ -8,10 +8,15 @@ Over K minibatches, during which theta stays where it is, with G = U / N as each
 
 M then stays fixed until the next estimate, so the dynamics between two estimates keep their law. Written in the momenta
 n = M^(-1/2) m, whose law does not depend on M, the paper's hand-over m' = M'^(1/2) M^(-1/2) m leaves n as it is.
+
+Algorithm 1 (lines 6-9) estimates with each new epoch, from minibatches that are none of its iterations: the schedule
+stands meanwhile. Here each update of a run has its place in the schedule, and the K minibatches are the first K updates
+of a cycle (or of ``preconditioner_period``): the chain misses the largest of its steps.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +52,13 @@ class Layerwise:
                 f"the preconditioner is estimated from {self.num_batches} minibatches every {period} updates, which "
                 "leaves none to move in: lower preconditioner_batches, or raise preconditioner_period (by default the "
                 "updates from one draw to the next)"
+            )
+        if self.num_batches > period / 2:
+            warnings.warn(
+                f"the preconditioner's estimate takes {self.num_batches} of every {period} updates, and theta stands "
+                "still in them, which begin a cycle and would be its largest steps: lower preconditioner_batches "
+                f"(to {max(1, period // 10)}, say), or train longer",
+                stacklevel=3,
             )
 
     def batches_seen(self, step: int) -> int | None:

@@ -157,6 +157,17 @@ def test_an_estimate_that_leaves_no_update_to_move_in_is_refused() -> None:
             rule_of(config, draw_steps=draws)
 
 
+@pytest.mark.parametrize(("batches", "warned"), [(10, False), (11, True)])
+def test_an_estimate_that_takes_most_of_a_cycle_is_warned_of(
+    batches: int, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    rule_of(layerwise(batches), draw_steps=range(20, 101, 20))
+    said = [str(warning.message) for warning in recwarn]
+    assert [words.startswith("the preconditioner's estimate takes 11 of every 20 updates") for words in said] == (
+        [True] * warned
+    )
+
+
 @pytest.mark.parametrize(
     "field", [{"preconditioner": "adam"}, {"preconditioner_batches": 0}, {"preconditioner_period": 0}]
 )
