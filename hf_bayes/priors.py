@@ -54,8 +54,8 @@ def build_prior(
 def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
     """sqrt(2 / fan-in) of a matrix or kernel [out, in, ...]; 1 of a bias or norm (cold_posteriors eq. 64, app. L.1).
 
-    An embedding [vocabulary, width] counts as a matrix that reads ``width`` inputs, which it is where the output head is
-    tied to it. A lookup reads one input: its own He scale would be sqrt(2).
+    An embedding [vocabulary, width] counts as a matrix that reads ``width`` inputs, which it is where the output head
+    is tied to it. A lookup reads one input: its own He scale would be sqrt(2).
     """
     if len(shape) < 2:
         return 1.0

@@ -174,7 +174,9 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
     layout = select(kernel)
     scaled = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), kernel)
     means = [float(part.unique()) for part in layout.unflatten(scaled.std).values()]
-    assert means == pytest.approx([math.sqrt(2 / 75), 1.0, math.sqrt(2 / 6), 1.0, math.sqrt(2 / 7)])  # k^2 d: the paper's footnote 12
+    assert means == pytest.approx(
+        [math.sqrt(2 / 75), 1.0, math.sqrt(2 / 6), 1.0, math.sqrt(2 / 7)]
+    )  # k^2 d: the paper's footnote 12
 
 
 def test_the_trainer_samples_under_the_prior_that_is_named_and_says_which(tmp_path: object) -> None:
