@@ -131,6 +131,44 @@ def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence
     return temperature_law * float(low) / dim, temperature_law * float(high) / dim
 
 
+def unconverged(
+    values: Tensor, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
+) -> str | None:
+    """What speaks against draws being of one law and enough of them, in words; None if nothing does.
+
+    Args:
+        values: [M, S, k] of k functions of theta; one that never changes says nothing.
+        max_rhat: largest R-hat that any of them may have.
+        min_ess_per_chain: smallest ESS, over the number of chains.
+    """
+    if not bool(values.isfinite().all()):
+        return "not all draws are finite"
+    ratios, sizes = rhat(values), ess(values)
+    if bool(ratios.isnan().all()):
+        return "R-hat needs at least 2 chains of 4 draws that vary, so that nobody knows"
+    worst, fewest = float(ratios.nan_to_num(0.0, posinf=math.inf).max()), float(sizes.nan_to_num(math.inf).min())
+    needed = min_ess_per_chain * values.shape[0]
+    doubts = [f"R-hat {worst:.3g} where {max_rhat:g} is allowed"] * (worst > max_rhat)
+    doubts += [f"ESS {fewest:.0f} where {needed:.0f} is needed"] * (fewest < needed)
+    return ", ".join(doubts) or None
+
+
+def require_converged(
+    values: Tensor, what: str, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
+) -> None:
+    """Refuse to judge others by draws that are not converged themselves.
+
+    Args:
+        values: see ``unconverged``.
+        what: names them in the error.
+    Raises:
+        ValueError: saying what speaks against them.
+    """
+    doubts = unconverged(values, max_rhat=max_rhat, min_ess_per_chain=min_ess_per_chain)
+    if doubts is not None:
+        raise ValueError(f"{what} cannot judge others: {doubts}. Give it a longer burn-in and more draws")
+
+
 def widened_interval(dim: int, law: float, tolerance: float, *, confidence: float = 0.99) -> tuple[float, float]:
     """``kinetic_temperature_interval``, or law (1 -+ tolerance) where it is narrower."""
     low, high = kinetic_temperature_interval(dim, law, confidence=confidence)

@@ -16,6 +16,7 @@ from hf_bayes.diagnostics import (
     distance_moved,
     ess,
     kinetic_temperature_interval,
+    require_converged,
     rhat,
     rhat_by_chance,
     risk_asymptote,
@@ -277,6 +278,24 @@ def test_chains_of_one_law_exceed_the_rhat_of_chance_as_seldom_as_promised(num_v
     apart = draws + torch.arange(4.0)[:, None, None] / 4  # the twin: means half a standard deviation apart
     assert (plain_rhat(apart) > limit).double().mean() > 0.15
     assert rhat_by_chance(4, 2 * num_values) < rhat_by_chance(4, num_values)
+
+
+def test_an_unconverged_gold_standard_is_refused_in_words() -> None:
+    good = torch.cat([noise(4, 200, 2), torch.ones(4, 200, 1)], 2)  # the third one never changes
+    require_converged(good, "HMC")
+    apart, few, broken = good.clone(), good[:, :20], good.clone()
+    apart[0, :, 1] += 3
+    broken[0, 0, 0] = math.nan
+    for values, doubts in (
+        (apart, r"R-hat 1\.\d+ where 1.05 is allowed, ESS \d+ where 200 is needed"),
+        (few, r"ESS \d+ where 200 is needed"),
+        (broken, "not all draws are finite"),
+        (good[:1], "nobody knows"),
+        (torch.arange(4.0)[:, None, None].expand(4, 100, 1), "R-hat inf where"),
+    ):
+        with pytest.raises(ValueError, match=f"HMC cannot judge others: .*{doubts}.*longer burn-in"):
+            require_converged(values, "HMC")
+    require_converged(few, "HMC", max_rhat=1.2, min_ess_per_chain=5)
 
 
 def members(count: int, terms: int = 4000) -> tuple[torch.Tensor, float]:
