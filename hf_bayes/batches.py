@@ -126,6 +126,20 @@ class FullPasses:
             yield batch.tolist()
 
 
+def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """[B, T] -> [B, T]: the label of position t is the token at t + 1; the last position and padding have none.
+
+    A row's first token has padding before it or nothing, as the batch will have it, and is predicted by neither.
+
+    Args:
+        attention_mask: [B, T], 0 at padding, or [B, past + T]; others (4-dimensional ones) tell nothing of padding.
+    """
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if attention_mask is None or attention_mask.ndim != 2:
+        return targets
+    return targets.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, IGNORE)
+
+
 def count_terms(
     dataset: Any,
     collate: Callable,
@@ -166,7 +180,8 @@ def count_terms(
                     f"not {IGNORE}): {labels[place][outside[place]].tolist()}. Check num_labels, or the tokenizer "
                     "against the model's vocabulary"
                 )
-        total += int(likelihood.is_term(labels[:, 1:] if shift else labels).sum())
+        targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
+        total += int(likelihood.is_term(targets).sum())
     if total == 0:
         raise ValueError(
             "no row of train_dataset has a likelihood term (all labels are -100 after the causal shift): check labels"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_bayes.batches import next_tokens
 from hf_bayes.generation import (
     GenerationTrace,
     Scores,
@@ -88,8 +89,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
         inputs = {**inputs, "use_cache": False}
-        labels = _shifted(inputs.pop("labels"))
+        labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
         inputs.pop("logits_to_keep", None)
+        inputs = self.numbered(inputs)
         members = len(theta)
         with self.members.bind(theta):
             hidden, output = self.head.hidden(inputs, folded=folded)
@@ -155,7 +157,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         logits = prediction.log_probs.view(rows, len(steps), -1)
         loss = None
         if labels is not None:
-            targets = _shifted(labels)[:, steps]
+            targets = next_tokens(labels, attention_mask)[:, steps]
             terms = self.likelihood.is_term(targets)
             loss = -self.likelihood.log_prob(logits, targets).sum() / terms.sum().clamp_min(1)
         shape = (rows, len(steps))
@@ -175,6 +177,17 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         kept = [logits for _, logits in found if logits is not None]
         return statistics, torch.cat(kept) if kept else None
 
+    def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """``inputs`` with positions that count from a row's first token, as generate numbers left-padded rows."""
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
+            return inputs
+        if not bool((mask[:, :-1] < mask[:, 1:]).any()):  # no padding before a token
+            return inputs
+        if "position_ids" not in inspect.signature(self.core.forward).parameters:
+            return inputs
+        return {**inputs, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+
     def _row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """A batch in pieces of whole rows, so that memory grows with its rows no more than with its members.
 
@@ -193,8 +206,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _evaluate_rows(self, inputs: dict[str, Any], keep_logits: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         inputs = {**inputs, "use_cache": False}
-        targets = _shifted(inputs.pop("labels"))
-        hidden, output, _ = self._hidden(inputs, None)
+        targets = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
+        hidden, output, _ = self._hidden(self.numbered(inputs), None)
         rows, flat = targets.shape[0], targets.flatten()
         wanted = None if keep_logits else self.likelihood.is_term(flat).nonzero()[:, 0]
         pieces, logits_kept = [], []
@@ -318,9 +331,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         mask = attention_mask
         rows, length = input_ids.shape
         inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
-        if "position_ids" in inspect.signature(self.core.forward).parameters:
-            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)  # as generate numbers left-padded rows
-        hidden, output, _ = self._hidden(inputs, None)
+        hidden, output, _ = self._hidden(self.numbered(inputs), None)
         valid = (mask[:, first:] * mask[:, first - 1 : -1]).bool()
         flat = torch.arange(rows * length, device=hidden.device).view(rows, length)[:, first - 1 : -1][valid]
         pieces = []
@@ -366,11 +377,6 @@ def _refuse_hidden_state(core: nn.Module) -> None:
         f"{type(core).__name__} {what}: models that keep their state elsewhere (Mamba's cache_params, RecurrentGemma's "
         "own layers) or nowhere are not supported as causal language models. Take one with a cache (docs/models.md)"
     )
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """[B, T] -> [B, T]: the label of position t is the token at t + 1; the last has none."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Tensor:

@@ -98,7 +98,7 @@ class DiagnosisMixin(_Trainer):
         terms = 0
         while terms < PROBE_TERMS and len(rows) < min(most, len(dataset)):
             rows.append(dataset[len(rows)])
-            terms += int(self.bayesian.terms_per_row(collate(rows[-1:])["labels"]))
+            terms += int(self.bayesian.terms_per_row(collate(rows[-1:])))
         return self._prepare_inputs(collate(rows))
 
     def _last_probe(self) -> dict[str, Tensor]:

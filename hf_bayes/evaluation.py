@@ -94,7 +94,7 @@ class EvaluationMixin(_Trainer):
         with torch.no_grad(), self.accelerator.autocast():
             statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=not prediction_loss_only)
         loss = statistics["nll"].float().mean()
-        return (statistics, self.bayesian.terms_per_row(labels)), loss, logits, None if logits is None else labels
+        return (statistics, self.bayesian.terms_per_row(inputs)), loss, logits, None if logits is None else labels
 
     def _of_all_processes(self, mine: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
         """The statistics of every process's batch, without the rows that accelerate repeats to fill the last ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.base_model import refuse_spread
+from hf_bayes.batches import next_tokens
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load
 from hf_bayes.members import Members
@@ -300,9 +301,11 @@ class BayesianModel(PreTrainedModel):
         """
         raise AssertionError("the task's class defines evaluate_batch")
 
-    def terms_per_row(self, labels: Tensor) -> Tensor:
-        """[B]: how many likelihood terms each row of ``labels`` [B, ...] has."""
-        terms = self.likelihood.is_term(labels[:, 1:] if self.shifts_labels else labels)
+    def terms_per_row(self, inputs: Mapping[str, Any]) -> Tensor:
+        """[B]: how many likelihood terms each row of a batch with ``labels`` [B, ...] has."""
+        labels = inputs["labels"]
+        labels = next_tokens(labels, inputs.get("attention_mask")) if self.shifts_labels else labels
+        terms = self.likelihood.is_term(labels)
         return terms.reshape(len(labels), -1).sum(1)
 
     def num_positions(self, inputs: dict[str, Any]) -> int:

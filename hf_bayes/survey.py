@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_bayes.batches import next_tokens
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.covariance import moved
 from hf_bayes.distributed import ChainMesh
@@ -20,7 +21,7 @@ from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvatu
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.laplace.slope import halves as halves_of
-from hf_bayes.likelihood import IGNORE, Likelihood
+from hf_bayes.likelihood import Likelihood
 from hf_bayes.members.plain import plain
 from hf_bayes.members.taps import Share, Taps
 from hf_bayes.members.trunk import num_rows_of
@@ -276,8 +277,8 @@ class _CausalPass(_Pass):
     """Causal language models: backbone once, head on a few positions at a time, as in training."""
 
     def look(self, batch: dict[str, Any]) -> None:
-        head, inputs = self.model.head, {**batch, "use_cache": False}
-        labels = nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=IGNORE)
+        head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
+        labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
         inputs.pop("logits_to_keep", None)
         is_term = self.likelihood.is_term(labels)
         ordinals = is_term.cumsum(1) - 1
@@ -388,9 +389,9 @@ def _hessian(
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             for batch in batches(_share(range(num_rows), mesh)):
-                inputs = {**batch, "use_cache": False} if causal else dict(batch)
+                inputs = model.numbered({**batch, "use_cache": False}) if causal else dict(batch)
                 labels = inputs.pop("labels")
-                labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE) if causal else labels
+                labels = next_tokens(labels, inputs.get("attention_mask")) if causal else labels
                 with context():
                     logits = model.members.forward(inputs).logits
                 labels = labels.flatten(0, logits.ndim - 2)

@@ -138,7 +138,7 @@ class TrainingDataMixin(_Trainer):
         """The micro-batches of an update, and the likelihood terms that each chain finds in it."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         groups = 1 if self._shared else len(self.chains)
-        per_row = [self.bayesian.terms_per_row(batch["labels"]) for batch in batches]
+        per_row = [self.bayesian.terms_per_row(batch) for batch in batches]
         terms = sum((rows.view(groups, -1).sum(1) for rows in per_row), torch.zeros(groups, dtype=torch.int64))
         return batches, self.mesh.sum_over_data(terms.to(device)).expand(len(self.chains))
 

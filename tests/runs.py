@@ -52,9 +52,9 @@ def label_rows(count: int = 10, *, num_labels: int = 3, length: int = 6, seed: i
     ]
 
 
-def padding_collator() -> DataCollatorForSeq2Seq:
+def padding_collator(side: str = "right") -> DataCollatorForSeq2Seq:
     """Pads inputs, and labels with -100, to the longest row of a batch."""
-    return DataCollatorForSeq2Seq(tiny_tokenizer())
+    return DataCollatorForSeq2Seq(tiny_tokenizer(padding_side=side))
 
 
 def trainer(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -157,6 +158,14 @@ def test_terms_of_a_language_model_are_the_loss_tokens_after_the_shift():
     rows[1]["labels"] = [-100, -100, -100, *rows[1]["labels"][3:]]
     # 2 + 5 + 4: the first token of a row is predicted by none, nor is a masked one
     assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == 11
+
+
+def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
+    rows = runs.token_rows([3, 8, 5])
+    for side, size in itertools.product(("left", "right"), (1, 3)):
+        collate = runs.padding_collator(side)
+        found = count_terms(rows, collate, Categorical(), shift=True, progress=False, batch_size=size)
+        assert found == 2 + 7 + 4
 
 
 def test_terms_of_a_classifier_are_its_examples():

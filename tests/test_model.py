@@ -187,6 +187,29 @@ def test_scores_of_padded_rows_equal_those_of_each_row_alone(name: str, padding:
     assert torch.equal(together.total.isnan(), ~(mask[:, 1:] & mask[:, :-1]))
 
 
+@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_likelihood_and_evaluation_of_padded_rows_are_those_of_each_row_alone(name: str, padding: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    inputs = batch(rows=4, padding=padding)
+    mask = inputs["attention_mask"].bool()
+    together = {**inputs, "labels": inputs["input_ids"].masked_fill(~mask, -100)}
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        found, statistics = bayesian.log_lik(theta, together, folded=False), bayesian.evaluate_batch(together)[0]
+        rows = [{"input_ids": ids[None], "labels": ids[None]}
+                for ids in (row[kept] for row, kept in zip(inputs["input_ids"], mask, strict=True))]  # fmt: skip
+        alone = [bayesian.log_lik(theta, row, folded=False) for row in rows]
+        nll = torch.cat([bayesian.evaluate_batch(row)[0]["nll"] for row in rows])
+        loss = bayesian(**together).loss
+    assert torch.equal(bayesian.terms_per_row(together), torch.tensor([6, 5, 4, 3]))
+    assert torch.equal(found.num_terms, torch.full((3,), 18))
+    total = sum(one.loss for one in alone)
+    torch.testing.assert_close(found.loss, total, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(statistics["nll"], nll, rtol=TOLERANCE, atol=TOLERANCE)
+    if name != "gpt2-last-block":  # forward is transformers' own: learnt positions count padding unless told otherwise
+        torch.testing.assert_close(loss, nll.mean().to(loss), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_scores_equal_brute_force_and_begin_where_asked() -> None:
     model, layout, theta, subspace = prepared("gpt2-last-block")
     ids = batch()["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
 from tests import models
 from tests.faults import posteriors
-from tests.models import tiny_bert, tiny_llama, with_lora
+from tests.models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
 from tests.runs import label_rows, padding_collator, token_rows, trainer
 
 NOISE = 0.5
@@ -257,6 +258,26 @@ def test_data_unit_sequence_divides_the_curvature_by_the_mean_length() -> None:
     h = {unit: std.double() ** -2 - 1 for unit, std in stds.items()}
     informed = h["token"] > 1
     assert torch.allclose(h["token"][informed] / h["sequence"][informed], torch.tensor(5.0).double(), rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize("estimator", ["ggn", "hessian"])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_neither_the_side_of_padding_nor_batches_matter(build: Any, estimator: str) -> None:
+    rows = token_rows([8, 3, 6, 2, 5])
+    found = {}
+    for side, size in itertools.product(("right", "left"), (1, 5)):
+        model = with_lora(build(dtype=torch.float64), target_modules=["q_proj"] if build is tiny_llama else ["c_attn"],
+                          layers_to_transform=[1], r=1)  # fmt: skip
+        posterior = fit(model, rows, collate=padding_collator(side), batch_size=size, estimator=estimator,
+                        prior_std=0.1)  # fmt: skip
+        (note,) = posterior.config.diagnostics["laplace"]
+        precision = posterior.approximation.covariances[0].precision_diagonal.sum()
+        found[side, size] = posterior.config.num_data, note["log_lik"], note["log_evidence"], float(precision)
+    assert found["right", 1][0] == 19.0  # each row but its first token
+    for values in found.values():
+        # Llama computes norms in float32
+        assert values == pytest.approx(found["right", 1], rel=1e-5)
 
 
 # -- through the trainer --------------------------------------------------------------------------------------------
