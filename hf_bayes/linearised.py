@@ -16,8 +16,8 @@ from torch import Tensor
 from hf_bayes.covariance import Covariance, Diagonal, Kronecker
 from hf_bayes.likelihood import widened
 from hf_bayes.members.plain import plain
-from hf_bayes.members.taps import Share, Tap, Taps
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.taps import Share, Tap, Taps, pieces
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.posterior import Gaussian
 from hf_bayes.subspace import Layout
 
@@ -66,7 +66,7 @@ def _of_batch(
     model: BayesianClassifier, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict
 ) -> tuple[Tensor, Tensor]:
     rows = num_rows_of(inputs)
-    taps.begin(rows, inputs.get("attention_mask"))
+    taps.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
     logits = model._logits(inputs, 1)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(
@@ -166,9 +166,7 @@ def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[
 
 def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
     """The batch in pieces of ``size`` rows; whole if that is None."""
-    rows = num_rows_of(inputs)
     # a tensor of inference mode cannot be part of a graph, its copy can
-    inputs = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in inputs.items()}
-    for start in range(0, rows, size or rows):
-        rest = slice(start, start + (size or rows))
-        yield {k: v[rest] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in inputs.items()}
+    yield from pieces(
+        {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in inputs.items()}, size
+    )

@@ -23,8 +23,8 @@ from hf_bayes.laplace.slope import Slope
 from hf_bayes.laplace.slope import halves as halves_of
 from hf_bayes.likelihood import Likelihood
 from hf_bayes.members.plain import plain
-from hf_bayes.members.taps import Share, Taps
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.taps import Share, Taps, pieces
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.model import BayesianModel
 from hf_bayes.rng import generator
 
@@ -166,9 +166,12 @@ def _run(
     one = kind(model, taps, jobs, mine, seed)
     with taps.open(), torch.enable_grad():
         for batch in batches(mine):
-            for part in _single_rows(batch) if any(tap.tied for tap in taps.taps) else [batch]:
+            # a tensor that two modules own needs the gradient of each row whole
+            for part in pieces(batch, 1 if any(tap.tied for tap in taps.taps) else None):
                 with context():
                     one.look(part)
+    if one.num_terms:  # without terms nobody reads a language model's head
+        taps.check_all_called()
     if mesh is not None and mesh.data_size > 1:
         for _, accumulators in jobs:
             for accumulator in accumulators:
@@ -208,8 +211,8 @@ class _Pass:
         raise AssertionError("a pass defines look")
 
     def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
-        rows = num_rows_of(batch)
-        self.taps.begin(rows, batch.get("attention_mask"), is_term if is_term.ndim == 2 else None)
+        rows, mask = num_rows_of(batch), batch.get("attention_mask")
+        self.taps.begin(rows, num_positions_of(batch), mask, is_term if is_term.ndim == 2 else None)
         for _, accumulators in self.jobs:
             for accumulator in accumulators:
                 accumulator.begin(rows)
@@ -351,15 +354,6 @@ def _within(backbone: nn.Module, taps: Taps) -> bool:
     """Whether all taps are in the backbone."""
     inside = {id(module) for module in backbone.modules()}
     return all(id(tap.module) in inside for tap in taps.taps)
-
-
-def _single_rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A tensor that two modules own needs the gradient of each row whole: rows go one by one."""
-    rows = num_rows_of(batch)
-    for row in range(rows):
-        yield {
-            k: v[row : row + 1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()
-        }
 
 
 def _hessian(

@@ -21,6 +21,8 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
+
 
 class Tap:
     """A module that owns random parameters.
@@ -127,6 +129,8 @@ class Taps:
         self._consume: Callable[[Share], None] | None = None
         self._first = True
         self._heard: set[tuple[int, int]] = set()
+        self._called: set[int] = set()
+        self._num_positions = 1
         self._num_rows, self._rows = 1, slice(None)
         self._valid: Tensor | None = None
         self._terms: Tensor | None = None
@@ -161,9 +165,9 @@ class Taps:
                 handle.remove()
             self._consume, self._seen, self._sources = None, [], {}
 
-    def begin(self, num_rows: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
-        """A batch of ``num_rows`` rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] true at likelihood terms."""
-        self._terms = terms
+    def begin(self, num_rows: int, num_positions: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
+        """A batch of rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] true at likelihood terms."""
+        self._terms, self._num_positions = terms, num_positions
         self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
@@ -195,11 +199,37 @@ class Taps:
     def _tapping(self, index: int) -> Callable:
         def tap(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             x, rows = args[0], 1 if self._one_row else self._num_rows
-            if output.shape[0] == 1 and rows > 1:  # position embeddings answer once for all rows
+            self._called.add(index)
+            if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # of positions: one answer for all
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
+            if not self._one_row:
+                self._require_rows(index, output)
             return _Identity.apply(self, index, self._sources.get(index, index), x, output, self.anchor)
 
         return tap
+
+    def _require_rows(self, index: int, output: Tensor) -> None:
+        """Raise if what a module answered is not of the batch's rows, so that nobody knows whose gradient it has."""
+        tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
+        if output.shape[0] != self._num_rows and not tokens:
+            raise ValueError(
+                f"{next(iter(self.taps[index].names.values()))}: its module was called with {output.shape[0]} rows, "
+                f"expected {self._num_rows}: the model puts positions first, shuffles rows (experts), or calls it on a "
+                "table. Row gradients are not to be had there: leave it out of the subspace, or use estimator='hessian'"
+            )
+
+    def check_all_called(self) -> None:
+        """To be called after a pass: of a random parameter that no forward read there is no curvature.
+
+        Raises:
+            ValueError: naming one that the model uses behind its module's back, or not at all.
+        """
+        unread = [name for i, tap in enumerate(self.taps) if i not in self._called for name in tap.names.values()]
+        if unread:
+            raise ValueError(
+                f"{len(unread)} random parameters were not read in a forward pass, first {unread[0]}: the model uses "
+                "them outside their module, or not at all. Leave them out of the subspace"
+            )
 
     def deliver(self, index: int, source: int, x: Tensor, g: Tensor) -> None:
         """Called by the backward pass of a tap."""
@@ -233,6 +263,18 @@ class _Identity(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.taps.deliver(ctx.index, ctx.source, x, g)
         return None, None, None, None, g, g.new_zeros(())
+
+
+def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
+    """A batch in pieces of at most ``size`` rows; whole if that is None, or in two if it has as many rows as positions.
+
+    For then what a module answers with positions first, or for a table of them, would have the shape of these rows.
+    """
+    rows = num_rows_of(batch)
+    size = min(size or rows, -(-rows // 2) if rows == num_positions_of(batch) else rows)
+    for start in range(0, rows, size):
+        rest = slice(start, start + size)
+        yield {k: v[rest] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
 
 
 def _forward_with(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import (
+    DebertaV2ForSequenceClassification,
+    MPNetForSequenceClassification,
+    XLNetForSequenceClassification,
+)
 
 from hf_bayes.attaching import attach
 from hf_bayes.laplace.accumulators import KroneckerSum
@@ -215,6 +221,40 @@ def test_a_module_that_is_called_twice_is_summed_before_it_is_squared_or_refused
     for structure in ("diagonal", "kronecker"):
         with pytest.raises(ValueError, match="is called more than once in a forward pass"):
             run(made, structure=structure, num_samples=2)
+
+
+OTHERS = {
+    "xlnet": (XLNetForSequenceClassification, {"d_model": 8, "n_head": 2, "d_inner": 8}, "ff.layer_1"),  # time first
+    "deberta-v2": (DebertaV2ForSequenceClassification, {"hidden_size": 8, "num_attention_heads": 2,
+                   "intermediate_size": 8, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+                   "share_att_key": True, "position_buckets": 4, "max_position_embeddings": 16}, "lora"),
+    "mpnet": (MPNetForSequenceClassification, {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8,
+              "max_position_embeddings": 16}, "."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [2, 5])  # as many as positions, too
+@pytest.mark.parametrize("family", OTHERS)
+def test_modules_whose_rows_are_not_the_batchs_are_refused(family: str, rows: int) -> None:
+    kind, fields, subspace = OTHERS[family]
+    model: Any = kind(kind.config_class(vocab_size=20, num_hidden_layers=1, **fields)).eval()
+    if subspace == "lora":
+        model, subspace = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2)), "lora_"
+    ids = torch.randint(3, 20, (rows, 5))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(rows, dtype=torch.int64)}
+    with (
+        attach(model, subspace=subspace) as bayesian,
+        pytest.raises(ValueError, match=r"its module was called with \d rows, expected \d: .*leave it out of"),
+    ):
+        survey(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
+
+
+def test_a_parameter_that_no_forward_reads_has_no_curvature_and_is_refused() -> None:
+    made = problem("bert", "block", "classes")
+    made.model.register_module("idle", torch.nn.Linear(2, 2).double())
+    made.subspace = "idle|classifier"
+    with pytest.raises(ValueError, match=r"2 random parameters were not read in a forward pass, first idle\.weight"):
+        run(made)
 
 
 def test_a_long_side_gets_a_diagonal_factor() -> None:
