@@ -408,8 +408,8 @@ def _hessian(
         mesh.sum_over_data(matrix)
         mesh.sum_over_data(slope)
     matrix = (matrix + matrix.mT) / 2
-    curvature: Curvature = FullCurvature(matrix)
+    curvature: Curvature = FullCurvature(matrix, hessian=True)
     if spec.structure == "diagonal":
-        curvature = DiagonalCurvature(matrix.diagonal().clone())
+        curvature = DiagonalCurvature(matrix.diagonal().clone(), hessian=True)
     found = Slope(scale * slope.cpu().expand(2, -1), num_rows, num_rows)
     return Survey(moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {})

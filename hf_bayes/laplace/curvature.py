@@ -7,6 +7,7 @@ as in docs/scale.md: tempering the posterior gives the covariance T (H + tau)^-1
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +28,14 @@ from hf_bayes.covariance import (
 
 
 class Curvature(ABC):
-    """H [d, d], symmetric. ``precision`` is tau, [d] or a scalar tensor, everywhere below."""
+    """H [d, d], symmetric. ``precision`` is tau, [d] or a scalar tensor, everywhere below.
+
+    Attributes:
+        hessian: whether it is one, which may have negative eigenvalues; the others are sums of squares.
+    """
 
     kind: ClassVar[str]
+    hessian: bool = False
 
     @property
     @abstractmethod
@@ -89,13 +95,14 @@ class DiagonalCurvature(Curvature):
     kind: ClassVar[str] = "diagonal"
     values: Tensor
     """[d]"""
+    hessian: bool = False
 
     @property
     def dim(self) -> int:
         return len(self.values)
 
     def scaled(self, factor: float) -> DiagonalCurvature:
-        return DiagonalCurvature(factor * self.values)
+        return replace(self, values=factor * self.values)
 
     def dense(self) -> Tensor:
         return torch.diag(self.values)
@@ -108,7 +115,7 @@ class DiagonalCurvature(Curvature):
         return (self.values + precision).log().sum()
 
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Diagonal:
-        return Diagonal((temperature / _positive(self.values + precision)).sqrt())
+        return Diagonal((temperature / _positive(self.values + precision, hessian=self.hessian)).sqrt())
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,13 +268,14 @@ class FullCurvature(Curvature):
     kind: ClassVar[str] = "full"
     matrix: Tensor
     """[d, d]"""
+    hessian: bool = False
 
     @property
     def dim(self) -> int:
         return len(self.matrix)
 
     def scaled(self, factor: float) -> FullCurvature:
-        return FullCurvature(factor * self.matrix)
+        return replace(self, matrix=factor * self.matrix)
 
     def dense(self) -> Tensor:
         return self.matrix
@@ -279,7 +287,8 @@ class FullCurvature(Curvature):
     def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
         """Exact for every prior."""
         eye = torch.eye(prior.dim, dtype=self.matrix.dtype, device=self.matrix.device)
-        return FullCurvature(self.matrix + prior.precision_product(eye)), self.matrix.new_zeros(prior.dim)
+        both = replace(self, matrix=self.matrix + prior.precision_product(eye))
+        return both, self.matrix.new_zeros(prior.dim)
 
     def _posterior(self, precision: Tensor) -> Tensor:
         return self.matrix + torch.diag(precision.expand(self.dim))
@@ -292,8 +301,10 @@ class FullCurvature(Curvature):
         precisions = self._posterior(precision)
         factor, info = torch.linalg.cholesky_ex(precisions)
         if int(info) or not bool(factor.isfinite().all()):
-            lowest = float(torch.linalg.eigvalsh(precisions)[0]) if bool(precisions.isfinite().all()) else float("nan")
-            raise ValueError(_not_positive(f"its lowest eigenvalue is {lowest:.3g}"))
+            finite = bool(precisions.isfinite().all())
+            ends = torch.linalg.eigvalsh(precisions)[[0, -1]].tolist() if finite else [math.nan] * 2
+            detail = "its lowest eigenvalue is {:.3g}, its largest {:.3g}".format(*ends)
+            raise ValueError(_not_positive(detail, hessian=self.hessian))
         return Full(factor / temperature**0.5)
 
 
@@ -326,19 +337,30 @@ def _turn(new: Tensor | None, old: Tensor | None) -> Tensor | None:
     return new.mT if old is None else new.mT @ old
 
 
-def _positive(values: Tensor) -> Tensor:
+def _positive(values: Tensor, *, hessian: bool = False) -> Tensor:
     bad = ~((values > 0) & values.isfinite())
     if bool(bad.any()):
         lowest = float(values.nan_to_num(nan=-float("inf")).min())
-        raise ValueError(
-            _not_positive(f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {lowest:.3g}")
-        )
+        detail = f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {lowest:.3g}"
+        raise ValueError(_not_positive(detail, hessian=hessian))
     return values
 
 
-def _not_positive(detail: str) -> str:
+def _not_positive(detail: str, *, hessian: bool) -> str:
     return (
-        f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. A Hessian "
-        "is indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never negative, or lower "
-        "prior_std, which adds 1 / prior_std^2 to every eigenvalue"
+        f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. "
+        + not_positive(hessian=hessian)
+    )
+
+
+def not_positive(*, hessian: bool) -> str:
+    """Why H + tau may have no positive eigenvalues, and what to do."""
+    if hessian:
+        return (
+            "A Hessian is indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never "
+            "negative, or lower prior_std, which adds 1 / prior_std^2 to every eigenvalue"
+        )
+    return (
+        "This curvature is a sum of squares; the data leave directions open, and rounding its largest eigenvalue is "
+        "more than the 1 / prior_std^2 that the prior adds there: lower prior_std, or give the model in float64"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_bayes.laplace.curvature import Curvature
+from hf_bayes.laplace.curvature import Curvature, not_positive
 from hf_bayes.subspace import Layout
 
 SCOPES = ("model", "tensor", "element")
@@ -78,8 +78,8 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
         slope = _slope(expansion, log_tau, index)
         if not bool(slope.isfinite().all()):
             raise ValueError(
-                "the evidence is not defined: H + tau is not positive definite. A Hessian is indefinite away from a "
-                "minimum: train on, or use estimator='ggn'"
+                "the evidence is not defined: H + tau is not positive definite. "
+                + not_positive(hessian=expansion.curvature.hessian)
             )
         turned = slope * before < 0
         step = torch.where(turned, 0.5 * step, (1.2 * step).clamp_max(4.0))

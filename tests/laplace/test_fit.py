@@ -332,6 +332,16 @@ def test_a_hessian_that_is_indefinite_is_refused_in_words() -> None:
         fit(model, label_rows(4), estimator="hessian", structure="full", subspace="last_block", prior_std=100.0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"fit_prior": "evidence"}])
+def test_a_prior_that_is_lost_in_rounding_is_refused_as_such(changes: dict[str, Any]) -> None:
+    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
+    with pytest.raises(
+        ValueError, match=r"H \+ tau is not positive definite.*sum of squares.*lower prior_std, or"
+    ) as told:
+        fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, **changes)
+    assert "Hessian" not in str(told.value)
+
+
 def test_weights_with_nan_are_refused() -> None:
     model, data, *_ = regression()
     model.classifier.bias.data.fill_(torch.nan)
