@@ -232,7 +232,9 @@ class Kronecker(Covariance):
                 found[f"stds.{name}"] = block.view(shape)
                 continue
             found[f"variances.{name}"] = block.variances
-            found |= {f"{s}.{name}": b for s, b in (("left", block.left), ("right", block.right)) if b is not None}
+            for side, basis in (("left", block.left), ("right", block.right)):
+                # the identity is an empty tensor: a basis that is not there was lost
+                found[f"{side}.{name}"] = block.variances.new_zeros(0) if basis is None else basis
         return found
 
     @classmethod
@@ -249,11 +251,15 @@ class Kronecker(Covariance):
             if key.startswith("stds."):
                 blocks.append(Diagonal(tensors[key].flatten()).std)
                 continue
-            bases = [f"{side}.{name}" for side in ("left", "right") if f"{side}.{name}" in tensors]
+            bases = [f"{side}.{name}" for side in ("left", "right")]
+            if missing := [basis for basis in bases if basis not in tensors]:
+                raise ValueError(f"missing tensors {missing}: the eigenbasis of {key}")
             used += bases
-            blocks.append(KroneckerBlock(tensors.get(f"left.{name}"), tensors.get(f"right.{name}"), tensors[key]))
+            left, right = (tensors[basis] if tensors[basis].numel() else None for basis in bases)
+            blocks.append(KroneckerBlock(left, right, tensors[key]))
             for basis in bases:
-                _check_orthonormal(basis, tensors[basis])
+                if tensors[basis].numel():
+                    _check_orthonormal(basis, tensors[basis])
         _check_names(tensors, used)
         return cls(tuple(blocks))
 

@@ -153,12 +153,13 @@ def test_a_covariance_file_that_lies_is_refused(kind: str) -> None:
         structure.from_tensors({**tensors, "extra": torch.zeros(1)}, LAYOUT)
     for name, value in tensors.items():
         changed = {**tensors, name: 2 * value}
+        with pytest.raises(ValueError, match="missing tensors"):
+            structure.from_tensors({k: v for k, v in tensors.items() if k != name}, LAYOUT)
+        if not value.numel():  # the identity
+            continue
         if name.startswith(("left", "right", "basis")):
             with pytest.raises(ValueError, match="no orthonormal columns"):
                 structure.from_tensors(changed, LAYOUT)
-        else:
-            with pytest.raises(ValueError, match="missing tensors"):
-                structure.from_tensors({k: v for k, v in tensors.items() if k != name}, LAYOUT)
         with pytest.raises(ValueError):
             structure.from_tensors({**tensors, name: value[:1]}, LAYOUT)
 
