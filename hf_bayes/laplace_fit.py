@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import math
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -79,8 +81,10 @@ def fit_laplace(
         fit_noise: replace it by the one with the largest evidence, the weights held fixed (``evidence.fit_noise``).
         tokenizer: whose fingerprint the posterior stores.
         heldout: rows like ``data``: choose ``prior_std`` among ``prior_stds`` by their negative log-likelihood under
-            draws from the Gaussian. Not together with ``fit_prior`` or ``prior``.
-        prior_stds: candidates.
+            draws from the Gaussian: one for the model; for each tensor (``prior_scope="tensor"``) or each expression of
+            a mapping, one after the other until no other choice of one of them is better. Not together with
+            ``fit_prior`` or ``prior``.
+        prior_stds: candidates; a warning says if the best is the least or the greatest.
         seed: of labels drawn for the GGN, of draws that judge a candidate.
     Raises:
         ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
@@ -89,9 +93,8 @@ def fit_laplace(
     config: Any = METHODS["laplace"]() if method is None else method
     if config.name != "laplace":
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
-    if heldout is not None and (config.fit_prior is not None or prior is not None):
-        other = "prior=" if prior is not None else f"fit_prior={config.fit_prior!r}"
-        raise ValueError(f"heldout= and {other} both choose the prior: leave one out")
+    if heldout is not None:
+        _refuse_to_choose(config, prior, prior_stds)
     if fit_noise:
         _refuse_to_fit_noise(config, heldout, prior)
     for name, value in (("num_data", num_data), *(("prior_stds", std) for std in prior_stds)):
@@ -168,6 +171,19 @@ def _fit(
         model.likelihood = likelihood
 
 
+def _refuse_to_choose(config: Any, prior: Any, prior_stds: Sequence[float]) -> None:
+    if config.fit_prior is not None or prior is not None:
+        other = "prior=" if prior is not None else f"fit_prior={config.fit_prior!r}"
+        raise ValueError(f"heldout= and {other} both choose the prior: leave one out")
+    if config.prior_scope == "element":
+        raise ValueError(
+            "heldout= with prior_scope='element' would choose a number for each weight by the same few rows: use "
+            "prior_scope 'model' or 'tensor', or fit_prior='evidence'"
+        )
+    if len(prior_stds) == 0:
+        raise ValueError("prior_stds is empty, and heldout= chooses among them: give candidates, or leave heldout out")
+
+
 def _refuse_to_fit_noise(config: Any, heldout: Any, prior: Any) -> None:
     if heldout is not None or prior is not None:
         other = "prior=" if prior is not None else "heldout="
@@ -227,17 +243,55 @@ def _problem(
 def _by_heldout(
     model: BayesianModel, theta: Tensor, config: Any, look: Look, num_data: float, run: Callable, heldout: Any,
     prior_stds: Sequence[float], seed: int,
-) -> tuple[Any, dict[str, float]]:  # fmt: skip
-    """The config with the best prior_std, and {std: mean held-out nats per term}."""
-    found: dict[str, float] = {}
-    candidates = [dataclasses.replace(config, prior_std=float(std), check_gradient=False) for std in prior_stds]
+) -> tuple[Any, dict[str, float] | dict[str, dict[str, float]]]:  # fmt: skip
+    """The config with the best prior_std, and {std: mean held-out nats per term}; of several, one by one around it."""
     for row in theta:
         look(row, config.spec, gradient=config.check_gradient)
-    for candidate in candidates:
-        gaussian, _ = candidate.revise(theta, look, _problem(model, theta, candidate, num_data))
-        found[f"{candidate.prior_std:g}"] = _nll(model, gaussian, run(heldout, range(len(heldout))), seed)
-    best = min(range(len(candidates)), key=lambda index: list(found.values())[index])
-    return dataclasses.replace(config, prior_std=candidates[best].prior_std), found
+    found: dict[tuple[float, ...], float] = {}
+    stds = [float(std) for std in prior_stds]
+    given = config.prior_std if isinstance(config.prior_std, dict) else {}
+    names = list(given)
+    if config.prior_scope == "tensor":
+        # an expression for each tensor: the given ones may not cover it alone
+        names = [f"^{re.escape(name)}$" for name in model.layout.names]
+
+    def with_stds(values: Sequence[float]) -> Any:
+        chosen = dict(zip(names, values, strict=True)) if names else values[0]
+        return dataclasses.replace(config, prior_std=chosen, check_gradient=False)
+
+    def nll(values: Sequence[float]) -> float:
+        if tuple(values) not in found:
+            candidate = with_stds(values)
+            gaussian, _ = candidate.revise(theta, look, _problem(model, theta, candidate, num_data))
+            found[tuple(values)] = _nll(model, gaussian, run(heldout, range(len(heldout))), seed)
+        return found[tuple(values)]
+
+    best = min(([std] * max(1, len(names)) for std in stds), key=nll)
+    moved = bool(names)
+    while moved:
+        before = best
+        for place in range(len(names)):
+            best = min([best, *([*best[:place], std, *best[place + 1 :]] for std in stds)], key=nll)
+        moved = best != before
+    _warn_of_ends(dict(zip(names or ["the model"], best, strict=True)), stds)
+    around = {
+        name: {f"{std:g}": nll([*best[:place], std, *best[place + 1 :]]) for std in stds}
+        for place, name in enumerate(names or ["the model"])
+    }
+    return dataclasses.replace(with_stds(best), check_gradient=config.check_gradient), (
+        around if names else around["the model"]
+    )
+
+
+def _warn_of_ends(chosen: Mapping[str, float], stds: Sequence[float]) -> None:
+    ends = {name: std for name, std in chosen.items() if std in (min(stds), max(stds))}
+    if ends and len(stds) > 1:
+        some = ", ".join(f"{std:g} for {name}" for name, std in list(ends.items())[:4])
+        more = f" and {len(ends) - 4} more" if len(ends) > 4 else ""
+        warnings.warn(
+            f"the held-out rows chose an end of prior_stds ({min(stds):g} to {max(stds):g}): {some}{more}. The best "
+            "may lie beyond: give wider candidates"
+        )
 
 
 def _nll(model: BayesianModel, gaussian: Gaussian, batches: Iterator[dict[str, Any]], seed: int) -> float:

@@ -19,6 +19,7 @@ from hf_bayes import (
     LaplaceConfig,
     fit_laplace,
 )
+from hf_bayes import laplace_fit as module
 from hf_bayes.artifact import Posterior
 from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
@@ -192,6 +193,59 @@ def test_heldout_rows_choose_a_prior_that_does_not_ruin_predictions() -> None:
     assert posterior.config.method["prior_std"] == float(min(found, key=found.__getitem__))
 
 
+@pytest.fixture
+def bowl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A held-out NLL known in advance, least where the head's weight has std 0.1 and its bias 10; and coupled."""
+    asked: list[Any] = []
+    problem = module._problem
+
+    def spy(model: Any, theta: Tensor, config: Any, *rest: Any) -> Any:
+        made = problem(model, theta, config, *rest)
+        parts = made.prior.std.expand(5).split(made.sizes)
+        asked.append(tuple(math.log10(float(part[0])) for part in parts))
+        return made
+
+    def nll(*args: Any) -> float:
+        weight, bias = asked[-1]
+        return (weight + 1) ** 2 + (bias - 1) ** 2 + 0.5 * (weight + 1) * (bias - 1)
+
+    monkeypatch.setattr(module, "_problem", spy)
+    monkeypatch.setattr(module, "_nll", nll)
+    return nll
+
+
+@pytest.mark.usefixtures("bowl")
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, 1.0),
+        ({"prior_scope": "tensor"}, {"^classifier\\.weight$": 0.1, "^classifier\\.bias$": 10.0}),
+        ({"prior_std": {"weight": 3.0, "bias": 3.0}}, {"weight": 0.1, "bias": 10.0}),
+        ({"prior_std": {"classifier": 3.0}}, {"classifier": 1.0}),
+    ],
+)
+def test_heldout_rows_choose_one_prior_for_each_tensor_or_expression(changes: dict[str, Any], chosen: Any) -> None:
+    model, data, *_ = regression()
+    stds = (0.01, 0.1, 1.0, 10.0, 100.0)
+    posterior = fit(model, data, heldout=data, prior_stds=stds, **{**LAST, **changes})
+    assert posterior.config.method["prior_std"] == posterior.config.prior["std"] == chosen
+    found = posterior.config.diagnostics["heldout_nll"]
+    for name, best in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
+        around = found[name] if name else found
+        assert list(around) == ["0.01", "0.1", "1", "10", "100"]
+        assert float(min(around, key=around.__getitem__)) == best
+
+
+@pytest.mark.usefixtures("bowl")
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_a_choice_at_the_end_of_the_candidates_is_told() -> None:
+    model, data, *_ = regression()
+    for stds, end in (((0.3, 1.0, 3.0), "0.3 for weight, 3 for bias"), ((1.0, 10.0, 0.1), "0.1 for weight, 10 for")):
+        with pytest.warns(UserWarning, match=rf"chose an end of prior_stds \(.*\): {end}.*give wider candidates"):
+            fit(model, data, heldout=data, prior_stds=stds, **{**LAST, "prior_std": {"weight": 1.0, "bias": 1.0}})
+
+
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_finished_adapter_becomes_a_posterior_that_saves_loads_and_predicts(structure: str, tmp_path: Path) -> None:
@@ -356,6 +410,8 @@ def test_weights_with_nan_are_refused() -> None:
         ({"num_data": -1.0}, "num_data must be finite and > 0"),
         ({"data_unit": "word"}, "data_unit must be one of"),
         ({"heldout": label_rows(2), "fit_prior": "evidence"}, "both choose the prior"),
+        ({"heldout": label_rows(2), "prior_scope": "element"}, "would choose a number for each weight by the same few"),
+        ({"heldout": label_rows(2), "prior_stds": ()}, "prior_stds is empty, and heldout= chooses among them"),
         ({"prior_mean": "initial"}, "a finished model no longer knows"),
         ({"noise_std": None}, "a regression head needs noise_std"),
     ],
