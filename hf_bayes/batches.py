@@ -149,6 +149,7 @@ def count_terms(
     num_classes: int | None = None,
     batch_size: int = 64,
     progress: bool = True,
+    name: str = "train_dataset",
 ) -> int:
     """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
 
@@ -156,11 +157,12 @@ def count_terms(
         dataset: sized; rows that ``collate`` takes.
         shift: whether labels are those of the next token.
         num_classes: labels must be below it.
+        name: what the caller calls it.
     Raises:
         ValueError: if there is no row, no label, no term at all, or a label out of range (naming a row).
     """
     if not isinstance(dataset, Sized) or len(dataset) == 0:
-        raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
+        raise ValueError(f"{name} has 0 rows; N is needed to scale the likelihood: give it data")
     total = 0
     loader: DataLoader = DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -176,7 +178,7 @@ def count_terms(
             if bool(outside.any()):
                 place = int(outside.nonzero()[0, 0])
                 raise ValueError(
-                    f"row {index * batch_size + place} of train_dataset has a label outside 0..{num_classes - 1} (and "
+                    f"row {index * batch_size + place} of {name} has a label outside 0..{num_classes - 1} (and "
                     f"not {IGNORE}): {labels[place][outside[place]].tolist()}. Check num_labels, or the tokenizer "
                     "against the model's vocabulary"
                 )
@@ -184,6 +186,6 @@ def count_terms(
         total += int(likelihood.is_term(targets).sum())
     if total == 0:
         raise ValueError(
-            "no row of train_dataset has a likelihood term (all labels are -100 after the causal shift): check labels"
+            f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
         )
     return total

@@ -31,7 +31,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import build_prior
-from hf_bayes.refusals import refuse_frozen_adapter
+from hf_bayes.refusals import is_stream, refuse_frozen_adapter
 from hf_bayes.rng import generator
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import Survey, survey
@@ -69,7 +69,7 @@ def fit_laplace(
     Args:
         model: a transformers or peft model; or a ``BayesianModel``, or the directory of a posterior, around each of
             whose members there will be a Gaussian: a mixture.
-        data: sized; rows for ``collate``, with labels. The data that the weights were trained on.
+        data: rows by number, for ``collate``, with labels; no DataLoader, no stream. What the weights were trained on.
         method: ``LaplaceConfig(...)``; None is the default one.
         collate: rows -> a batch of tensors with ``labels``; None is transformers' default collator.
         batch_size: rows of a forward; the result does not depend on it.
@@ -97,6 +97,11 @@ def fit_laplace(
         _refuse_to_choose(config, prior, prior_stds)
     if fit_noise:
         _refuse_to_fit_noise(config, heldout, prior)
+    for name, given in (("data", data), ("heldout", heldout)):
+        if given is not None or name == "data":
+            _require_rows(name, given)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
     for name, value in (("num_data", num_data), *(("prior_stds", std) for std in prior_stds)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise ValueError(f"{name} must be finite and > 0, got {value!r}")
@@ -136,8 +141,17 @@ def _fit(
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, prior_stds: Sequence[float], seed: int,
     inherited: Inherited | None, fit_noise: bool,
 ) -> Posterior:  # fmt: skip
-    causal = isinstance(model, BayesianModelForCausalLM)
-    terms = count_terms(data, collate, model.likelihood, shift=causal, num_classes=_num_classes(model), progress=False)
+    count = functools.partial(
+        count_terms,
+        collate=collate,
+        likelihood=model.likelihood,
+        shift=model.shifts_labels,
+        num_classes=_num_classes(model),
+        progress=False,
+    )
+    terms = count(data, name="data")
+    if heldout is not None:
+        count(heldout, name="heldout")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
@@ -169,6 +183,20 @@ def _fit(
         )  # fmt: skip
     finally:
         model.likelihood = likelihood
+
+
+def _require_rows(name: str, data: Any) -> None:
+    """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them."""
+    if isinstance(data, DataLoader):
+        raise ValueError(
+            f"{name} is a DataLoader, and fit_laplace makes batches of its own: give {name}=loader.dataset and, unless "
+            "it is the default one, collate=loader.collate_fn"
+        )
+    if is_stream(data) or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            f"{name} must have rows that can be counted and asked for by number, got {type(data).__name__}: give a "
+            "list of rows or a data set with a length (of a DatasetDict one split)"
+        )
 
 
 def _refuse_to_choose(config: Any, prior: Any, prior_stds: Sequence[float]) -> None:

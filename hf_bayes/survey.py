@@ -281,11 +281,14 @@ class _CausalPass(_Pass):
 
     def look(self, batch: dict[str, Any]) -> None:
         head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
-        labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
+        labels, mask = inputs.pop("labels"), inputs.get("attention_mask")
+        if mask is None:  # what follows a row's last label may be padding; no term reads it
+            mask = self.likelihood.is_term(labels).flip(1).cumsum(1).flip(1) > 0
+        labels = next_tokens(labels, inputs.get("attention_mask"))
         inputs.pop("logits_to_keep", None)
         is_term = self.likelihood.is_term(labels)
         ordinals = is_term.cumsum(1) - 1
-        self._begin(inputs, is_term)
+        self._begin({**inputs, "attention_mask": mask}, is_term)
         hidden, output = head.hidden(inputs)
         rows, length = labels.shape
         flat = hidden.reshape(1, rows * length, -1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hf_bayes import (
     BayesianModelForCausalLM,
@@ -408,6 +409,7 @@ def test_weights_with_nan_are_refused() -> None:
     [
         ({"prior_stds": (0.0,)}, "prior_stds must be finite and > 0, got 0.0"),
         ({"num_data": -1.0}, "num_data must be finite and > 0"),
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ({"data_unit": "word"}, "data_unit must be one of"),
         ({"heldout": label_rows(2), "fit_prior": "evidence"}, "both choose the prior"),
         ({"heldout": label_rows(2), "prior_scope": "element"}, "would choose a number for each weight by the same few"),
@@ -420,6 +422,30 @@ def test_bad_arguments_are_refused_before_the_pass(changes: dict[str, Any], mess
     model, data, *_ = regression()
     with pytest.raises(ValueError, match=message):
         fit(model, data, **{**LAST, **changes})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataLoader(label_rows(2)),
+            "data is a DataLoader, .* give data=loader.dataset .* collate=loader.coll",
+        ),
+        ((row for row in label_rows(2)), "data must have rows that can be .* asked for by number, got generator"),
+        ({"train": label_rows(2)}, "asked for by number, got dict: .* one split"),
+        (None, "asked for by number, got NoneType"),
+        ([], "data has 0 rows"),
+        ([{**row, "label": -100} for row in label_rows(2)], "no row of data has a likelihood term"),
+        ([{**row, "label": 3} for row in label_rows(2)], r"row 0 of data has a label outside 0\.\.2"),
+    ],
+)
+def test_data_that_are_no_rows_are_refused_by_their_name(data: Any, message: str) -> None:
+    model, rows = tiny_bert(num_labels=3, hidden_size=4), label_rows(3)
+    with pytest.raises(ValueError, match=message):
+        fit(model, data, subspace="last_layer")
+    if data is not None:
+        with pytest.raises(ValueError, match=message.replace("data", "heldout", 1).replace("data=", "heldout=")):
+            fit(model, rows, heldout=data, subspace="last_layer")
 
 
 @pytest.mark.parametrize(

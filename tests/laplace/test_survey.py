@@ -133,6 +133,20 @@ def test_batches_do_not_matter(family: str, task: str, structure: str) -> None:
         assert parts.log_lik == pytest.approx(whole.log_lik, rel=1e-12)
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
+    made, _ = looked("gpt2", "lora", "lm")
+    spec = CurvatureSpec(structure="kronecker", sharing=sharing)
+
+    def unmasked(numbers: Any) -> Any:
+        return ({k: v for k, v in batch.items() if k != "attention_mask"} for batch in made.batches(3)(numbers))
+
+    with attach(made.model, subspace=made.subspace) as model:
+        theta = model.theta[0].detach()
+        found, expected = (survey(model, theta, batches, 3, spec) for batches in (unmasked, made.batches(1)))
+    assert error(found.curvature.dense(), expected.curvature.dense()) < 1e-9  # float64 sums in another order
+
+
 def test_random_signs_average_to_the_token_fisher_and_drawn_labels_to_the_ggn() -> None:
     made, _ = looked("gpt2", "head", "lm")
     for estimator in ("ef_token", "ggn"):
