@@ -26,6 +26,32 @@ from hf_bayes.checkpoints import newest_complete
 from hf_bayes.cli import parse_arguments
 from hf_bayes.config import MethodConfig
 from hf_bayes.data import load_episode, token_windows
+from hf_bayes.fingerprint import fingerprint_json
+
+SETTINGS = (
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps",
+    "seed", "data_seed", "num_data", "data_unit", "bf16",
+)  # fmt: skip
+"""Training arguments that the results depend on, beside the rows of an update."""
+
+
+def write(file: Path, content: Any) -> None:
+    """All of it or, if killed, nothing."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, default=str))
+    part.replace(file)
+
+
+def agree(file: Path, settings: dict[str, Any], *, writes: bool) -> None:
+    """Raise unless what is in the folder was made with these settings; a new folder is marked with them."""
+    settings = json.loads(json.dumps(settings, default=str))
+    if file.exists():
+        found = json.loads(file.read_text())
+        if differing := [key for key in settings if found.get(key) != settings[key]]:
+            raise ValueError(f"{file.parent} was made with other {differing}: choose another output_dir")
+    elif writes:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, settings)
 
 
 def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Results:
@@ -46,21 +72,23 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         set_seed(args.seed)
         return model_args.add_lora(base, TaskType.CAUSAL_LM)
 
-    window = given.window or min(2048, model(None).config.max_position_embeddings)
+    # models whose positions are relative (Bloom) have no longest context
+    window = given.window or min(2048, getattr(model(None).config, "max_position_embeddings", 2048))
     cut = {"length": window, "overlap": window - (given.stride or window // 2), "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
     train, test = ([token_windows(rows, tokenizer, **cut) for rows in part] for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
-    settings |= {name: getattr(args, name) for name in ("learning_rate", "num_train_epochs", "max_steps", "seed")}
+    settings |= {name: getattr(args, name) for name in SETTINGS}
+    settings["rows_per_update"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    settings["texts"] = [fingerprint_json([list(part[given.text_column]) for part in parts]) for parts in texts]
+    for name in given.methods:
+        agree(output / name / "settings.json", settings, writes=args.process_index == 0)
 
     def learn(rows: Any, directory: Path, config: MethodConfig, before: Path | None, scale: int = 1) -> Any:
         """Test losses after training on ``rows``, from the last posterior's adapter or with it as the prior."""
         file = directory / "losses.json"
         if file.exists():
-            done = json.loads(file.read_text())
-            if differing := [key for key in settings if done["settings"].get(key) != settings[key]]:
-                raise ValueError(f"{directory} was made with other {differing}: choose another output_dir")
-            return done["losses"]
+            return json.loads(file.read_text())["losses"]
         own = copy.copy(args)
         own.output_dir, own.max_steps, own.map_updates = str(directory), args.max_steps * scale, 0
         prior = None if isinstance(config, MAPConfig) else before
@@ -73,7 +101,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         trainer.save_model()
         found = test_losses(trainer, test, collate)
         if trainer.is_world_process_zero():
-            file.write_text(json.dumps({"settings": settings, "losses": found}))
+            write(file, {"losses": found})
         return found
 
     results: dict[str, list[list[float]]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 
 # A script's own folder is on the path when it runs.
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -90,8 +91,64 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     )
     assert run(monkeypatch, fields) == results  # bit for bit
     assert trained == [str(removed)]
-    with pytest.raises(ValueError, match=r"other \['strength'\]: choose another output_dir"):
-        run(monkeypatch, {**fields, "strength": 2.0})
+    for change, key in (
+        ({"strength": 2.0}, "strength"),
+        ({"gradient_accumulation_steps": 2}, "rows_per_update"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
+        ({"data_unit": "sequence"}, "data_unit"),
+    ):
+        with pytest.raises(ValueError, match=rf"other \['{key}'\]: choose another output_dir"):
+            run(monkeypatch, {**fields, **change})
+    (tmp_path / "two.txt").write_text(f"{TEXTS[2]}\n" * 12)
+    with pytest.raises(ValueError, match=r"other \['texts'\]: choose another output_dir"):
+        run(monkeypatch, fields)
+
+
+def test_a_run_that_was_killed_within_an_episode_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    fields |= {"methods": ["laplace_diagonal"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = run(monkeypatch, {**fields, "output_dir": str(tmp_path / "whole")})
+    trained: list[tuple[str, int]] = []
+
+    class Killed(BaseException):
+        pass
+
+    class Killer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trained.append((Path(args.output_dir).parts[-2:], state.global_step))
+            if trained[-1] == (("laplace_diagonal", "episode_1"), 3) and not restarted:
+                raise Killed
+
+    class Watched(run_continual.BayesianTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[Killer()], **kwargs)
+
+    monkeypatch.setattr(run_continual, "BayesianTrainer", Watched)
+    restarted: list[bool] = []
+    with pytest.raises(Killed):
+        run(monkeypatch, fields)
+    with pytest.raises(ValueError, match=r"other \['learning_rate'\]"):  # nothing of this episode is finished
+        run(monkeypatch, {**fields, "learning_rate": 0.5})
+    trained.clear()
+    restarted.append(True)
+    assert run(monkeypatch, fields)["losses"] == whole["losses"]
+    assert trained == [(("laplace_diagonal", "episode_1"), step) for step in (3, 4)]
+    posteriors = [
+        Posterior.from_pretrained(tmp_path / run / "laplace_diagonal" / "episode_1") for run in ("whole", "out")
+    ]
+    assert posteriors[0].fingerprint == posteriors[1].fingerprint
+
+
+def test_a_model_without_a_longest_context_gets_the_default_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    config = BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2)
+    assert not hasattr(config, "max_position_embeddings")
+    BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    tiny_tokenizer().save_pretrained(tmp_path / "bloom")
+    fields |= {"model_name_or_path": str(tmp_path / "bloom"), "methods": ["single"], "max_steps": 1}
+    assert run(monkeypatch, fields)["settings"]["window"] == 2048
 
 
 def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
