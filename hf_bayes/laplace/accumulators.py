@@ -341,7 +341,8 @@ class FullSum(RowSum):
 class LowRankSum(RowSum):
     """The best rank-r part of sum g g' from one pass: a Nystroem sketch Y = H Omega (Tropp et al. 2017, alg. 3).
 
-    Exact where H has a rank of at most ``rank``. Holds two matrices [d, rank + 10].
+    Exact where H has a rank of at most ``rank``. Holds two matrices [d, rank + 10], and at the end three more in
+    float64.
     """
 
     def __init__(self, layout: Layout, like: Tensor, *, rank: int) -> None:
@@ -369,10 +370,15 @@ class LowRankSum(RowSum):
         shifted = (core + core.mT) / 2 + shift * (omega.mT @ omega)
         values, vectors = torch.linalg.eigh(shifted)
         keep = values > torch.finfo(self.like.dtype).eps * values[-1]
-        root = (sketch + shift * omega) @ (vectors[:, keep] * values[keep].rsqrt())
-        left, singular, _ = torch.linalg.svd(root, full_matrices=False)
+        sketch = sketch.add(omega, alpha=shift) if sketch is self.sketch else sketch.add_(omega, alpha=shift)
+        del omega
+        root = sketch @ (vectors[:, keep] * values[keep].rsqrt())
+        del sketch
+        tall, small = torch.linalg.qr(root)
+        del root
+        left, singular, _ = torch.linalg.svd(small)
         sizes = (singular.square() - shift).clamp_min(0)[: self.rank]
-        return LowRankCurvature((left[:, : self.rank] * sizes.sqrt()).to(self.like.dtype))
+        return LowRankCurvature((tall @ (left[:, : self.rank] * sizes.sqrt())).to(self.like.dtype))
 
 
 class _Without:
