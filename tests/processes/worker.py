@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from transformers import default_data_collator
 
 from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
 from hf_bayes.attaching import attach
@@ -31,7 +32,7 @@ from hf_bayes.survey import survey
 from hf_bayes.trainer import BayesianTrainer
 from hf_bayes.types import Evaluation
 from tests import runs
-from tests.models import batch, tiny_gpt2, tiny_tokenizer, with_lora
+from tests.models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
 
 CHAINS = 4
 MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "reduce", "gather",
@@ -205,8 +206,9 @@ class Worker:
                     for start in range(0, len(numbers), 2))  # fmt: skip
 
         with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
-            for structure in ("diagonal", "kronecker", "kronecker_corrected", "low_rank"):
-                spec = CurvatureSpec(structure=structure)
+            for structure in ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "ef_sequence", "ef_token"):
+                fisher = structure.startswith("ef_")
+                spec = CurvatureSpec(estimator=structure) if fisher else CurvatureSpec(structure=structure)
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
                     self.tensors[f"{name}/{structure}"] = found.curvature.diagonal.contiguous()
@@ -216,6 +218,18 @@ class Worker:
                     self.tensors[f"{name}/{structure}/halves"] = part.slope.halves.contiguous()
                     sums = torch.tensor([found.log_lik, found.num_terms], dtype=torch.float64)
                     self.tensors[f"{name}/{structure}/sums"] = sums
+
+        labels = runs.label_rows(9)
+
+        def labelled(numbers: Any) -> Any:
+            return (default_data_collator([labels[number]]) for number in numbers)
+
+        with attach(tiny_bert(dtype=torch.float64, hidden_size=4, intermediate_size=6), subspace="last_layer") as model:
+            for estimator in ("ggn", "hessian"):
+                spec = CurvatureSpec(estimator=estimator, structure="full")
+                for name, processes in (("look", mesh), ("deaf", deaf)):
+                    found = survey(model, model.theta[0].detach(), labelled, len(labels), spec, mesh=processes)
+                    self.tensors[f"{name}/{estimator}"] = found.curvature.dense().contiguous()
 
     def generate(self) -> None:
         """Members of one model spread over the processes."""
