@@ -361,6 +361,21 @@ def test_the_trainer_ends_in_the_fit_around_its_map(structure: str, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_accumulation_in_the_trainer_changes_nothing(tmp_path: Path) -> None:
+    found = []
+    for size, steps in ((4, 1), (2, 2), (1, 4)):
+        run = trainer(tmp_path / str(size), LaplaceConfig(prior_std=0.3, structure="kronecker"), max_steps=3,
+                      per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+                      model=with_lora(tiny_gpt2(dtype=torch.float64)))  # fmt: skip
+        run.train()
+        found.append(run.posterior.approximation)
+    for one in found[1:]:
+        # float64 sums in another order, through three updates
+        assert torch.allclose(one.means, found[0].means, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(one.stds, found[0].stds, rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
 def test_a_warm_start_hands_the_pass_on(tmp_path: Path) -> None:
     config = LaplaceConfig(prior_std=0.3, warm_start_steps=2)
     run = trainer(tmp_path / "out", config, max_steps=6)
