@@ -157,7 +157,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         logits = prediction.log_probs.view(rows, len(steps), -1)
         loss = None
         if labels is not None:
-            targets = next_tokens(labels, attention_mask)[:, steps]
+            targets = next_tokens(labels, inputs.get("attention_mask"))[:, steps]
             terms = self.likelihood.is_term(targets)
             loss = -self.likelihood.log_prob(logits, targets).sum() / terms.sum().clamp_min(1)
         shape = (rows, len(steps))

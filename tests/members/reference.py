@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,9 @@ def separate_gradients(
     for row, batch in zip(theta, batches, strict=True):
         inputs = dict(batch)
         labels = inputs.pop("labels")
+        forward = inspect.signature(core_of(model).forward).parameters
+        if core_of(model).can_generate() and "position_ids" in forward:  # from a row's first token, as generate has it
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
         with showing(model, layout, row), requiring_grad(model, layout), without_padding_index(model):
             logits = core_of(model)(**inputs).logits
             if core_of(model).can_generate():

@@ -358,4 +358,6 @@ def labelled(subject: str, rows: int = 3, padding: str | None = "right", seed: i
     labels = inputs["input_ids"] % 3 if subject in TAGGERS else inputs["input_ids"]
     labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
     labels[0, 4] = -100
+    if subject in CAUSAL:  # padding predicts no token here; transformers' own loss counts the first one on its right
+        labels.scatter_(1, inputs["attention_mask"].argmax(1, keepdim=True), -100)
     return {**inputs, "labels": labels}

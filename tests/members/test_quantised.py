@@ -27,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 def labelled() -> dict[str, Tensor]:
     inputs = batch(padding="left")
-    return {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels.scatter_(1, inputs["attention_mask"].argmax(1, keepdim=True), -100)  # see ``subjects.labelled``
+    return {**inputs, "labels": labels}
 
 
 def int8_block(block: int, lora: int) -> nn.Module:
