@@ -13,6 +13,8 @@ BLOCK_ELEMENTS = 1 << 16
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column on its own.
 
+    Tensors without an axis of columns, numbers of all of them, are handed on whole.
+
     A rule of forty elementary operations makes forty passes over memory when they follow each other on [M, d]; here
     what lies between arguments and results stays in the cache. Accelerators, where launches cost more, get one block.
     """
@@ -23,7 +25,7 @@ def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> 
     results: tuple[Tensor, ...] = ()
     for start in range(0, dim, width):
         columns = slice(start, start + width)
-        found = function(*(tensor[..., columns] for tensor in tensors))
+        found = function(*(tensor[..., columns] if tensor.ndim else tensor for tensor in tensors))
         results = results or tuple(part.new_empty(*part.shape[:-1], dim) for part in found)
         for result, part in zip(results, found, strict=True):
             result[..., columns] = part

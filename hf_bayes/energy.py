@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -86,6 +87,33 @@ class FlatPrior:
 
     def grad(self, theta: Tensor) -> Tensor:
         return torch.zeros_like(theta)
+
+
+class ByColumn(NamedTuple):
+    """A prior for work on a few columns of theta at a time (``blocks.in_blocks``).
+
+    Attributes:
+        parameters: tensors [..., d], to be cut together with theta.
+        log_prob: what the columns do not tell of log p(theta); a number, or [M].
+        of: (columns of theta [M, w], of the parameters) -> (the columns' part of log p [M] or a number, grad [M, w]).
+    """
+
+    parameters: tuple[Tensor, ...]
+    log_prob: float | Tensor
+    of: Callable[..., tuple[float | Tensor, Tensor]]
+
+
+def by_column(prior: Prior, theta: Callable[[], Tensor]) -> ByColumn:
+    """Independent elements are cut, which takes no pass over memory; any other prior is asked once, at ``theta()``."""
+    if not isinstance(prior, IndependentPrior):
+        at = theta()
+        return ByColumn((prior.grad(at),), prior.log_prob(at), lambda columns, grad: (0.0, grad))
+
+    def of(columns: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        part = type(prior)(mean, std)
+        return part.log_prob(columns), part.grad(columns)
+
+    return ByColumn((prior.mean, prior.std), 0.0, of)
 
 
 def energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight: float = 1.0) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -89,12 +89,12 @@ class MCDropoutConfig(MAPConfig):
 
         def locate(state: MCDropoutState, rngs: Rngs) -> tuple[Tensor, MCDropoutState]:
             kept = torch.stack([masks.draw(rng, 1)[0] for rng in rngs]).to(state.theta.device)
-            return masks.scale(kept, state.theta) * state.theta, state._replace(kept=kept)
+            return masks.scale(kept, state.theta).mul_(state.theta), state._replace(kept=kept)
 
         def update(state: MCDropoutState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MCDropoutState, Info]:
             scale = masks.scale(state.kept, state.theta)
             located, weight = scale * state.theta, self.prior_weight
-            gradient = scale * grad_energy(evaluation, located, problem.prior, prior_weight=weight)
+            gradient = grad_energy(evaluation, located, problem.prior, prior_weight=weight).mul_(scale)
             adam = MAPState(state.theta, state.first_moment, state.second_moment, state.step)
             new = adamw(adam, gradient, lr, momentum=self.momentum, num_data=problem.num_data)
             info = {"energy": energy(evaluation, located, problem.prior, prior_weight=weight)}
@@ -162,20 +162,19 @@ class Masks(NamedTuple):
 
     def scale(self, kept: Tensor, like: Tensor) -> Tensor:
         """[count, k] -> [count, d] in the dtype of ``like``: 0 or 1 / (1 - p) on dropped weights, 1 on all others."""
-        return torch.cat(list(self._parts(kept.to(like.dtype) / (1 - self.dropout))), 1)
-
-    def _parts(self, scale: Tensor) -> Iterator[Tensor]:
-        begin = 0
-        for shape, dropped in self.tensors:
-            size = math.prod(shape)
+        count, begin = len(kept), 0
+        scale = like.new_empty(count, sum(math.prod(shape) for shape, _ in self.tensors))
+        parts = scale.split([math.prod(shape) for shape, _ in self.tensors], 1)
+        for (shape, dropped), part in zip(self.tensors, parts, strict=True):
             if not dropped:
-                yield scale.new_ones(len(scale), size)
+                part.fill_(1)
                 continue
-            of_inputs = scale[:, begin : begin + _inputs(shape)]
+            of_inputs = kept[:, begin : begin + _inputs(shape)]
             begin += _inputs(shape)
             if len(shape) > 1:
-                of_inputs = of_inputs.view(len(scale), 1, shape[1], *[1] * (len(shape) - 2))
-            yield of_inputs.expand(len(scale), *shape).reshape(len(scale), size)
+                of_inputs = of_inputs.view(count, 1, shape[1], *[1] * (len(shape) - 2))
+            part.unflatten(1, shape).copy_(of_inputs).div_(1 - self.dropout)
+        return scale
 
 
 def _inputs(shape: tuple[int, ...]) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_bayes.blocks import in_blocks
 from hf_bayes.config import MethodConfig
-from hf_bayes.energy import energy, grad_energy
+from hf_bayes.energy import by_column
 from hf_bayes.posterior import Gaussian
 from hf_bayes.rng import randn
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule
@@ -103,31 +103,46 @@ class MeanFieldConfig(MethodConfig):
             return _draw(state), state
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            drawn = _draw(state)
-            gradient = grad_energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
-            rates = gradient.new_tensor([lr, self.std_learning_rate * lr / problem.learning_rate])[:, None]
-            weight = 1 / (state.step + 1 - first_averaged).clamp(min=1).to(gradient.dtype)[:, None]
+            assert evaluation.grad_log_lik is not None
+            count = int(state.step[0]) + 1  # all chains have done the same updates
+            weight = 1 / max(1, count - first_averaged)
+            rates = lr, self.std_learning_rate * lr / problem.learning_rate
+            prior = by_column(problem.prior, lambda: _draw(state))
+            log_prior, sums_of_log_std = prior.log_prob, torch.zeros_like(state.theta[:, :2])
 
             def advance(
-                gradient: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
+                pull: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
             ) -> tuple[Tensor, ...]:
-                first, second, slope, noise = rest
-                residual = torch.addcmul(gradient, slope, noise, value=-1)
-                correlated = residual * noise
-                slope_gradient = (correlated + slope) * iterate[:, 1].exp()
+                nonlocal log_prior
+                first, second, slope, noise, *parameters = rest
+                std = iterate[:, 1].exp()
+                part, prior_pull = prior.of(torch.addcmul(iterate[:, 0], std, noise), *parameters)
+                log_prior = log_prior + part
+                # minus what slope * noise leaves of grad U
+                remainder = torch.add(pull, prior_pull, alpha=self.prior_weight).addcmul_(slope, noise)
+                correlated = remainder * noise
                 # units that keep Adam's epsilon small beside every gradient: per datum as in a HF loss, and in kT
-                gradients = torch.stack([residual / problem.num_data, slope_gradient / self.temperature - 1], 1)
-                direction, first, second = adam(gradients, first, second, state.step + 1)
-                iterate = iterate - rates * direction
-                theta = torch.lerp(theta, iterate[:, 0], weight)
-                log_std = torch.lerp(log_std, iterate[:, 1], weight)
-                return theta, log_std, iterate, first, second, slope + SLOPE_RATE * correlated
+                gradients = torch.empty_like(iterate)
+                torch.mul(remainder, -1 / problem.num_data, out=gradients[:, 0])
+                torch.sub(slope, correlated, out=gradients[:, 1])
+                gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
+                first, second, denominator = adam(gradients, first, second, count)
+                moved = gradients  # which have done their duty
+                for half, rate in enumerate(rates):
+                    direction = first[:, half], denominator[:, half]
+                    torch.addcdiv(iterate[:, half], *direction, value=-rate, out=moved[:, half])
+                theta, log_std = torch.lerp(theta, moved[:, 0], weight), torch.lerp(log_std, moved[:, 1], weight)
+                sums_of_log_std.add_(torch.stack([iterate[:, 1].sum(1), log_std.sum(1)], 1))
+                return theta, log_std, moved, first, second, slope.sub(correlated, alpha=SLOPE_RATE)
 
-            theta, log_std, iterate, first, second, slope = in_blocks(advance, gradient, *state[:-1])
+            tensors = evaluation.grad_log_lik, *state[:-1], *prior.parameters
+            theta, log_std, iterate, first, second, slope = in_blocks(advance, *tensors)
             new = MeanFieldState(theta, log_std, iterate, first, second, slope, state.noise, state.step + 1)
-            drawn_energy = energy(evaluation, drawn, problem.prior, prior_weight=self.prior_weight)
-            entropy = state.iterate[:, 1].sum(1) + 0.5 * theta.shape[1] * (1 + math.log(2 * math.pi))
-            return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": log_std.mean(1).exp()}
+            dim = theta.shape[1]
+            entropy = sums_of_log_std[:, 0] + 0.5 * dim * (1 + math.log(2 * math.pi))
+            drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
+            info = {"free_energy": drawn_energy - self.temperature * entropy, "std": (sums_of_log_std[:, 1] / dim).exp()}
+            return new, info
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
             return Gaussian.diagonal(state.theta, state.log_std.exp())
@@ -137,14 +152,17 @@ class MeanFieldConfig(MethodConfig):
 
 def _draw(state: MeanFieldState) -> Tensor:
     """[M, d]: theta = mean + std eps at the last iterate."""
-    (drawn,) = in_blocks(lambda at, noise: (at[:, 0] + at[:, 1].exp() * noise,), state.iterate, state.noise)
-    return drawn
+
+    def draw(iterate: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        return (torch.addcmul(iterate[:, 0], iterate[:, 1].exp(), noise),)
+
+    return in_blocks(draw, state.iterate, state.noise)[0]
 
 
-def adam(gradient: Tensor, first: Tensor, second: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Direction of Adam's update number ``step`` [M] (Kingma & Ba 2015, alg. 1) and the two moments after it."""
+def adam(gradient: Tensor, first: Tensor, second: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam's two moments after update number ``step`` (Kingma & Ba 2015, alg. 1), and what its direction divides the
+    first by."""
     first = torch.lerp(first, gradient, 1 - BETA1)
-    second = torch.lerp(second, gradient.square(), 1 - BETA2)
-    t = step.to(gradient.dtype)[:, None, None]
-    direction = (first / (1 - BETA1**t)) / ((second / (1 - BETA2**t)).sqrt() + EPSILON)
-    return direction, first, second
+    second = (BETA2 * second).addcmul_(gradient, gradient, value=1 - BETA2)
+    of_first, of_second = 1 - BETA1**step, 1 - BETA2**step
+    return first, second, second.sqrt().mul_(of_first / math.sqrt(of_second)).add_(of_first * EPSILON)
