@@ -141,8 +141,8 @@ class MeanFieldConfig(MethodConfig):
             dim = theta.shape[1]
             entropy = sums_of_log_std[:, 0] + 0.5 * dim * (1 + math.log(2 * math.pi))
             drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
-            info = {"free_energy": drawn_energy - self.temperature * entropy, "std": (sums_of_log_std[:, 1] / dim).exp()}
-            return new, info
+            std = (sums_of_log_std[:, 1] / dim).exp()
+            return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": std}
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
             return Gaussian.diagonal(state.theta, state.log_std.exp())

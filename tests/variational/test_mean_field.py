@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes import blocks
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.posterior import Gaussian
 from hf_bayes.rng import generator
@@ -219,3 +220,22 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         dataclasses.replace(MeanFieldConfig(), **fields)
     assert message in str(error.value)
+
+
+def test_blocks_cut_the_prior_with_theta(monkeypatch: pytest.MonkeyPatch) -> None:
+    prior, same = GaussianPrior(MEAN, STD), Gaussian.diagonal(MEAN[None], STD[None])
+
+    def run(prior: Prior) -> tuple[Any, Tensor]:
+        rule, rngs = MeanFieldConfig().build(Problem(1, prior, 0.01, 4, 0, (5,))), [generator(0), generator(1)]
+        state = rule.init(starts(2), rngs)
+        for _ in range(4):
+            theta, state = rule.locate(state, rngs)
+            state, info = rule.update(state, Evaluation(*likelihood(theta)), 0.01, rngs)
+        return state, info["free_energy"]
+
+    (whole, energy), (elsewhere, other_energy) = run(prior), run(same)  # which is asked as a whole
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 4)  # two columns
+    cut, cut_energy = run(prior)
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+    for a, b in ((cut.theta, elsewhere.theta), (cut_energy, energy), (cut_energy, other_energy)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
