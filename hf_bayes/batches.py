@@ -32,6 +32,7 @@ class ChainBatches:
         seed: of the permutations.
         data_rank, data_size: which of how many processes that share these chains.
         order: see above.
+        updates_per_epoch: None for as many as go through all rows once.
     Raises:
         ValueError: for more rows without repetition than there are.
     """
@@ -47,6 +48,7 @@ class ChainBatches:
         data_rank: int = 0,
         data_size: int = 1,
         order: Literal["epochs", "independent", "disjoint"] = "epochs",
+        updates_per_epoch: int | None = None,
     ) -> None:
         self.num_rows, self.batch_size, self.accumulation, self.seed = num_rows, batch_size, accumulation, seed
         rows = batch_size * accumulation * data_size
@@ -59,6 +61,7 @@ class ChainBatches:
         self.data_rank, self.data_size = data_rank, data_size
         self.streams: list[object] = ["shared"] if chains is None else list(chains)
         self.epoch = 0
+        self.updates_per_epoch = updates_per_epoch or -(-num_rows // rows)
         self._permutations: dict[tuple[object, int], list[int]] = {}
 
     @property
@@ -68,10 +71,6 @@ class ChainBatches:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    @property
-    def updates_per_epoch(self) -> int:
-        return -(-self.num_rows // (self.batch_size * self.accumulation * self.data_size))
 
     def __len__(self) -> int:
         return self.updates_per_epoch * self.accumulation

@@ -64,6 +64,9 @@ class MethodConfig:
     revises: ClassVar[bool] = False
     """True: the method passes over the data once more after its last update (``Rule.revise``)."""
 
+    takes_private_rows: ClassVar[bool] = False
+    """True: batches that every process draws from rows of its own, summed, serve as well."""
+
     @property
     def batch_order(self) -> Literal["epochs", "independent", "disjoint"]:
         """Batches are parts of permutations; or each is drawn anew; or each update's are, no row twice among them."""

@@ -32,6 +32,7 @@ from hf_bayes.energy import IndependentPrior
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.refusals import is_stream
+from hf_bayes.strata import Strata
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.types import Approximation
 
@@ -52,6 +53,7 @@ class DiagnosisMixin(_Trainer):
     bayesian: BayesianModel
     method: MethodConfig
     mesh: ChainMesh
+    strata: Strata | None
     prior: IndependentPrior | Gaussian
     num_data: float
     _of_all_chains: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -71,7 +73,7 @@ class DiagnosisMixin(_Trainer):
 
     @torch.no_grad()
     def _probe(self, theta: Tensor) -> Tensor:
-        """[M, q]: log-probabilities of the probe's labels under theta [M, d]."""
+        """[M, q]: log-probabilities of the probe's labels under theta [M, d]; of private rows their mean by process."""
         if self._probe_inputs is None:
             with torch.random.fork_rng(devices=[]):  # a collator may be random
                 self._probe_inputs = self._choose_probe()
@@ -82,7 +84,13 @@ class DiagnosisMixin(_Trainer):
                 found = model.evaluate_batch(self._probe_inputs)[0]["member_log_lik"]
         finally:
             model.show(None)
-        return found[:PROBE_TERMS].T.double().cpu()
+        found = found[:PROBE_TERMS].T.double()
+        if self.strata is None:
+            return found.cpu()
+        # of rows that stay where they are all hear a mean, one number a process
+        means = torch.zeros(len(found), len(self.strata.sizes), dtype=found.dtype, device=self.args.device)
+        means[:, self.strata.rank] = found.mean(1)
+        return self.mesh.sum_over_data(means).cpu()
 
     def _choose_probe(self) -> dict[str, Any]:
         """First rows of the training data, until they hold ``PROBE_TERMS`` terms.

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 class ChainMesh:
     """This process's place in the mesh, data the inner dimension.
 
+    Args:
+        together: whether all chains live on all processes, which share every one of them.
     Attributes:
         device: of this process.
         num_processes: W.
@@ -28,11 +30,11 @@ class ChainMesh:
         ValueError: if neither of processes and chains divides the other.
     """
 
-    def __init__(self, num_chains: int, device: torch.device) -> None:
+    def __init__(self, num_chains: int, device: torch.device, *, together: bool = False) -> None:
         self.device = device
-        together = dist.is_available() and dist.is_initialized()
-        self.num_processes, self.rank = (dist.get_world_size(), dist.get_rank()) if together else (1, 0)
-        self.chain_size = min(self.num_processes, num_chains)
+        launched = dist.is_available() and dist.is_initialized()
+        self.num_processes, self.rank = (dist.get_world_size(), dist.get_rank()) if launched else (1, 0)
+        self.chain_size = 1 if together else min(self.num_processes, num_chains)
         if num_chains % self.chain_size or self.num_processes % self.chain_size:
             raise ValueError(
                 f"{num_chains} chains on {self.num_processes} processes: one must divide the other. Set num_chains in "

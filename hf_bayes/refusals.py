@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import PeftModel
@@ -78,6 +79,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         raise ValueError(
             "neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled"
         )
+    if args.private_rows and not method.takes_private_rows:
+        raise ValueError(
+            f"{method.name} does not take private_rows: its gradients are of rows that all processes share. Use "
+            "method='penalty', or give every process all rows"
+        )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
@@ -132,6 +138,17 @@ def require_batches(method: MethodConfig, count: int) -> None:
             f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
             f"{count} (gradient_accumulation_steps x processes that share a chain): raise gradient_accumulation_steps"
         )
+
+
+def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
+    """Processes with rows of their own, launched each on its own, must run one chain: ``found`` in every process."""
+    for rank, settings in enumerate(found):
+        for name in found[0].keys() | settings.keys():
+            if settings.get(name) != found[0].get(name):
+                raise ValueError(
+                    f"process {rank} has {name}={settings.get(name)!r}, process 0 {found[0].get(name)!r}: with "
+                    "private_rows only the rows of train_dataset may differ. Launch all processes alike"
+                )
 
 
 def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:

@@ -22,6 +22,7 @@ from hf_bayes.methods import map_rule
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
+from hf_bayes.strata import Strata
 from hf_bayes.types import Approximation, Problem
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
@@ -100,6 +101,7 @@ class SavingMixin(_Trainer):
     _loader: Callable[..., Any]
     num_data: float
     num_rows: int | None
+    strata: Strata | None
     problem: Problem
     inherited: Inherited | None
     _posterior: Posterior | None
@@ -252,6 +254,7 @@ class SavingMixin(_Trainer):
             "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
             "num_updates": self._chains_optimizer.num_updates,
             "num_rows": self.num_rows,
+            "private_rows": None if self.strata is None else list(self.strata.sizes),
             "num_data": self.num_data,
             "rows_per_update": self.get_total_train_batch_size(args),
             "minibatch": args.minibatch,

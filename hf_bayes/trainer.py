@@ -89,7 +89,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         refuse_arguments(args, method, model, kwargs)
         check_writable(args.output_dir, overwrite=True)
         self.method, self.subspace = method, subspace
-        self.mesh = ChainMesh(method.num_chains, args.device)
+        self.mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
         self.chains = self.mesh.chains
         with ExitStack() as on_error:  # a model that was refused is given back as it was
             if not isinstance(model, BayesianModel):
@@ -141,7 +141,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 burn_in=burn_in,
                 shapes=bayesian.layout.named_shapes,
                 draw_steps=draws,
-                batch_fraction=None if self.num_rows is None else args.per_device_train_batch_size / self.num_rows,
+                batch_fraction=self._batch_fraction,
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
@@ -199,7 +199,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             return self.args.max_steps
         if is_stream(self.train_dataset):
             raise ValueError("train_dataset has no length, and max_steps is not set: an endless run. Set max_steps")
-        updates = -(-len(self.train_dataset) // self.get_total_train_batch_size(self.args))
+        rows = len(self.train_dataset) if self.strata is None else self.strata.num_rows
+        updates = -(-rows // self.get_total_train_batch_size(self.args))
         return math.ceil(self.args.num_train_epochs * updates)
 
     def _member_chunks(self, inputs: dict[str, Any]) -> list[slice]:
@@ -289,6 +290,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         kept, self._kernel_batches = self._kernel_batches, []
         count, first = len(kept) * self.mesh.data_size, self.mesh.data_rank  # of all processes, who take turns
         mine = dict(zip(range(first, count, self.mesh.data_size), kept, strict=True))
+        if self.strata is not None:  # each has a part in every batch
+            count, mine = len(kept), dict(enumerate(kept))
         terms, proposed = self._terms.double().clamp_min(1), torch.empty(0)
 
         def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
@@ -306,8 +309,12 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                             if grad is not None:
                                 grad[members] -= torch.autograd.grad(loss.sum(), leaf)[0]
                         log_liks[members, place] -= loss.detach()
+            log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
+            if self.strata is not None:
+                log_liks = self.strata.part(log_liks)
+                grad = None if grad is None else self.strata.weight * grad
             # the one thing that processes with other rows of these chains must tell each other: K numbers a chain
-            log_liks = self.mesh.sum_over_data(log_liks)[:, chosen.start : chosen.stop]
+            log_liks = self.mesh.sum_over_data(log_liks)
             if grad is not None:
                 self.mesh.sum_over_data(grad)
             share = len(chosen) / count

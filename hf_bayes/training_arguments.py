@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 @dataclass
 class BayesianTrainingArguments(TrainingArguments):
-    """``transformers.TrainingArguments`` with the defaults of a sampler and eight fields of our own.
+    """``transformers.TrainingArguments`` with the defaults of a sampler and nine fields of our own.
 
     Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
     is constant, and a NaN is never hidden from the logs.
@@ -66,6 +66,14 @@ class BayesianTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Standard deviation of the labels' noise; required for regression heads."}
     )
 
+    private_rows: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether every process's train_dataset is its own, of its own size, and its rows stay there: the "
+            "posterior is that of all of them together. For methods that compare batches (penalty)."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
@@ -81,6 +89,13 @@ class BayesianTrainingArguments(TrainingArguments):
             raise ValueError(f"trunk_memory_gib must be a finite number >= 0, got {self.trunk_memory_gib}")
         if self.map_updates is not None and self.map_updates < 0:
             raise ValueError(f"map_updates must be >= 0, got {self.map_updates}")
+        if self.private_rows:
+            if self.map_updates:
+                raise ValueError(
+                    f"map_updates must be 0 with private_rows, got {self.map_updates}: the gradients of a MAP estimate "
+                    "would leave their processes. Leave it out"
+                )
+            self.map_updates = 0
         if self.probe_steps < 0:
             raise ValueError(f"probe_steps must be >= 0, got {self.probe_steps}")
         if self.fp16:

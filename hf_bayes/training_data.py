@@ -16,7 +16,9 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream, require_batches, require_rows
+from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
+from hf_bayes.rng import seed_of
+from hf_bayes.strata import Strata
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -35,7 +37,9 @@ class TrainingDataMixin(_Trainer):
     num_data: float
     _say: Callable[..., None]
     num_rows: int | None
-    """Of the training data; None for a stream."""
+    """Of the training data, of all processes; None for a stream."""
+    strata: Strata | None = None
+    """Where processes keep their rows to themselves: whose those are."""
     num_terms: int | None
     """Likelihood terms counted in the data set; None for a stream."""
 
@@ -43,13 +47,17 @@ class TrainingDataMixin(_Trainer):
         """Find N, and fit accumulation to kernels that see all data in every move."""
         args = self.args
         require_rows(self.train_dataset, args, self.method)
-        require_batches(self.method, args.gradient_accumulation_steps * self.mesh.data_size)
+        own = args.private_rows
+        require_batches(self.method, args.gradient_accumulation_steps * (1 if own else self.mesh.data_size))
         if is_stream(self.train_dataset):
             self.num_rows, self.num_terms, self.num_data = None, None, float(args.num_data)
             self._say("N = %g likelihood terms (given)", self.num_data)
             return
         dataset, collate = self._training_data()
         self.num_rows = len(dataset)
+        if own:
+            self.strata = self._meet_the_others()
+            self.num_rows = self.strata.num_rows
         self.num_terms = count_terms(
             dataset,
             collate,
@@ -58,16 +66,48 @@ class TrainingDataMixin(_Trainer):
             num_classes=self._num_classes(),
             progress=not args.disable_tqdm,
         )
+        if own:
+            self.num_terms = sum(self.mesh.share(self.num_terms))
         natural = self.num_rows if args.data_unit == "sequence" else self.num_terms
         self.num_data = float(args.num_data or natural)
-        self.method = self.method.for_batches(args.per_device_train_batch_size / self.num_rows)
+        fraction = self._batch_fraction
+        assert fraction is not None
+        self.method = self.method.for_batches(fraction)
         if self.method.full_batch:
             args.gradient_accumulation_steps = len(self._batches(None))
         self._batches(None)  # refuses batches that cannot be drawn
         self._say(
             "N = %g likelihood terms (%s; %d counted in %d rows)",
-            self.num_data, args.data_unit, self.num_terms, len(dataset),
+            self.num_data, args.data_unit, self.num_terms, self.num_rows,
         )  # fmt: skip
+
+    def _meet_the_others(self) -> Strata:
+        """How many rows each process has, once it is clear that all have been launched for one run."""
+        args, sets = self.args, self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        names = (
+            "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
+            "gradient_accumulation_steps", "num_data", "data_unit", "minibatch", "probe_steps", "noise_std",
+            "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+        )  # fmt: skip
+        settings = {"method": self.method.to_dict(), **{name: getattr(args, name) for name in names}}
+        for name, rows in sets.items():  # processes share the work on them, as if these were the same everywhere
+            settings[f"rows of eval_dataset {name}".strip()] = len(rows) if hasattr(rows, "__len__") else None
+        refuse_other_settings(self.mesh.share(settings))
+        return Strata(
+            tuple(self.mesh.share(len(self.train_dataset))),
+            self.mesh.rank,
+            args.per_device_train_batch_size,
+            args.gradient_accumulation_steps,
+            disjoint=self.method.batch_order == "disjoint",
+        )
+
+    @property
+    def _batch_fraction(self) -> float | None:
+        """The share of all rows in a batch: the batches of all processes where these have rows of their own."""
+        if self.num_rows is None:
+            return None
+        processes = 1 if self.strata is None else len(self.strata.sizes)
+        return processes * self.args.per_device_train_batch_size / self.num_rows
 
     def _num_classes(self) -> int | None:
         """What labels must be below; None where they are no classes."""
@@ -113,15 +153,20 @@ class TrainingDataMixin(_Trainer):
 
     def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
         args, num_rows = self.args, len(self.train_dataset)
-        share = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
+        share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
+        seed = args.seed if args.data_seed is None else args.data_seed
         if self.method.full_batch:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
+        if self.strata is not None:  # epochs are those of all rows, so that they end together
+            rows = self.get_total_train_batch_size(args)
+            share = {"updates_per_epoch": -(-self.strata.num_rows // rows)}
+            seed = seed_of(seed, "process", self.mesh.rank)
         return ChainBatches(
             num_rows,
             batch_size=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             chains=chains,
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            seed=seed,
             order=self.method.batch_order,
             **share,
         )
@@ -140,6 +185,8 @@ class TrainingDataMixin(_Trainer):
         groups = 1 if self._shared else len(self.chains)
         per_row = [self.bayesian.terms_per_row(batch) for batch in batches]
         terms = sum((rows.view(groups, -1).sum(1) for rows in per_row), torch.zeros(groups, dtype=torch.int64))
+        if self.strata is not None:
+            terms = self.strata.weight * terms.double()
         return batches, self.mesh.sum_over_data(terms.to(device)).expand(len(self.chains))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -156,10 +203,10 @@ class TrainingDataMixin(_Trainer):
         rows / rows of the update: unbiased for any mixture of lengths. How many rows a stream has nobody knows: there
         it is N / ``terms`` [M], terms of the update, a ratio estimator.
         """
-        if self.num_terms is None:
+        if self.num_terms is None or self.num_rows is None:
             return self.num_data / terms.clamp_min(1)
         per_term = self.num_data / self.num_terms
-        return len(self.train_dataset) / self.get_total_train_batch_size(self.args) * per_term
+        return self.num_rows / self.get_total_train_batch_size(self.args) * per_term
 
     def _rows_of(self, inputs: dict[str, Any], members: slice) -> dict[str, Any]:
         """The rows of a micro-batch that belong to some members; all of them if shared."""

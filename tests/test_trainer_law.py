@@ -47,7 +47,7 @@ class MeanModel(PreTrainedModel):
 
     def __init__(self, config: MeanConfig) -> None:
         super().__init__(config)
-        self.linear = nn.Linear(1, COORDINATES, bias=False)
+        self.linear = nn.Linear(1, config.num_labels, bias=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -64,6 +64,8 @@ class PenaltyState(NamedTuple):
 class PenaltyConfig(MethodConfig):
     """Minibatch Metropolis. In the trainer K is gradient_accumulation_steps times the processes that share a chain.
 
+    With ``private_rows`` it is gradient_accumulation_steps: batch j is the j-th batches of all processes (``strata``).
+
     Attributes:
         num_leapfrog: leapfrog steps (gradients) of a proposal: 0 is a random walk, 1 Langevin, more Hamiltonian.
         proposal_batches: batches of an update that the proposal's gradients see; the other K - this are the test's.
@@ -77,6 +79,7 @@ class PenaltyConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "penalty"
+    takes_private_rows: ClassVar[bool] = True
     num_leapfrog: int = 0
     proposal_batches: int = 1
     step_size: float | None = None
