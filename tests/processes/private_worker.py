@@ -23,7 +23,7 @@ from tests.test_trainer_law import MeanConfig, MeanModel, Numbers
 
 SIZES = {2: (45, 15), 4: (24, 14, 12, 10)}
 """Rows of each process, of the same 60."""
-CHAINS, BATCH, BATCHES, UPDATES, BURN_IN = 24, 10, 6, 330, 30
+CHAINS, BATCH, BATCHES, UPDATES, BURN_IN = 32, 3, 16, 330, 30
 STEP = 0.12
 """About the standard deviation of the posterior, 1 / sqrt(61)."""
 _MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "gather", "scatter",
@@ -32,7 +32,7 @@ _MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadca
 
 def outcomes(copies: int = 1) -> Tensor:
     """[60 copies, 1]: a slope over the rows, so that every process has a mean of its own, and a spread."""
-    noise = 0.6 * torch.randn(60 * copies, 1, generator=torch.Generator().manual_seed(3))
+    noise = 0.9 * torch.randn(60 * copies, 1, generator=torch.Generator().manual_seed(3))
     return noise + torch.linspace(-1, 1, 60).repeat_interleave(copies)[:, None].round()
 
 

@@ -118,8 +118,8 @@ def test_what_does_not_fit_is_refused_by_every_process(launch: Launch) -> None:
     for numbers in launch.numbers:
         assert "process 1 has learning_rate=0.2, process 0 0.1" in numbers["refused/settings"]
         assert "process 1 has rows of eval_dataset=4, process 0 3" in numbers["refused/evaluation"]
-        assert f"process {last} has 9 rows of its own and cannot draw 10" in numbers["refused/small"]
-        assert "rows of its own and cannot draw 60 different ones" in numbers["refused/disjoint"]
+        assert f"process {last} has {worker.BATCH - 1} rows of its own and cannot draw {worker.BATCH} " in numbers["refused/small"]
+        assert f"cannot draw {worker.BATCH * worker.BATCHES} different ones" in numbers["refused/disjoint"]
 
 
 def test_other_methods_and_map_estimates_are_refused(tmp_path: Path) -> None:
