@@ -118,7 +118,10 @@ def test_what_does_not_fit_is_refused_by_every_process(launch: Launch) -> None:
     for numbers in launch.numbers:
         assert "process 1 has learning_rate=0.2, process 0 0.1" in numbers["refused/settings"]
         assert "process 1 has rows of eval_dataset=4, process 0 3" in numbers["refused/evaluation"]
-        assert f"process {last} has {worker.BATCH - 1} rows of its own and cannot draw {worker.BATCH} " in numbers["refused/small"]
+        assert (
+            f"process {last} has {worker.BATCH - 1} rows of its own and cannot draw {worker.BATCH} "
+            in numbers["refused/small"]
+        )
         assert f"cannot draw {worker.BATCH * worker.BATCHES} different ones" in numbers["refused/disjoint"]
 
 
