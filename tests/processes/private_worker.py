@@ -23,7 +23,7 @@ from tests.test_trainer_law import MeanConfig, MeanModel, Numbers
 
 SIZES = {2: (45, 15), 4: (24, 14, 12, 10)}
 """Rows of each process, of the same 60."""
-CHAINS, BATCH, BATCHES, UPDATES, BURN_IN = 256, 3, 8, 110, 30
+CHAINS, BATCH, BATCHES, UPDATES, BURN_IN = 256, 3, 8, 80, 30
 STEP = 0.12
 """About the standard deviation of the posterior, 1 / sqrt(61)."""
 _MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "gather", "scatter",
