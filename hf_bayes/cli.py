@@ -121,8 +121,14 @@ class DataArguments:
 
 
 def train_and_save(trainer: BayesianTrainer) -> None:
-    """Train (or go on from ``resume_from_checkpoint``), evaluate, save, and push if asked."""
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    """Train (or go on from ``resume_from_checkpoint``), evaluate, save, and push if asked.
+
+    ``resume_from_checkpoint`` is a folder, or in any case of letters "true" for the newest complete checkpoint of
+    output_dir, or "false" for none: what arrives from a file or a command line is text.
+    """
+    given = trainer.args.resume_from_checkpoint
+    words = {"true": True, "false": None}
+    trainer.train(resume_from_checkpoint=words.get(given.lower(), given) if isinstance(given, str) else given)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     trainer.save_model()
