@@ -13,7 +13,7 @@ from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.model import COMPILE_LAYERS, BayesianModel
-from hf_bayes.training_arguments import BayesianTrainingArguments
+from hf_bayes.training_arguments import PRECISIONS, BayesianTrainingArguments
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -89,6 +89,23 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """What the accelerator came to, whoever asked for it: flags, a config file, the environment or the base model."""
+    if accelerator.mixed_precision not in PRECISIONS:
+        raise ValueError(
+            f"mixed precision {accelerator.mixed_precision} is refused, expected one of {', '.join(PRECISIONS)}: loss "
+            "scaling skips updates of the chain. Launch with --mixed_precision bf16 or no"
+        )
+    state, parallel = accelerator.state, accelerator.parallelism_config
+    found = [name for name in ("deepspeed_plugin", "fsdp_plugin") if getattr(state, name, None) is not None]
+    found += [] if parallel is None else [f"parallelism config {parallel}"]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: bases sharded over devices are not supported, every process needs the whole base. "
+            "Load it without tp_plan and launch without FSDP and DeepSpeed; quantise a base that does not fit"
+        )
 
 
 def is_stream(dataset: Any) -> bool:

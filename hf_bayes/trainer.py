@@ -35,7 +35,13 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Draws, joined
 from hf_bayes.priors import build_prior
-from hf_bayes.refusals import is_stream, refuse_arguments, refuse_frozen_adapter, refuse_other_weights
+from hf_bayes.refusals import (
+    is_stream,
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_frozen_adapter,
+    refuse_other_weights,
+)
 from hf_bayes.reporting import ReportingMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
 from hf_bayes.saving import SavingMixin
@@ -164,6 +170,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's accelerator, which wraps no model in DistributedDataParallel: that would average chains."""
         super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
         prepare = self.accelerator.prepare_model
 
         def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from transformers import TrainingArguments
+
+SHARDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+"""How ``accelerate launch`` tells its processes to take a model apart."""
+PRECISIONS = ("no", "bf16")
 
 
 @dataclass
@@ -75,6 +85,14 @@ class BayesianTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        # before transformers looks: it would ask for a package to be installed that is then refused
+        sharding = [name for variable, name in SHARDING.items() if os.environ.get(variable, "").lower() == "true"]
+        if sharding:
+            raise ValueError(
+                f"the launcher asks for {' and '.join(sharding)}, which would shard or rebuild the parameters that "
+                "are sampled and is not supported: leave it out of accelerate's flags and config file, and quantise a "
+                "base that does not fit one device"
+            )
         super().__post_init__()
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
@@ -98,5 +116,8 @@ class BayesianTrainingArguments(TrainingArguments):
             self.map_updates = 0
         if self.probe_steps < 0:
             raise ValueError(f"probe_steps must be >= 0, got {self.probe_steps}")
-        if self.fp16:
-            raise ValueError("fp16 is refused: its loss scaling skips updates of the chain. Use bf16=True or float32")
+        if self.mixed_precision not in PRECISIONS:  # by fp16=True, or by accelerate's flag or config file
+            raise ValueError(
+                f"{self.mixed_precision} is refused: its loss scaling skips updates of the chain, or its layers are "
+                "not the model's own. Use bf16=True (accelerate launch --mixed_precision bf16) or float32"
+            )

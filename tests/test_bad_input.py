@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.pipelines import pipeline
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.training_arguments import SHARDING
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
 from tests.faults.corruptions import edit_tensors, sign
@@ -136,6 +139,31 @@ def among_foreign_files(out: Path) -> None:
     finally:
         assert (out / "adapter_model.safetensors").read_bytes() == b"a model of the user"
         shutil.rmtree(out)
+
+
+def launched(variable: str, value: str = "true", **changes: Any) -> Callable[[Path], Any]:
+    """Under a variable that ``accelerate launch`` sets for its flags and config file."""
+
+    def act(out: Path) -> None:
+        with mock.patch.dict(os.environ, {variable: value}):
+            run(out, **changes)
+
+    return act
+
+
+def on_two_devices(out: Path) -> None:
+    args = runs.arguments(out)
+    args._n_gpu = 2  # as found where several GPUs are visible to one process
+    custom_trainer(out, args=args)
+
+
+def built_before(out: Path, **accelerator: Any) -> None:
+    """Something else than arguments and launcher has made the accelerator what it is."""
+    state = mock.Mock(deepspeed_plugin=None, fsdp_plugin=accelerator.pop("fsdp_plugin", None))
+    defaults = {"mixed_precision": "no", "parallelism_config": None, "state": state}
+    made = mock.Mock(**{**defaults, **accelerator})
+    with mock.patch("transformers.trainer.Accelerator", return_value=made):
+        run(out)
 
 
 REFUSED = [
@@ -263,6 +291,24 @@ REFUSED = [
     Refused("B9", "compiling", training(torch_compile=True), ("torch_compile", "layer.compile()")),
     Refused("B9", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
     Refused("B9", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
+    Refused(
+        "B9",
+        "fp16 of the launcher",
+        launched("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("fp16 is refused", "--mixed_precision bf16"),
+    ),
+    Refused(
+        "B9",
+        "fp8 of the launcher",
+        launched("ACCELERATE_MIXED_PRECISION", "fp8"),
+        ("fp8 is refused", "bf16) or float32"),
+    ),
+    Refused(
+        "B9",
+        "fp16 of the accelerator",
+        lambda out: built_before(out, mixed_precision="fp16"),
+        ("mixed precision fp16 is refused", "expected one of no, bf16"),
+    ),
     # B10: the prior
     *[
         Refused("B10", f"prior_std={value}", config(prior_std=value), ("prior_std must be", "> 0", f"got {value!r}"))
@@ -370,6 +416,24 @@ REFUSED = [
         "-", "own optimizer", lambda out: custom_trainer(out, optimizers=(object(), None)), ("optimizers is refused",)
     ),
     Refused("-", "own loss", lambda out: custom_trainer(out, compute_loss_func=len), ("compute_loss_func is refused",)),
+    *[
+        Refused("-", f"{name} of the launcher", launched(variable), (f"asks for {name}", "not supported", "quantise"))
+        for variable, name in SHARDING.items()
+    ],
+    Refused("-", "fsdp", training(fsdp=True), ("FSDP", "not supported")),
+    Refused(
+        "-",
+        "sharding of the accelerator",
+        lambda out: built_before(out, fsdp_plugin=mock.Mock()),
+        ("fsdp_plugin: bases sharded", "whole base"),
+    ),
+    Refused(
+        "-",
+        "a base in parts",
+        lambda out: built_before(out, parallelism_config="tp_size=2"),
+        ("parallelism config tp_size=2", "every process needs the whole base", "tp_plan"),
+    ),
+    Refused("-", "DataParallel", on_two_devices, ("nn.DataParallel is refused", "accelerate launch")),
     Refused(
         "-",
         "best model",
