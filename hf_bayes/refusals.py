@@ -63,6 +63,15 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
             f"layers in place before training: {COMPILE_LAYERS}"
         )
+    if args.ignore_data_skip:
+        raise ValueError(
+            "ignore_data_skip is refused: a resumed run would begin its epoch again, and be another run. Leave it out"
+        )
+    if args.save_only_model:
+        raise ValueError(
+            "save_only_model is refused: a checkpoint without the chains' states cannot be resumed. Leave it out, or "
+            "set save_strategy='no': the posterior is saved at the end in any case"
+        )
     if args.load_best_model_at_end:
         raise ValueError(
             "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run"

@@ -436,6 +436,18 @@ REFUSED = [
     Refused("-", "DataParallel", on_two_devices, ("nn.DataParallel is refused", "accelerate launch")),
     Refused(
         "-",
+        "other rows after a resume",
+        training(ignore_data_skip=True),
+        ("ignore_data_skip is refused", "another run"),
+    ),
+    Refused(
+        "-",
+        "checkpoints without states",
+        training(save_only_model=True, save_strategy="steps", save_steps=2),
+        ("save_only_model is refused", "cannot be resumed", "save_strategy='no'"),
+    ),
+    Refused(
+        "-",
         "best model",
         training(
             load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", eval_dataset=runs.token_rows(2)
