@@ -39,7 +39,8 @@ def render(record: dict[str, Any]) -> str:
     parts = [about["accelerator"], about["processor"], f"{about['threads']} threads", about["system"]]
     parts += [f"{name} {about[name]}" for name in ("python", "torch", "transformers", "peft", "hf_bayes")]
     machine = ", ".join(part for part in parts if part)
-    intro = f"Llama of {record['model']} parameters, {record['dtype']}, {record['rounds']} rounds. {machine}."
+    size = f"Llama of {record['model']} parameters, {record['dtype']}, {record['rounds']} rounds"
+    intro = f"{size}. {machine}; load {record['load_before']:.1f} beforehand."
     found = record.get("breakdown")
     shares = [] if found is None else ["", breakdown(found)]
     return "\n".join([intro, "", _HEAD, *map(row, record["lines"]), *shares])

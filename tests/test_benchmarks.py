@@ -38,9 +38,11 @@ def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("accelerator", "processor", "threads", "system", "python", "torch", "transformers", "peft"), "?"
     )
     record = {"machine": {**about, "hf_bayes": "0"}, "model": "30M", "dtype": "float32", "rounds": 9}
+    record["load_before"] = 0.25
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     (tmp_path / "cpu.json").write_text(json.dumps({**record, "lines": [line.to_json()]}))
     document = table.replaced(table.DOCUMENT.read_text(), "cpu", table.block("cpu"))
+    assert "; load 0.2 beforehand." in document
     assert "| decode | 1.5 x single | 1.4 to 1.6 | at most 1.9 |  | loop 9 |" in document
     assert document != table.replaced(document, "cpu", table.block("cpu").replace("1.5", "1.6"))
 
