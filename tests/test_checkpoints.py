@@ -322,6 +322,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.reliability("B30")
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 @pytest.mark.parametrize("path", ["given", "found"])
 def test_resume_of_another_run_is_refused_with_a_diff(directory, other, path):

@@ -89,6 +89,11 @@ def attacks(example: Path) -> Iterator[tuple[str, Attack]]:
     yield "pending folder with code", plant_pending
 
 
+def leads_out(name: str) -> bool:
+    """Whether the attack of this name is a path out of the directory."""
+    return name.startswith(("manifest lists", "link out", "linked folder", "manifest linked", "endless device"))
+
+
 def put(directory: Path, name: str, data: bytes) -> None:
     (directory / name).parent.mkdir(parents=True, exist_ok=True)
     (directory / name).write_bytes(data)

@@ -26,7 +26,7 @@ from hf_bayes.adapters import adapter_key
 from hf_bayes.artifact import Posterior
 from hf_bayes.posterior import Draws
 from hf_bayes.posterior_config import PosteriorConfig
-from tests.faults.attacks import MARKER, SECRET, attacks
+from tests.faults.attacks import MARKER, SECRET, attacks, leads_out
 from tests.faults.corruptions import FAULTS
 from tests.faults.posteriors import draws, equal
 
@@ -171,7 +171,8 @@ def run_attacks(base: Path, clean: Path, original: Posterior) -> dict[str, Any]:
             harmless = "names code" in name  # another adapter_config.json, all of it plain data
             if result not in (REFUSED, SAME) and not (harmless and result == DIFFERENT):
                 wrong.append(f"{name}: {result}")
-    return {"tally": tally, "wrong": wrong, "variants": sum(1 for _ in attacks(clean))}
+    names = [name for name, _ in attacks(clean)]
+    return {"tally": tally, "wrong": wrong, "variants": len(names), "ways_out": sum(map(leads_out, names))}
 
 
 def main(base: str, count: str, seed: str) -> None:

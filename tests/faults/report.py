@@ -1,4 +1,4 @@
-"""The campaign "nothing is lost": what is injected (F1-F13), how a run of it is recorded, and the table in the docs.
+"""The campaign "nothing is lost": what is injected, how a run of it is recorded, and the table in the docs.
 
 A test that belongs to a row wears ``@pytest.mark.reliability("F6")``, its broken twin ``reliability("F6", twin=True)``.
 ``pytest -m reliability --reliability=FILE`` writes what was reached to FILE;
@@ -114,6 +114,18 @@ ROWS = {
         "cross-correlation below 4/sqrt(n); a shared stream is refused",
         4,
     ),
+    "B30": Row(
+        "a checkpoint of another run is gone on with",
+        "resume with other chains, method, learning rate, schedule, length of data or run, batch, seed or subspace",
+        "refused with a list of the settings, as saved and as given; nothing on disk is touched",
+        8,
+    ),
+    "B31": Row(
+        "a manifest leads out of its directory",
+        "names with `..`, absolute and device paths, linked files and folders, in manifests whose hashes are right",
+        "refused by name; nothing outside is read",
+        20,
+    ),
 }
 
 
@@ -161,7 +173,7 @@ class Campaign:
             return  # a list of the tests is no campaign: it would empty the record
         rows = {
             name: {**tally._asdict(), "seconds": round(tally.seconds, 1)}
-            for name, tally in sorted(self.tallies.items(), key=lambda item: int(item[0][1:]))
+            for name, tally in sorted(self.tallies.items(), key=lambda item: list(ROWS).index(item[0]))
         }
         self.file.write_text(json.dumps({**circumstances(), "rows": rows}, indent=2) + "\n")
         if shortfalls(rows):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_bayes.storage import listed_files, read_directory, read_file, write_directory
+from tests.faults.attacks import leads_out
 from tests.faults.children import told_by
 from tests.faults.corruptions import FAULTS, sign
 
@@ -65,6 +66,14 @@ def test_a_loader_without_checks_takes_damaged_posteriors_for_good_ones(of_500: 
 def test_no_attack_runs_or_reads_outside(of_500: dict[str, Any], injected: Callable[[int], None]) -> None:
     injected(of_500["attacks"]["variants"])
     check_attacks(of_500["attacks"])
+
+
+@pytest.mark.slow
+@pytest.mark.reliability("B31")
+def test_no_path_in_a_manifest_leads_out(tmp_path: Path, injected: Callable[[int], None]) -> None:
+    attacks = campaign(tmp_path, 0)["attacks"]
+    injected(attacks["ways_out"])
+    assert [name for name in attacks["wrong"] if leads_out(name)] == []
 
 
 # -- messages ------------------------------------------------------------------------------------------------------
