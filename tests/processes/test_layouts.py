@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,15 @@ def launch(out: Path, processes: int, earlier: Path | None) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(Path(__file__).with_name("worker.py")), str(out), str(earlier or "none")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def read(out: Path, processes: int) -> Launch:
+    """What a launch has written."""
+    ranks = range(processes)
+    tensors = [load_file(out / f"rank_{rank}.safetensors") for rank in ranks]
+    return Launch(out, tensors, [json.loads((out / f"rank_{rank}.json").read_text()) for rank in ranks])
 
 
 @pytest.fixture(scope="session")
@@ -59,14 +67,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Launch]:
                 launch(root / str(processes), processes, earlier)
             earlier = root / str(LAYOUTS[0])
         (root / "done").touch()
-    return {
-        processes: Launch(
-            root / str(processes),
-            [load_file(root / str(processes) / f"rank_{rank}.safetensors") for rank in range(processes)],
-            [json.loads((root / str(processes) / f"rank_{rank}.json").read_text()) for rank in range(processes)],
-        )
-        for processes in LAYOUTS
-    }
+    return {processes: read(root / str(processes), processes) for processes in LAYOUTS}
 
 
 def assert_close(found: Any, expected: Any, tolerance: float, path: str = "") -> None:
@@ -97,7 +98,8 @@ def assert_close(found: Any, expected: Any, tolerance: float, path: str = "") ->
         ("penalty", 1e-9),
         ("stream", 1e-9),
         ("gaussian", 1e-6),  # Adam divides by the root of a moment that is near 0 at first
-        ("moved", 1e-9),  # begun by four processes, gone on with by four, by two, by one
+        ("moved4", 1e-9),  # begun by four processes, gone on with by two, by one
+        ("moved2", 1e-9),  # the same, two of the four to a chain
     ],
 )
 def test_chains_are_the_same_on_every_layout(launches, processes, run, tolerance):
@@ -107,15 +109,18 @@ def test_chains_are_the_same_on_every_layout(launches, processes, run, tolerance
         torch.testing.assert_close(values[0], expected[name][0], rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.parametrize("chains", [4, 2])
 @pytest.mark.parametrize("processes", [2, 4])
-def test_first_gradient_in_float32_is_the_same_on_every_layout(launches, processes):
-    found, expected = launches[processes].find("gradient/"), launches[1].find("gradient/")
-    assert len(found) == 4
-    for name, (value,) in found.items():
-        assert (value - expected[name][0]).norm() < 1e-6 * expected[name][0].norm()
+def test_first_gradient_in_float32_is_the_same_on_every_layout(launches, processes, chains):
+    found, expected = (launches[n].find(f"gradient{chains}/") for n in (processes, 1))
+    assert len(found) == chains
+    for name, values in found.items():
+        assert len(values) == max(1, processes // chains)
+        for value in values:
+            assert (value - expected[name][0]).norm() < 1e-6 * expected[name][0].norm()
 
 
-@pytest.mark.parametrize("run", ["data", "hmc", "penalty", "stream"])
+@pytest.mark.parametrize("run", ["data", "moved2", "hmc", "penalty", "stream"])
 def test_processes_that_share_a_chain_hold_the_same_bits_of_it(launches, run):
     found = launches[4].find(f"{run}/theta/")
     assert len(found) == 2
@@ -146,11 +151,12 @@ def test_a_laplace_pass_whose_rows_are_shared_is_that_of_one_process(launches, p
         assert min(float((value - whole).norm() / whole.norm()) for value in values) > 0.1, name
 
 
+@pytest.mark.parametrize("chains", [4, 2])
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_resume_is_bitwise_on_the_same_layout(launches, processes):
+def test_resume_is_bitwise_on_the_same_layout(launches, processes, chains):
     for numbers in launches[processes].numbers:
-        assert numbers["resume/same"]
-        assert numbers["resume/newest"] == 8
+        assert numbers[f"resume{chains}/same"]
+        assert numbers[f"resume{chains}/newest"] == 8
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -219,6 +225,30 @@ def test_all_processes_save_one_posterior(launches, processes, run):
     assert not list((launches[processes].out / run).glob("_hf_bayes_*"))
     manifests = [json.loads((launches[n].out / run / MANIFEST).read_text())["files"].keys() for n in (processes, 1)]
     assert manifests[0] == manifests[1]
+
+
+MEMBERS = {"train": "member_", "moved4/checkpoint-8": "chain_", "moved2/checkpoint-8": "chain_"}
+"""Directories, and what begins the name of a member's or chain's files there."""
+
+
+@pytest.mark.parametrize("directory", MEMBERS)
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_every_process_writes_its_own_members_and_the_first_the_manifest(launches, processes, directory):
+    out, prefix = launches[processes].out / directory, MEMBERS[directory]
+    chains, draws = (4 if "4" in directory or directory == "train" else 2), (4 if directory == "train" else 1)
+    present = {match[0] for path in out.rglob("*") if (match := re.search(rf"{prefix}\d+", path.name))}
+    assert len(present) == chains * draws
+    written = [
+        {name for name in numbers["writes"] if name.startswith(f"{directory}/")}
+        for numbers in launches[processes].numbers
+    ]
+    own = [{match[0] for name in names if (match := re.search(rf"{prefix}\d+", name))} for names in written]
+    owners = processes // min(processes, chains)
+    for rank, names in enumerate(written):
+        count = chains * draws // min(processes, chains) if rank % owners == 0 else 0  # of replicas the first
+        assert len(own[rank]) == count
+        assert any(name.endswith(MANIFEST) for name in names) == (rank == 0)
+    assert sorted(name for names in own for name in names) == sorted(present)  # each once
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)

@@ -74,11 +74,26 @@ def counting() -> Iterator[dict[str, int]]:
         yield found
 
 
+class Writes:
+    """Files under ``root`` that this process opens for writing: the first one's renames put all of them in force."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.names = root, set[str]()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        if isinstance(args[0], (str, os.PathLike)) and Path(args[0]).is_relative_to(self.root):
+            self.names.add(Path(args[0]).relative_to(self.root).as_posix())
+
+
 class Worker:
     def __init__(self, out: Path, earlier: Path | None) -> None:
         self.out, self.earlier = out, earlier
         self.tensors: dict[str, Tensor] = {}
         self.numbers: dict[str, Any] = {}
+        self.writes = Writes(out)
 
     def trainer(self, name: str, method: Any, *, data_size: int = 1, **changes: Any) -> BayesianTrainer:
         """``per_device_train_batch_size`` is that of one process per chain; others get their part of it."""
@@ -129,33 +144,39 @@ class Worker:
         self.numbers["predict/metrics"] = prediction.metrics
         return trainer
 
-    def first_gradient(self) -> None:
-        trainer = self.trainer("single", SGHMCConfig(num_chains=CHAINS), dtype=torch.float32, max_steps=1)
+    def first_gradient(self, chains: int) -> None:
+        method, size = SGHMCConfig(num_chains=chains), max(1, dist.get_world_size() // chains)
+        trainer = self.trainer(f"single{chains}", method, data_size=size, dtype=torch.float32, max_steps=1)
         Watched.first = None
         trainer.train()
         for chain, row in zip(trainer.chains, Watched.first, strict=True):
-            self.tensors[f"gradient/{chain}"] = row.contiguous()
+            self.tensors[f"gradient{chains}/{chain}"] = row.contiguous()
 
-    def resume(self) -> None:
+    def resume(self, chains: int) -> None:
         """Whole against resumed on this layout, with dropout; and resumed from another layout's checkpoint."""
-        settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
-        method = SGHMCConfig(num_chains=CHAINS, draws_per_chain=2)
-        whole = self.trainer("whole", method, dropout=0.1, **settings)
+        settings = {
+            "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2,
+            "data_size": max(1, dist.get_world_size() // chains),
+        }  # fmt: skip
+        method = SGHMCConfig(num_chains=chains, draws_per_chain=2)
+        whole = self.trainer(f"whole{chains}", method, dropout=0.1, **settings)
         whole.train()
-        resumed = self.trainer("resumed", method, dropout=0.1, **settings)
-        resumed.train(resume_from_checkpoint=str(self.out / "whole" / "checkpoint-4"))
+        resumed = self.trainer(f"resumed{chains}", method, dropout=0.1, **settings)
+        resumed.train(resume_from_checkpoint=str(self.out / f"whole{chains}" / "checkpoint-4"))
         states = [t.optimizer_of_chains.state_of_chains._asdict() for t in (whole, resumed)]
         same = [torch.equal(value, states[1][name]) for name, value in states[0].items()]
         same.append(runs.equal(whole.posterior.approximation, resumed.posterior.approximation))
-        self.numbers["resume/same"] = all(same)
-        newest = self.trainer("whole", method, dropout=0.1, **settings)
-        newest.train(resume_from_checkpoint=True)
-        self.numbers["resume/newest"] = newest.state.global_step
-        moved = self.trainer("moved", method, **settings)
-        moved.train(
-            resume_from_checkpoint=None if self.earlier is None else str(self.earlier / "moved" / "checkpoint-4")
+        self.numbers[f"resume{chains}/same"] = all(same)
+        self.numbers[f"resume{chains}/difference"] = max(
+            float((value - states[1][name]).abs().max()) for name, value in states[0].items()
         )
-        self.keep("moved", moved)
+        newest = self.trainer(f"whole{chains}", method, dropout=0.1, **settings)
+        newest.train(resume_from_checkpoint=True)
+        self.numbers[f"resume{chains}/newest"] = newest.state.global_step
+        moved = self.trainer(f"moved{chains}", method, **settings)
+        earlier = None if self.earlier is None else str(self.earlier / f"moved{chains}" / "checkpoint-4")
+        moved.train(resume_from_checkpoint=earlier)
+        self.keep(f"moved{chains}", moved)
 
     def shared_chains(self) -> None:
         """Two chains: on four processes, two for each."""
@@ -255,6 +276,7 @@ class Worker:
 
     def write(self) -> None:
         rank = dist.get_rank()
+        self.numbers["writes"] = sorted(self.writes.names)
         save_file(self.tensors, self.out / f"rank_{rank}.safetensors")
         (self.out / f"rank_{rank}.json").write_text(json.dumps(self.numbers, default=float))
 
@@ -266,8 +288,9 @@ def main() -> None:
     module.ChainOptimizer = Watched
     worker = Worker(Path(sys.argv[1]), None if sys.argv[2] == "none" else Path(sys.argv[2]))
     worker.train()
-    worker.first_gradient()
-    worker.resume()
+    for chains in (CHAINS, 2):
+        worker.first_gradient(chains)
+        worker.resume(chains)
     worker.shared_chains()
     worker.gaussian()
     worker.laplace()
