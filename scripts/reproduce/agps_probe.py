@@ -1,0 +1,375 @@
+"""SWAG through the draws of a-GPS as a probe for several modes (agps section 3.2.1, Tables 2 and 3).
+
+The paper fits SWAG's Gaussian to 20 draws of a-GPS: if it predicts as the draws do they are of one mode, if it does not
+they are of several. Here the probe is put to draws of which it is known how many modes they are of: of laws that can be
+written down, and of a network on handwritten digits, where the networks below the draws tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+from torch.nn import functional as F
+
+from hf_bayes.baselines.map import MAPConfig
+from hf_bayes.baselines.swag import through
+from hf_bayes.metrics import expected_calibration_error
+from hf_bayes.rng import generator
+from hf_bayes.samplers.agps import AGPSConfig
+from hf_bayes.sampling import sample
+from scripts.reproduce.report import keep, spread, table
+
+NAME = "agps_probe"
+PIXELS, HIDDEN, CLASSES = 64, 30, 10
+SIZES = (PIXELS * HIDDEN, HIDDEN, HIDDEN * CLASSES, CLASSES)
+PRIOR_STD = 0.5
+NUM_TRAIN = 1200
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a run; draws, batches and repetitions are the paper's.
+
+    Attributes:
+        num_draws: that SWAG is fitted to, and of SWAG.
+        repetitions: networks, each with its own start; or runs on a law.
+        spacing: updates between two draws of a-GPS on a law.
+        training: updates of AdamW of a pretrained network.
+        descent: updates of AdamW from a draw to the minimum below it.
+        batch_size: rows of a minibatch of digits.
+        max_stds: lambda.
+    """
+
+    num_draws: int = 20
+    repetitions: int = 5
+    spacing: int = 50
+    training: int = 1000
+    descent: int = 500
+    batch_size: int = 256
+    max_stds: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+
+
+def swag(draws: Tensor, num_draws: int, seed: int) -> Tensor:
+    """[num_draws, d] of SWAG's Gaussian through ``draws`` [S, d], its rank S."""
+    return through(draws, rank=len(draws)).sample(num_draws, generator(seed, "swag"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+
+class Law(NamedTuple):
+    """A distribution in ten dimensions, and how many modes it has.
+
+    Attributes:
+        energy: U [M] of theta [M, 10], but for a constant.
+        draw: so many independent draws, from a generator.
+        modes: their number.
+    """
+
+    energy: Callable[[Tensor], Tensor]
+    draw: Callable[[int, torch.Generator], Tensor]
+    modes: int
+
+
+DIM, BEND, EQUAL = 10, 0.1, 0.95
+
+
+def _normals(count: int, rng: torch.Generator) -> Tensor:
+    return torch.randn(count, DIM, dtype=torch.float64, generator=rng)
+
+
+def _correlated() -> Law:
+    """Every pair of coordinates has correlation 0.95."""
+    covariance = torch.full((DIM, DIM), EQUAL, dtype=torch.float64).fill_diagonal_(1.0)
+    density = MultivariateNormal(torch.zeros(DIM, dtype=torch.float64), covariance)
+
+    def draw(count: int, rng: torch.Generator) -> Tensor:
+        return _normals(count, rng) @ density.scale_tril.T
+
+    return Law(lambda theta: -density.log_prob(theta), draw, 1)
+
+
+def _bent() -> Law:
+    """theta_1 ~ N(0, 1), theta_2 ~ N(theta_1^2, 0.1^2), the others N(0, 1): one mode, along a parabola."""
+
+    def energy(theta: Tensor) -> Tensor:
+        off = (theta[:, 1] - theta[:, 0].square()) / BEND
+        return 0.5 * (theta.square().sum(1) - theta[:, 1].square() + off.square())
+
+    def draw(count: int, rng: torch.Generator) -> Tensor:
+        theta = _normals(count, rng)
+        theta[:, 1] = theta[:, 0].square() + BEND * theta[:, 1]
+        return theta
+
+    return Law(energy, draw, 1)
+
+
+def _two(distance: float) -> Law:
+    """N(-distance / 2, 1) and N(distance / 2, 1), equally weighted, in the first coordinate, the others N(0, 1)."""
+
+    def energy(theta: Tensor) -> Tensor:
+        first = torch.stack([-0.5 * (theta[:, 0] - at).square() for at in (-distance / 2, distance / 2)])
+        return 0.5 * theta[:, 1:].square().sum(1) - first.logsumexp(0)
+
+    def draw(count: int, rng: torch.Generator) -> Tensor:
+        theta = _normals(count, rng)
+        side = torch.randint(2, (count,), generator=rng)
+        theta[:, 0] += distance * (side - 0.5)
+        return theta
+
+    return Law(energy, draw, 2)
+
+
+LAWS = {
+    "independent normals": Law(lambda theta: 0.5 * theta.square().sum(1), _normals, 1),
+    "correlated normals": _correlated(),
+    "bent": _bent(),
+    "two normals, 5 apart": _two(5.0),
+    "two normals, 10 apart": _two(10.0),
+}
+
+
+def on_law(law: Law, settings: Settings) -> dict[str, dict[str, list[float]]]:
+    """Draws of the law, and of a-GPS with lambda = 3 on it: mean U of them and of SWAG through them, runs apart."""
+    count = settings.num_draws
+    exact = [law.draw(count, generator(seed, "law")) for seed in range(settings.repetitions)]
+    start = torch.stack([draws[0] for draws in exact])
+    steps = settings.spacing * count
+    found = sample(
+        lambda theta, _: law.energy(theta), start, AGPSConfig(max_std=3.0), num_steps=2 * steps, learning_rate=1.0,
+        burn_in=steps, thin=settings.spacing, progress=False,
+    )  # fmt: skip
+    result = {}
+    for name, runs in {"independent": exact, "a-GPS": list(found.draws)}.items():
+        fitted = [swag(draws, 50 * count, seed) for seed, draws in enumerate(runs)]
+        result[name] = {
+            "draws": [float(law.energy(draws).mean()) for draws in runs],
+            "swag": [float(law.energy(draws).mean()) for draws in fitted],
+            "right": [float((draws[:, 0] > 0).double().mean()) for draws in runs],
+        }
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------------- digits
+
+
+class Digits(NamedTuple):
+    """Rows of scikit-learn's 8 x 8 handwritten digits: x [n, 64] in [0, 1], y [n]."""
+
+    x: Tensor
+    y: Tensor
+
+    @classmethod
+    def split(cls) -> tuple[Digits, Digits]:
+        """1200 to train on, the others to test on."""
+        data = load_digits()
+        order = torch.randperm(len(data.target), generator=generator("digits"))
+        x, y = torch.from_numpy(data.data).float()[order] / 16, torch.from_numpy(data.target)[order]
+        return cls(x[:NUM_TRAIN], y[:NUM_TRAIN]), cls(x[NUM_TRAIN:], y[NUM_TRAIN:])
+
+    def nll(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
+        """[M] mean over rows, all or each member's own ``picked`` [M, B]."""
+        x, y = (self.x, self.y) if picked is None else (self.x[picked], self.y[picked])
+        labels = y.expand(len(theta), -1)
+        return F.cross_entropy(logits(theta, x).mT, labels, reduction="none").mean(1)
+
+    def energy(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
+        """U [M] of the posterior under N(0, 0.5^2)."""
+        return len(self.x) * self.nll(theta, picked) + 0.5 * theta.square().sum(1) / PRIOR_STD**2
+
+    def batches(self, members: int, size: int, seed: int) -> Callable[[], Iterator[Tensor]]:
+        """Passes over the rows, each member in an order of its own."""
+        rng = generator(seed, "order")
+
+        def one_pass() -> Iterator[Tensor]:
+            order = torch.stack([torch.randperm(len(self.x), generator=rng) for _ in range(members)])
+            return iter(order[:, : len(self.x) // size * size].split(size, 1))
+
+        return one_pass
+
+
+def logits(theta: Tensor, x: Tensor) -> Tensor:
+    """[M, n, 10] of theta [M, d] at x [n, 64] or [M, n, 64]: one hidden layer of 30 ReLUs."""
+    w1, b1, w2, b2 = theta.split(SIZES, 1)
+    x = x.expand(len(theta), -1, -1)
+    hidden = torch.baddbmm(b1[:, None], x, w1.unflatten(1, (PIXELS, HIDDEN))).relu()
+    return torch.baddbmm(b2[:, None], hidden, w2.unflatten(1, (HIDDEN, CLASSES)))
+
+
+def untrained(members: int, seed: int) -> Tensor:
+    """[M, d]: weights N(0, 2 / fan-in) and N(0, 1 / fan-in), biases 0."""
+    rng = generator(seed, "untrained")
+    scales = (math.sqrt(2 / PIXELS), 0.0, math.sqrt(1 / HIDDEN), 0.0)
+    return torch.cat([s * torch.randn(members, n, generator=rng) for s, n in zip(scales, SIZES, strict=True)], 1)
+
+
+def descend(theta: Tensor, train: Digits, steps: int, settings: Settings) -> Tensor:
+    """[M, d]: where AdamW of a shrinking learning rate comes to."""
+    return sample(
+        train.energy, theta, MAPConfig(num_chains=len(theta)), num_steps=steps, burn_in=steps - 1,
+        learning_rate=lambda step: 3e-3 * (1 - step / steps) + 1e-6, num_data=NUM_TRAIN,
+        batches=train.batches(len(theta), settings.batch_size, 0), progress=False,
+    ).draws[:, -1]  # fmt: skip
+
+
+def barrier(first: Tensor, second: Tensor, train: Digits) -> Tensor:
+    """[M] how far the training NLL rises between two ends [M, d] above the line that joins the NLLs of the ends."""
+    at = torch.linspace(0, 1, 21).tolist()
+    along = torch.stack([train.nll(torch.lerp(first, second, t)) for t in at])
+    straight = torch.stack([torch.lerp(along[0], along[-1], t) for t in at])
+    return (along - straight).amax(0)
+
+
+def blind(start: Tensor, max_std: float, settings: Settings, steps_per_draw: int) -> Tensor:
+    """[M, S, d] of a random walk that knows no gradient, its steps N(0, lambda^2), drawn as often as a-GPS."""
+    rng, count = generator("blind"), settings.num_draws
+    steps = torch.randn(len(start), count, start.shape[1], generator=rng) * max_std * math.sqrt(steps_per_draw)
+    return start[:, None] + steps.cumsum(1)
+
+
+def predictions(draws: Tensor, test: Digits) -> dict[str, float]:
+    """Of the mixture of draws [S, d] in percent and nats, and the mean NLL of a single draw."""
+    log_probs = logits(draws, test.x).double().log_softmax(-1)
+    mixed = log_probs.logsumexp(0) - math.log(len(draws))
+    confidence, label = mixed.exp().max(1)
+    correct = (label == test.y).double()
+    return {
+        "accuracy": 100 * float(correct.mean()),
+        "ece": 100 * expected_calibration_error(confidence.numpy(), correct.numpy()),
+        "nll": float(F.nll_loss(mixed, test.y)),
+        "single": float(test.nll(draws).mean()),
+    }
+
+
+def judged(draws: Tensor, train: Digits, test: Digits, settings: Settings) -> dict[str, list[Any]]:
+    """Of draws [M, S, d], repetition by repetition: predictions of them and of SWAG through them, and barriers.
+
+    The barriers are between the first and the last draw, and between the minima below these two: that one is 0 where
+    both lie in one basin.
+    """
+    ends = [draws[:, 0], draws[:, -1]]
+    minima = [descend(end, train, settings.descent, settings) for end in ends]
+    count = settings.num_draws
+    return {
+        "draws": [predictions(each, test) for each in draws],
+        "swag": [predictions(swag(each, count, seed), test) for seed, each in enumerate(draws)],
+        "barrier": barrier(*ends, train).tolist(),
+        "below": barrier(*minima, train).tolist(),
+    }
+
+
+def on_digits(settings: Settings) -> dict[str, Any]:
+    """a-GPS from trained networks at every lambda, a walk without gradients from them, and networks trained apart."""
+    train, test = Digits.split()
+    count, repetitions = settings.num_draws, settings.repetitions
+    apart = descend(untrained(repetitions * count, 0), train, settings.training, settings)
+    apart = apart.unflatten(0, (repetitions, count))
+    start, per_draw = apart[:, 0], NUM_TRAIN // settings.batch_size
+    found: dict[str, Any] = {
+        "trained": {"draws": [predictions(theta[None], test) for theta in start]},
+        "trained apart": judged(apart, train, test, settings),
+    }
+    for max_std in settings.max_stds:
+        drawn = sample(
+            train.energy, start, AGPSConfig(max_std=max_std), num_steps=per_draw * count, learning_rate=1.0,
+            num_data=NUM_TRAIN, batches=train.batches(repetitions, settings.batch_size, 1), thin=per_draw,
+            progress=False,
+        )  # fmt: skip
+        capped = float(drawn.state.capped.mean() / (per_draw * count))
+        found[f"a-GPS, {max_std:g}"] = {**judged(drawn.draws, train, test, settings), "capped": capped}
+        walked = blind(start, max_std, settings, per_draw)
+        found[f"blind walk, {max_std:g}"] = judged(walked, train, test, settings)
+    return found
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Laws, and digits."""
+    laws = {name: {"modes": law.modes, **on_law(law, settings)} for name, law in LAWS.items()}
+    return {"settings": asdict(settings), "laws": laws, "digits": on_digits(settings)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """The laws, and the digits."""
+    laws = [
+        [
+            name, law["modes"], source, spread([min(share, 1 - share) for share in law[source]["right"]], 2),
+            spread(law[source]["draws"], 1), spread(law[source]["swag"], 1),
+        ]
+        for name, law in record["laws"].items()
+        for source in ("independent", "a-GPS")
+    ]  # fmt: skip
+    digits = []
+    for name, row in record["digits"].items():
+        cells = []
+        for key, places in (("accuracy", 1), ("ece", 1), ("nll", 2)):
+            for kind in ("draws", "swag"):
+                cells.append(spread([one[key] for one in row[kind]], places) if kind in row else "")
+        barriers = [spread(row[key], 2) if key in row else "" for key in ("barrier", "below")]
+        digits.append([name, *cells, *barriers])
+    columns = ["", "accuracy", "its SWAG's", "ECE", "its SWAG's", "NLL", "its SWAG's", "barrier", "barrier below"]
+    return {
+        "laws": table(["law", "modes", "draws", "share of the smaller side", "U of draws", "U of SWAG's"], laws),
+        "digits": table(columns, digits),
+    }
+
+
+def figures(record: Mapping[str, Any], directory: Path) -> None:
+    """What the probe says, the gap of NLL, against what it should say, the barrier below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    names = [f"{law}\n({source} draws)" for law in record["laws"] for source in ("independent", "a-GPS")]
+    places = range(len(names))
+    shown = [(law, source) for law in record["laws"].values() for source in ("independent", "a-GPS")]
+    for place, (law, source) in enumerate(shown):
+        excess = [after - before for before, after in zip(law[source]["draws"], law[source]["swag"], strict=True)]
+        colour = "#EE6677" if law["modes"] > 1 else "#4477AA"
+        axes[0].plot(excess, [place] * len(excess), "o", color=colour, alpha=0.7)
+    axes[0].set_yticks(places, names, fontsize=8)
+    axes[0].invert_yaxis()
+    axes[0].set_xscale("symlog", linthresh=1)
+    axes[0].set_xlim(-10, 2000)
+    axes[0].axvline(0, color="0.8", zorder=0)
+    axes[0].set_xlabel("U of SWAG's draws above that of the draws (nats)")
+    axes[0].set_title("blue: one mode; red: two. A dot is a run of 20 draws", fontsize=10)
+    for name, row in record["digits"].items():
+        if "below" not in row:
+            continue
+        kind = name.split(",")[0]
+        colour = {"a-GPS": "#4477AA", "blind walk": "0.6", "trained apart": "#EE6677"}[kind]
+        gap = [after["nll"] - before["nll"] for before, after in zip(row["draws"], row["swag"], strict=True)]
+        axes[1].plot(row["below"], gap, "o", color=colour, alpha=0.7, label=kind)
+    axes[1].set_xscale("symlog", linthresh=0.01)
+    axes[1].set_yscale("symlog", linthresh=0.01)
+    axes[1].set_xlabel("barrier between the minima below first and last draw (nats)")
+    axes[1].set_ylabel("NLL of SWAG above that of the draws (nats)")
+    handles, labels = axes[1].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes[1].legend(unique.values(), unique.keys(), frameon=False)
+    axes[1].set_title("digits: what the probe says against what it should", fontsize=10)
+    figure.savefig(directory / f"{NAME}.png", dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run at full size and keep."""
+    torch.set_num_threads(1)
+    keep(NAME, lambda: run(Settings()))
+
+
+if __name__ == "__main__":
+    main()
