@@ -259,7 +259,7 @@ def methods(burn_in: int) -> dict[str, Callable[[Target, int, int, int], Found]]
     }
 
 
-def run(*, num_draws: int = 1000, burn_in: int = 1000, replications: int = 40, baselines: int = 2) -> dict[str, Any]:
+def run(*, num_draws: int = 1000, burn_in: int = 1000, replications: int = 40, baselines: int = 10) -> dict[str, Any]:
     """Every method on every target; ``baselines`` replications of Pyro's (0: none), and as many timed runs of ours."""
     if baselines:
         pyro_or_words()  # missing, it is better missed now than after ten minutes
@@ -350,5 +350,5 @@ if __name__ == "__main__":
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--baselines", type=int, default=2, help="replications of NUTS and MALA; 0 leaves them out")
+    parser.add_argument("--baselines", type=int, default=10, help="replications of NUTS and MALA; 0 leaves them out")
     keep(NAME, lambda: run(baselines=parser.parse_args().baselines))
