@@ -6,16 +6,20 @@ validation  more of the language reference: for choosing anything
 test        the rest of the language reference: in distribution, used once
 code        standard library source without comments and docstrings: near out of distribution
 rot13       the test text with every letter moved by 13: far out of distribution
+
+Docstrings of installed packages (``package_docstrings``) are more of the kind of ``pretrain``, for a base model that is
+to read more than the quickstart's.
 """
 
 from __future__ import annotations
 
 import ast
 import codecs
+import importlib.util
 import inspect
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -40,9 +44,8 @@ def corpora() -> dict[str, list[str]]:
     seen: set[str] = set()
     # The reference goes first: a paragraph that a docstring repeats must not be in the pretraining corpus.
     reference = [text for name in sorted(topics) if (text := _prose(topics[name], seen))]
-    modules = _modules()
-    docstrings = [text for tree in modules if (text := _prose("\n\n".join(_docstrings(tree)), seen))]
-    split: dict[str, list[str]] = {"pretrain": docstrings, "finetune": [], "validation": [], "test": []}
+    modules = _modules(Path(sysconfig.get_path("stdlib")))
+    split: dict[str, list[str]] = {"pretrain": _prose_of(modules, seen), "finetune": [], "validation": [], "test": []}
     # Whole topics, the longest first, each to the corpus that lacks most of its share.
     for text in sorted(reference, key=len, reverse=True):
         split[min(_SHARES, key=lambda name: sum(map(len, split[name])) / _SHARES[name])].append(text)
@@ -51,9 +54,29 @@ def corpora() -> dict[str, list[str]]:
     return split
 
 
-def _modules() -> list[ast.Module]:
-    """The parsed modules of the standard library, in the order of their paths."""
-    root = Path(sysconfig.get_path("stdlib"))
+def package_docstrings(packages: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Docstrings of installed packages, a text a module, without the paragraphs that stand in the ``known`` texts.
+
+    Raises:
+        ModuleNotFoundError: for a package that is not installed.
+    """
+    seen = {line for text in known for line in text.splitlines()}
+    texts = []
+    for name in packages:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError(f"{name}, whose docstrings are asked for, is not installed: pip install {name}")
+        texts += _prose_of(_modules(Path(found.origin).parent), seen)
+    return texts
+
+
+def _prose_of(modules: Sequence[ast.Module], seen: set[str]) -> list[str]:
+    """The prose of modules' docstrings, a text a module that has any."""
+    return [text for tree in modules if (text := _prose("\n\n".join(_docstrings(tree)), seen))]
+
+
+def _modules(root: Path) -> list[ast.Module]:
+    """The parsed modules of a library, in the order of their paths."""
     trees = []
     for path in sorted(root.rglob("*.py")):
         if not _SKIPPED & set(path.relative_to(root).parts):

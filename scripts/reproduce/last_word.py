@@ -1,8 +1,8 @@
 """The last word of statements, in and out of distribution (posteriors section 5.3, Table 2), with a model trained here.
 
 The paper fine-tunes the last attention layer of Llama 3 on textbooks and asks for the last word of 100 statements, in
-English and in Samoan. Here the quickstart's base model (docstrings) is fine-tuned on the language reference; statements
-are sentences of topics that were held out. ROT13 is the same sentences in a language that the model never saw.
+English and in Samoan. Here a small base model (docstrings) is fine-tuned on the language reference; statements are
+sentences of topics that were held out. ROT13 is the same sentences in a language that the model never saw.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from scripts.reproduce.report import keep, spread, table
 
 sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files find each other as scripts do
 from quickstart_base import pretrain_base, train_tokenizer, windows
-from quickstart_corpora import corpora
+from quickstart_corpora import corpora, package_docstrings
 
 NAME = "last_word"
 OTHERS = ("rot13", "shuffled", "code")
+PACKAGES = ("numpy", "sklearn", "matplotlib")
+"""Whose docstrings the base model reads beside the standard library's: they are installed with this one."""
 EDGES = {"total": np.linspace(0, 8, 33), "epistemic": np.linspace(0, 0.4, 41)}
 """Of the histograms, in nats; what lies beyond the last is left out of them, and of nothing else."""
 
@@ -54,7 +56,7 @@ class Settings:
     """Sizes of a run, and the grid that is searched on the validation topics.
 
     Attributes:
-        updates: of each chain; the serial chain makes them for each of its draws.
+        updates: of each chain; the serial chain burns in as many and makes as many again for its draws.
         members: chains, or draws of the serial chain.
         batch_size, length: windows of a minibatch, tokens of a window.
         statements: of each text at most.
@@ -65,13 +67,13 @@ class Settings:
         num_seeds: of the lines in the table; the grid is searched with seed 0.
     """
 
-    updates: int = 24
-    members: int = 4
-    batch_size: int = 4
+    updates: int = 100
+    members: int = 8
+    batch_size: int = 2
     length: int = 128
     statements: int = 100
-    rates: tuple[float, ...] = (0.3, 1.0)
-    prior_stds: tuple[float, ...] = (0.03,)
+    rates: tuple[float, ...] = (1.0, 3.0)
+    prior_stds: tuple[float, ...] = (0.03, 0.1)
     searched: int = 2
     validation: int = 24
     num_seeds: int = 3
@@ -171,12 +173,14 @@ def configured(fields: Mapping[str, Any], prior_std: float) -> MethodConfig:
 
 
 def lines(settings: Settings) -> dict[str, tuple[dict[str, Any], int]]:
-    """Name -> fields of SGHMC, and updates of a chain. A member costs ``settings.updates`` updates in all of them."""
+    """Name -> fields of SGHMC, and updates of a chain. The ensemble's members differ by their minibatches."""
     members, updates = settings.members, settings.updates
-    serial = {"num_chains": 1, "draws_per_chain": members, "burn_in": 0, "thin": updates}
+    thin = max(1, updates // members)
+    serial = {"num_chains": 1, "draws_per_chain": members, "burn_in": updates, "thin": thin}
     return {
         "SGD": ({"num_chains": 1, "temperature": 0.0}, updates),
-        "serial SGHMC": (serial, updates * members),
+        "deep ensemble": ({"num_chains": members, "temperature": 0.0}, updates),
+        "serial SGHMC": (serial, updates + thin * members),
         "parallel SGHMC": ({"num_chains": members}, updates),
     }
 
@@ -204,9 +208,15 @@ def fine_tuned(
 
 
 def prepare_base(directory: Path, texts: Mapping[str, list[str]], length: int) -> Path:
-    """The quickstart's base model: made, if it is not there."""
+    """The quickstart's base model and tokenizer, with four times its reading: made, if it is not there.
+
+    Three passes over the standard library's docstrings and one over those of three packages. The model has then read
+    nothing of the language reference, as the quickstart's has not.
+    """
     if not (directory / "config.json").exists():
-        pretrain_base(texts["pretrain"], train_tokenizer(texts["pretrain"]), directory, length=length, seed=0)
+        tokenizer = train_tokenizer(texts["pretrain"])
+        further = package_docstrings(PACKAGES, [text for part in texts.values() for text in part])
+        pretrain_base([*texts["pretrain"] * 3, *further], tokenizer, directory, length=length, epochs=1.0, seed=0)
     return directory
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from quickstart_base import pretrain_base, train_tokenizer, windows
-from quickstart_corpora import corpora
+from quickstart_corpora import corpora, package_docstrings
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,15 @@ def test_any_text_can_be_written_in_the_tokenizer(texts: dict[str, list[str]]) -
     for name in texts:
         sample = texts[name][0][:500]
         assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
+
+
+def test_docstrings_of_packages_leave_out_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = "A paragraph of more than forty letters that nobody has seen before."
+    old = "Another paragraph of more than forty letters that stands elsewhere."
+    (tmp_path / "documented_here").mkdir()
+    (tmp_path / "documented_here" / "__init__.py").write_text(f'"""{new}\n\n{old}\n\n{new}\n"""\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert package_docstrings(["documented_here"], [f"first\n{old}"]) == [new]
+    assert package_docstrings(["documented_here"], []) == [f"{new}\n{old}"]
+    with pytest.raises(ModuleNotFoundError, match="pip install no_such_package"):
+        package_docstrings(["no_such_package"], [])
