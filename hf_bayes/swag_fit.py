@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.baselines.swag import through
+from hf_bayes.methods import METHODS
 from hf_bayes.posterior import Draws, joined
 
 
@@ -31,7 +32,8 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
             f"fit_swag needs 2 draws or more of each chain, better many, got {short} (chain: draws): sample with a "
             "larger draws_per_chain"
         )
-    gaussian = joined([through(theta, rank=rank) for theta in chains.values()])
+    swag: Any = METHODS["swag"]
+    gaussian = joined([swag(rank=rank).through(theta) for theta in chains.values()])
     of_draws = config.diagnostics.get("verdict") or "not assessed"
     verdict = (
         f"SWAG through {len(draws.theta)} draws of {config.method['name']} (chains: {len(chains)}), itself not "

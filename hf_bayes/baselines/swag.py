@@ -90,6 +90,19 @@ class SWAGConfig(SWAConfig):
         super().__post_init__()
         self._check_count("rank", self.rank, minimum=2)
 
+    def through(self, draws: Tensor) -> Gaussian:
+        """SWAG's Gaussian through ``draws`` [S, d] of any method, in their order.
+
+        Raises:
+            ValueError: for fewer than two draws.
+        """
+        if draws.ndim != 2 or len(draws) < 2:
+            raise ValueError(f"draws must be [S >= 2, d], got {list(draws.shape)}")
+        moments = Moments.none(draws[:1], self.rank)
+        for count, draw in enumerate(draws.split(1), start=1):
+            moments = moments.collect(draw, count)
+        return moments.gaussian(len(draws))
+
     def build(self, problem: Problem) -> Rule:
         collector = Collector.of(self, problem, minimum=2)
 
@@ -111,17 +124,3 @@ class SWAGConfig(SWAConfig):
             return Moments(state.theta, state.squares, state.deviations).gaussian(count)
 
         return Rule(init, locate_at_iterate, update, finish)
-
-
-def through(draws: Tensor, *, rank: int = 20) -> Gaussian:
-    """SWAG's Gaussian through ``draws`` [S, d] of any method, in their order: of a sampler it probes for several modes.
-
-    Raises:
-        ValueError: for fewer than two draws or a rank below 2.
-    """
-    if draws.ndim != 2 or len(draws) < 2 or rank < 2:
-        raise ValueError(f"draws must be [S >= 2, d] and rank >= 2, got {list(draws.shape)} and {rank}")
-    moments = Moments.none(draws[:1], rank)
-    for count, draw in enumerate(draws.split(1), start=1):
-        moments = moments.collect(draw, count)
-    return moments.gaussian(len(draws))

@@ -20,7 +20,7 @@ from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
 from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.baselines.swag import through
+from hf_bayes.baselines.swag import SWAGConfig
 from hf_bayes.metrics import expected_calibration_error
 from hf_bayes.rng import generator
 from hf_bayes.samplers.agps import AGPSConfig
@@ -59,7 +59,7 @@ class Settings:
 
 def swag(draws: Tensor, num_draws: int, seed: int) -> Tensor:
     """[num_draws, d] of SWAG's Gaussian through ``draws`` [S, d], its rank S."""
-    return through(draws, rank=len(draws)).sample(num_draws, generator(seed, "swag"))
+    return SWAGConfig(rank=len(draws)).through(draws).sample(num_draws, generator(seed, "swag"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- laws

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes import BayesianModelForCausalLM, Posterior, fit_swag
-from hf_bayes.baselines.swag import Moments, SWAGConfig, through
+from hf_bayes.baselines.swag import Moments, SWAGConfig
 from hf_bayes.covariance import dense
 from hf_bayes.methods import build
 from hf_bayes.posterior import Gaussian
@@ -71,13 +71,13 @@ def test_samples_have_that_mean_and_covariance() -> None:
 
 def test_the_draws_of_any_method_can_be_fitted() -> None:
     draws = collected()[:, 1]
-    fitted, ran = through(draws, rank=4), run(4).approximation
+    fitted, ran = SWAGConfig(rank=4).through(draws), run(4).approximation
     assert isinstance(ran, Gaussian)
     assert torch.allclose(fitted.means[0], ran.means[1], rtol=1e-12)
     expected = dense(ran.covariances[1], draws)
     assert torch.allclose(dense(fitted.covariances[0], draws), expected, rtol=1e-9, atol=1e-12)
-    with pytest.raises(ValueError, match=r"draws must be \[S >= 2, d\] and rank >= 2, got \[1, 5\] and 20"):
-        through(draws[:1])
+    with pytest.raises(ValueError, match=r"draws must be \[S >= 2, d\], got \[1, 5\]"):
+        SWAGConfig().through(draws[:1])
 
 
 def test_variances_far_below_the_mean_keep_their_digits_in_float32() -> None:
@@ -91,7 +91,7 @@ def test_variances_far_below_the_mean_keep_their_digits_in_float32() -> None:
 
 
 def test_what_never_moved_has_no_spread_and_too_short_runs_are_refused() -> None:
-    still = through(torch.ones(5, 3))
+    still = SWAGConfig().through(torch.ones(5, 3))
     assert float(still.sample(4, generator(0)).sub(1).abs().max()) < 1e-6
     with pytest.raises(ValueError, match="swag would collect 1 iterates, at least 2 are needed: 5 updates after"):
         build(SWAGConfig(collect_every=3), problem())
@@ -110,7 +110,7 @@ def test_draws_of_a_run_become_a_gaussian_for_each_chain_that_saves_loads_and_pr
     assert fitted.config.approximation == fitted.approximation.kind == "gaussian_low_rank"
     assert (fitted.config.num_members, fitted.config.member_chains) == (0, [])
     for chain, theta in enumerate(drawn.approximation.theta.split(4)):
-        expected = through(theta, rank=3)
+        expected = SWAGConfig(rank=3).through(theta)
         assert torch.equal(fitted.approximation.means[chain], expected.means[0])
         own, alone = (g.covariances[i].variance for g, i in ((fitted.approximation, chain), (expected, 0)))
         assert torch.equal(own, alone)
