@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
             print(table.row(line.to_json()), flush=True)
             lines.append(line)
     complete = options.only is None and not options.quick and options.shape is None
+    full_size = options.device == "cpu" and not options.quick and options.shape is None
     record = {
         "machine": machine(options.device),
         "load_before": busy,
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> None:
         "num_members": members,
         "rounds": settings.rounds,
         "lines": [line.to_json() for line in lines],
-        "breakdown": breakdown.measure(settings) if complete and options.device == "cpu" else None,
+        "breakdown": breakdown.measure(settings) if full_size and (complete or options.output) else None,
     }
     where = options.output or (table.RESULTS / f"{options.device}.json" if complete else None)
     if where is None:

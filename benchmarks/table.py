@@ -9,7 +9,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-DEVICES = ("cpu", "cuda")
+RECORDS = ("cpu", "cpu2", "cuda")
+"""Names of kept runs; cpu2: some groups on another processor (``--only ... --output benchmarks/results/cpu2.json``)."""
 
 _HEAD = """\
 | work | measured | 90 % interval | wanted | counted bound | others |
@@ -63,9 +64,9 @@ def breakdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def block(device: str) -> str:
-    """What stands between the markers of a device."""
-    file = RESULTS / f"{device}.json"
+def block(name: str) -> str:
+    """What stands between the markers of a kept run."""
+    file = RESULTS / f"{name}.json"
     return render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
 
 
@@ -90,8 +91,8 @@ def markers(name: str) -> tuple[str, str]:
 def write() -> None:
     """Bring the document up to date with the results."""
     document = DOCUMENT.read_text()
-    for device in DEVICES:
-        document = replaced(document, device, block(device))
+    for record in RECORDS:
+        document = replaced(document, record, block(record))
     DOCUMENT.write_text(document)
 
 
