@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
+from benchmarks.models import RANK
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.methods import METHODS, build
@@ -59,7 +60,9 @@ LAYERWISE: MethodConfig = SGHMCConfig(
 def _problem(dim: int) -> Problem:
     """A run whose rules are past burn-in from the second update on, and collect every tenth iterate."""
     prior = GaussianPrior(torch.tensor(0.0), torch.tensor(1.0))
-    shapes = {str(index): (dim // TENSORS,) for index in range(TENSORS)}
+    width = dim // TENSORS // RANK  # half of the tensors LoRA's A, whose inputs MC dropout drops
+    kinds = (("lora_A", (RANK, width)), ("lora_B", (width, RANK)))
+    shapes = {f"{index}.{kinds[index % 2][0]}.weight": kinds[index % 2][1] for index in range(TENSORS)}
     return Problem(1000, prior, 0.01, 1002, 2, shapes, draw_steps=range(502, 1003, 500))
 
 
