@@ -133,6 +133,19 @@ def test_a_prompts_last_logits_do_not_need_the_last_feed_forward_elsewhere(name:
             torch.testing.assert_close(a.values, b.values, rtol=1e-12, atol=1e-12)
 
 
+def test_a_feed_forward_that_failed_leaves_the_next_forward_whole() -> None:
+    model, _, theta, subspace = prepared("llama-lora")
+    shorter = {name: value[:, 2:] for name, value in batch().items()}
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        whole = bayesian(**shorter)
+        act = bayesian.members.tail.module.act_fn
+        act.forward = lambda x: (_ for _ in ()).throw(MemoryError)  # between the hooks
+        with pytest.raises(MemoryError):
+            bayesian(**batch(), logits_to_keep=1)
+        del act.forward
+        assert torch.equal(bayesian(**shorter).logits, whole.logits)
+
+
 def test_one_forward_of_many_passes_returns_a_cache_only_if_asked() -> None:
     model, _, theta, subspace = prepared("llama-lora-last-block")
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:

@@ -52,7 +52,7 @@ class Tail:
         try:
             yield
         finally:
-            self.kept = None
+            self.kept = self.before = None  # also of a module that failed between the two hooks
 
     def _cuts(self, args: tuple) -> bool:
         """Whether the module was given hidden states [rows, T, h] and nothing else, of more positions than are read."""
