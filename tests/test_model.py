@@ -133,6 +133,16 @@ def test_a_prompts_last_logits_do_not_need_the_last_feed_forward_elsewhere(name:
             torch.testing.assert_close(a.values, b.values, rtol=1e-12, atol=1e-12)
 
 
+def test_a_last_block_that_runs_twice_is_not_cut() -> None:
+    model = tiny_llama(dtype=torch.float64)
+    model.model.layers[-2] = model.model.layers[-1]
+    with torch.no_grad(), attach(model, subspace="last_layer", num_members=2) as bayesian:
+        whole = bayesian(**batch(), use_cache=False)
+        for _ in range(2):
+            kept = bayesian(**batch(), use_cache=False, logits_to_keep=1)
+            torch.testing.assert_close(kept.logits, whole.logits[:, -1:], rtol=1e-12, atol=1e-12)
+
+
 def test_a_feed_forward_that_failed_leaves_the_next_forward_whole() -> None:
     model, _, theta, subspace = prepared("llama-lora")
     shorter = {name: value[:, 2:] for name, value in batch().items()}

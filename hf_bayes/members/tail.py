@@ -1,7 +1,8 @@
 """Leave out of the last block what nobody reads: its feed-forward at positions whose logits are not asked for.
 
 Keys and values need what enters the block, at every position; what leaves it goes to the head, of a prompt at its last
-position only. There the feed-forward of all members is most of a prefill whose random layers are the last ones.
+position only. There the feed-forward of all members is most of a prefill whose random layers are the last ones. The
+first forward is whole: it shows whether the model runs that block once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Tail:
         self.context = context
         self.kept: int | None = None
         self.before: int | None = None  # T, while the module runs on fewer
+        self._calls = (-1, 0)  # a forward, and how often the module was called in it
+        self._once: bool | None = None
         self.module = _feed_forward(model)
         self.handles: list[Any] = []
 
@@ -60,8 +63,19 @@ class Tail:
             return False
         return self.kept < args[0].shape[1] == self.context.num_positions
 
+    def _count(self) -> None:
+        """Whether a forward calls the module once: a model that runs its last block again reads all positions."""
+        forward, calls = self._calls
+        if forward == self.context.num_forwards:
+            self._calls, self._once = (forward, calls + 1), False
+            return
+        if calls and self._once is None:
+            self._once = True
+        self._calls = (self.context.num_forwards, 1)
+
     def _cut(self, module: nn.Module, args: tuple) -> tuple | None:
-        if not self._cuts(args):
+        self._count()
+        if not self._once or not self._cuts(args):
             return None
         assert self.kept is not None
         self.context.num_positions, self.before = self.kept, self.context.num_positions
