@@ -25,7 +25,7 @@ from hf_bayes.metrics import expected_calibration_error
 from hf_bayes.rng import generator
 from hf_bayes.samplers.agps import AGPSConfig
 from hf_bayes.sampling import sample
-from scripts.reproduce.report import keep, spread, table
+from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "agps_probe"
 PIXELS, HIDDEN, CLASSES = 64, 30, 10
@@ -357,9 +357,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
     axes[1].set_yscale("symlog", linthresh=0.01)
     axes[1].set_xlabel("barrier between the minima below first and last draw (nats)")
     axes[1].set_ylabel("NLL of SWAG above that of the draws (nats)")
-    handles, labels = axes[1].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes[1].legend(unique.values(), unique.keys(), frameon=False)
+    legend_once(axes[1])
     axes[1].set_title("digits: what the probe says against what it should", fontsize=10)
     figure.savefig(directory / f"{NAME}.png", dpi=110)
     plt.close(figure)

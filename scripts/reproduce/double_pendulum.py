@@ -29,7 +29,7 @@ from hf_bayes.metrics import average_coverage_error
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sgld import SGLDConfig
 from hf_bayes.sampling import sample
-from scripts.reproduce.report import keep, spread, table
+from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "double_pendulum"
 LAGS = (20, 21, 22, 23, 24)  # eq. 18
@@ -445,9 +445,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
     axis.set_xlabel("test NLL (nats per row; lower is better)")
     axis.set_title("Chains start at trained networks unless it says otherwise", fontsize=10)
     axis.grid(axis="y", color="0.9")
-    handles, names = axis.get_legend_handles_labels()
-    unique = dict(zip(names, handles, strict=True))
-    axis.legend(unique.values(), unique.keys(), frameon=False)
+    legend_once(axis)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
     plt.close(figure)
 

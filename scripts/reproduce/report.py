@@ -75,6 +75,13 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def legend_once(axis: Any) -> None:
+    """A legend in which what several artists are labelled with stands once."""
+    handles, labels = axis.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axis.legend(unique.values(), unique.keys(), frameon=False)
+
+
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
