@@ -147,8 +147,13 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self, inputs: dict[str, Any], cache: Any, labels: Tensor | None, logits_to_keep: int | Tensor
     ) -> BayesianCausalLMOutput:
         """``forward`` of the mixture."""
-        kept = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep > 0 else None
-        with self.members.tail.only(kept):
+        tail, kept = self.members.tail, logits_to_keep if isinstance(logits_to_keep, int) else 0
+        if tail.once is None and 0 < kept < num_positions_of(inputs):
+            names = ("input_ids", "inputs_embeds")
+            token = {name: inputs[name][:1, :1] for name in names if inputs.get(name) is not None}
+            with self.members.bind(self.current[:1]):
+                tail.look(lambda: self.head.hidden({**token, "use_cache": False}))
+        with tail.only(kept or None):
             hidden, output, cache = self._hidden(inputs, cache)
         rows, length = num_rows_of(inputs), hidden.shape[1]
         steps = _kept(logits_to_keep, length, hidden.device)

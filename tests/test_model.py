@@ -133,6 +133,17 @@ def test_a_prompts_last_logits_do_not_need_the_last_feed_forward_elsewhere(name:
             torch.testing.assert_close(a.values, b.values, rtol=1e-12, atol=1e-12)
 
 
+def test_members_in_several_passes_are_cut_from_the_first_forward_on() -> None:
+    model, _, theta, subspace = prepared("llama-lora")
+    positions: list[int] = []
+    with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
+        bayesian.members_per_pass = 1
+        bayesian.members.tail.module.register_forward_pre_hook(lambda module, args: positions.append(args[0].shape[1]))
+        first, second = (bayesian(**batch(), logits_to_keep=1).logits for _ in range(2))
+    assert positions == [1] * 7  # a look at one token, and three members twice
+    assert torch.equal(first, second)
+
+
 def test_a_last_block_that_runs_twice_is_not_cut() -> None:
     model = tiny_llama(dtype=torch.float64)
     model.model.layers[-2] = model.model.layers[-1]

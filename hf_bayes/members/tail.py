@@ -1,13 +1,12 @@
 """Leave out of the last block what nobody reads: its feed-forward at positions whose logits are not asked for.
 
 Keys and values need what enters the block, at every position; what leaves it goes to the head, of a prompt at its last
-position only. There the feed-forward of all members is most of a prefill whose random layers are the last ones. The
-first forward is whole: it shows whether the model runs that block once.
+position only. There the feed-forward of all members is most of a prefill whose random layers are the last ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,14 +24,15 @@ class Tail:
 
     Attributes:
         kept: positions at the end of each row that will be read; None means all.
+        once: whether a forward runs the block once, see ``look``; None until that is known, and nothing is cut.
     """
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         self.context = context
         self.kept: int | None = None
+        self.once: bool | None = None
         self.before: int | None = None  # T, while the module runs on fewer
-        self._calls = (-1, 0)  # a forward, and how often the module was called in it
-        self._once: bool | None = None
+        self._calls = 0
         self.module = _feed_forward(model)
         self.handles: list[Any] = []
 
@@ -47,6 +47,12 @@ class Tail:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+    def look(self, forward: Callable[[], object]) -> None:
+        """See by a forward how often the model runs its last block: where it does again, all positions are read."""
+        self._calls = 0
+        forward()
+        self.once = self._calls == 1
 
     @contextmanager
     def only(self, kept: int | None) -> Iterator[None]:
@@ -63,19 +69,9 @@ class Tail:
             return False
         return self.kept < args[0].shape[1] == self.context.num_positions
 
-    def _count(self) -> None:
-        """Whether a forward calls the module once: a model that runs its last block again reads all positions."""
-        forward, calls = self._calls
-        if forward == self.context.num_forwards:
-            self._calls, self._once = (forward, calls + 1), False
-            return
-        if calls and self._once is None:
-            self._once = True
-        self._calls = (self.context.num_forwards, 1)
-
     def _cut(self, module: nn.Module, args: tuple) -> tuple | None:
-        self._count()
-        if not self._once or not self._cuts(args):
+        self._calls += 1
+        if not self.once or not self._cuts(args):
             return None
         assert self.kept is not None
         self.context.num_positions, self.before = self.kept, self.context.num_positions
