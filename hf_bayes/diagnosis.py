@@ -16,17 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.asymptote import risk_asymptote
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import (
-    KINETIC_TOLERANCE,
-    Diagnostics,
-    distance_moved,
-    ess,
-    rhat,
-    risk_asymptote,
-    share_within_interval,
-    widened_interval,
-)
+from hf_bayes.convergence import ess, rhat
+from hf_bayes.diagnostics import KINETIC_TOLERANCE, Diagnostics, distance_moved, share_within_interval, widened_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.model import BayesianModel

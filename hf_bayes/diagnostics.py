@@ -1,26 +1,17 @@
-"""Did it work? R-hat, ESS, kinetic temperature, distance moved, rounding: numbers per chain and a verdict in words.
-
-R-hat and ESS are meant for functions of theta (the log-likelihood of probe texts, say): coordinates of a LoRA have
-symmetries along which equally good chains never agree.
-"""
+"""Did it work? Kinetic temperature, distance moved, rounding: numbers per chain and a verdict in words."""
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN, rhat_by_chance
 
 MIN_DISTANCE = 1e-4
 """Prior standard deviations (RMS over coordinates) below which a chain counts as not moved. Even where a million tokens
@@ -39,10 +30,6 @@ CONFIGURATIONAL_FACTOR = 2.0
 ACCEPTANCE_RANGE = (0.1, 0.99)
 """Mean acceptance outside it wastes the run: nearly all proposals refused, or steps far smaller than needed."""
 
-MAX_RHAT = 1.05
-"""Vehtari et al. (2021) ask for 1.01 in final results, which 29 % of quantities exceed at 4 chains of 50 independent
-draws; 0.2 % exceed 1.05."""
-
 MAX_UNMOVED = 0.01
 """Share of a chain's numbers that an update with noise may leave as they are; by chance it is a few in a million."""
 
@@ -53,65 +40,6 @@ misses is below what few draws tell."""
 MIN_NOISE_RATIO = 1.0
 """Injected variance over that of the minibatch gradient. Below it a chain is more than twice as hot as it says, unless
 the sampler subtracts the gradient's."""
-
-MIN_ESS_PER_CHAIN = 50.0
-"""Vehtari et al. (2021): below it R-hat and ESS themselves cannot be trusted."""
-
-
-def rhat(draws: Tensor) -> Tensor:
-    """Rank-normalised split R-hat (Vehtari et al. 2021, eq. 14), by arviz.
-
-    Args:
-        draws: [M, S, k] draws of k quantities.
-    Returns:
-        [k] float64; 1 is convergence. NaN where it is not defined: fewer than 2 chains or 4 draws, a NaN or infinite
-        draw, a quantity that never changes. inf where chains that do not move differ.
-    """
-
-    def of_one(column: np.ndarray) -> float:
-        import arviz
-
-        if (column == column[:, :1]).all():
-            return math.nan if (column == column[0, 0]).all() else math.inf
-        return float(arviz.rhat(column))
-
-    return _each(draws, of_one, name="rhat", min_chains=2)
-
-
-def rhat_by_chance(num_chains: int, num_values: int, *, probability: float = 0.995) -> float:
-    """What R-hat exceeds with probability 1 - p although the chains are one law: of independent normal values.
-
-    W and B of split chains, 2 K of n = S / 2 values, have B / W ~ F(2 K - 1, 2 K (n - 1)) (Gelman and Rubin 1992), so
-    R-hat = sqrt((n - 1 + F) / n). Correlated values exceed it more often, and rightly so.
-
-    Args:
-        num_chains: K.
-        num_values: S, of each chain.
-        probability: p.
-    """
-    from scipy.stats import f
-
-    n, groups = num_values // 2, 2 * num_chains
-    return math.sqrt((n - 1 + float(f.ppf(probability, groups - 1, groups * (n - 1)))) / n)
-
-
-def ess(draws: Tensor) -> Tensor:
-    """Bulk effective sample size of all chains together (Vehtari et al. 2021), by arviz.
-
-    Args:
-        draws: [M, S, k] draws of k quantities.
-    Returns:
-        [k] float64. NaN where it is not defined: fewer than 4 draws, a NaN or infinite draw, a quantity that
-        never changes.
-    """
-
-    def of_one(column: np.ndarray) -> float:
-        import arviz
-
-        # arviz calls a quantity that never changes M * S independent draws
-        return math.nan if (column == column[0, 0]).all() else float(arviz.ess(column))
-
-    return _each(draws, of_one, name="ess", min_chains=1)
 
 
 def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence: float = 0.99) -> tuple[float, float]:
@@ -129,44 +57,6 @@ def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence
 
     low, high = chi2.ppf([(1 - confidence) / 2, (1 + confidence) / 2], dim)
     return temperature_law * float(low) / dim, temperature_law * float(high) / dim
-
-
-def unconverged(
-    values: Tensor, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
-) -> str | None:
-    """What speaks against draws being of one law and enough of them, in words; None if nothing does.
-
-    Args:
-        values: [M, S, k] of k functions of theta; one that never changes says nothing.
-        max_rhat: largest R-hat that any of them may have.
-        min_ess_per_chain: smallest ESS, over the number of chains.
-    """
-    if not bool(values.isfinite().all()):
-        return "not all draws are finite"
-    ratios, sizes = rhat(values), ess(values)
-    if bool(ratios.isnan().all()):
-        return "R-hat needs at least 2 chains of 4 draws that vary, so that nobody knows"
-    worst, fewest = float(ratios.nan_to_num(0.0, posinf=math.inf).max()), float(sizes.nan_to_num(math.inf).min())
-    needed = min_ess_per_chain * values.shape[0]
-    doubts = [f"R-hat {worst:.3g} where {max_rhat:g} is allowed"] * (worst > max_rhat)
-    doubts += [f"ESS {fewest:.0f} where {needed:.0f} is needed"] * (fewest < needed)
-    return ", ".join(doubts) or None
-
-
-def require_converged(
-    values: Tensor, what: str, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
-) -> None:
-    """Refuse to judge others by draws that are not converged themselves.
-
-    Args:
-        values: see ``unconverged``.
-        what: names them in the error.
-    Raises:
-        ValueError: saying what speaks against them.
-    """
-    doubts = unconverged(values, max_rhat=max_rhat, min_ess_per_chain=min_ess_per_chain)
-    if doubts is not None:
-        raise ValueError(f"{what} cannot judge others: {doubts}. Give it a longer burn-in and more draws")
 
 
 def widened_interval(dim: int, law: float, tolerance: float, *, confidence: float = 0.99) -> tuple[float, float]:
@@ -205,92 +95,6 @@ def share_within_interval(
 def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> Tensor:
     """[M]: root mean square over coordinates of (theta - theta0) / prior_std; [M, d] each, ``prior_std`` broadcasts."""
     return ((theta - theta0) / prior_std).square().mean(1).sqrt()
-
-
-@dataclass(frozen=True)
-class RiskAsymptote:
-    """C(S) = C(inf) + a_1 / S + a_2 / S^2 of the mean negative log-likelihood of S members (cold_posteriors eq. 34).
-
-    Attributes:
-        sizes: S = 1, ..., M.
-        risks: C(S), nats per term, a mean over subsets of the members.
-        limit: C(inf).
-        slope, curvature: a_1, a_2.
-        std_error: of the limit, from leaving out one chain at a time (one member, where chains have one draw each).
-    """
-
-    sizes: list[int]
-    risks: list[float]
-    limit: float
-    slope: float
-    curvature: float
-    std_error: float
-
-    @property
-    def fitted_from(self) -> int:
-        """The smallest S that the fit sees."""
-        return _fitted_from(len(self.sizes))
-
-
-MIN_MEMBERS = 8
-"""Fewer do not tell three coefficients and an error."""
-
-
-def risk_asymptote(log_lik: Tensor, chain: Sequence[int]) -> RiskAsymptote | None:
-    """What infinitely many members would do (cold_posteriors app. F): a least squares fit to C(S) for S >= M / 4.
-
-    The paper fits S >= 20. C(S) is the mean over 16 random orders of the members of what the first S do together, the
-    same orders whichever member is left out.
-
-    Args:
-        log_lik: [n, M] log p of n labels, of each member.
-        chain: [M] which chain a member is of.
-    Returns:
-        None for fewer than ``MIN_MEMBERS`` members, or a label that all members call impossible.
-    """
-    count = log_lik.shape[1]
-    if count < MIN_MEMBERS:
-        return None
-    log_lik = log_lik.double()
-    generator = torch.Generator().manual_seed(0)
-    orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(16)])
-    risks = _risks(log_lik, orders)
-    if not bool(risks.isfinite().all()):
-        return None
-    limit, slope, curvature = _fit(risks).tolist()
-    groups = torch.tensor(chain)
-    if len(groups.unique()) == 1 or len(groups.unique()) < MIN_MEMBERS // 2:
-        groups = torch.arange(count)  # too few chains to leave one out
-    named = groups.unique()
-    left_out = torch.stack([_fit(_risks(log_lik, _without(orders, groups == group)))[0] for group in named])
-    variance = (len(named) - 1) / len(named) * (left_out - left_out.mean()).square().sum()
-    sizes = list(range(1, count + 1))
-    return RiskAsymptote(sizes, risks.tolist(), limit, slope, curvature, math.sqrt(float(variance)))
-
-
-def _risks(log_lik: Tensor, orders: Tensor) -> Tensor:
-    """[S]: C(1), ..., C(S) of the first members of each of the orders [R, S]."""
-    sizes = torch.arange(1, orders.shape[1] + 1, dtype=log_lik.dtype)
-    peak = log_lik.amax(1, keepdim=True)
-    weights = (log_lik - peak).exp()  # five times as fast as logcumsumexp, and as good up to 700 nats below the peak
-    risks = [sizes.log() - (weights[:, order].cumsum(1).log() + peak).mean(0) for order in orders]
-    return torch.stack(risks).mean(0)
-
-
-def _without(orders: Tensor, left_out: Tensor) -> Tensor:
-    """The orders [R, M] without some members [M]."""
-    return orders[~left_out[orders]].view(len(orders), -1)
-
-
-def _fit(risks: Tensor) -> Tensor:
-    """[3]: C(inf), a_1, a_2."""
-    sizes = torch.arange(_fitted_from(len(risks)), len(risks) + 1, dtype=risks.dtype)
-    powers = torch.stack([sizes**0, 1 / sizes, 1 / sizes**2], 1)
-    return torch.linalg.lstsq(powers, risks[_fitted_from(len(risks)) - 1 :, None], driver="gelsd").solution[:, 0]
-
-
-def _fitted_from(count: int) -> int:
-    return -(-count // 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,28 +336,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _each(draws: Tensor, of_one: Callable[[np.ndarray], float], *, name: str, min_chains: int) -> Tensor:
-    """[k]: the statistic of each quantity [M, S]; NaN where there are too few draws or not all are finite."""
-    if draws.ndim != 3:
-        raise ValueError(f"{name} needs draws of shape [M, S, k], got {list(draws.shape)}")
-    enough = draws.shape[0] >= min_chains and draws.shape[1] >= 4
-    columns = draws.detach().double().cpu().permute(2, 0, 1).numpy()
-    with _quiet():
-        values = [of_one(column) if enough and np.isfinite(column).all() else math.nan for column in columns]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """arviz warns of its own future, of many chains and of constant draws, which all have an answer here."""
-    logger = logging.getLogger("arviz")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

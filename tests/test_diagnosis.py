@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hf_bayes import EnsembleConfig, HMCConfig, MAPConfig, MCDropoutConfig, PenaltyConfig, SGHMCConfig, SnapshotConfig
 from hf_bayes.artifact import Posterior
+from hf_bayes.convergence import ess, rhat
 from hf_bayes.diagnose import main, plot
 from hf_bayes.diagnosis import _thinned
-from hf_bayes.diagnostics import ess, rhat
 from tests import runs
 from tests.models import tiny_bert, tiny_llama, with_lora
 from tests.runs import token_rows

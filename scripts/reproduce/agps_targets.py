@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import Beta, Distribution, Gamma, Gumbel, Normal, StudentT, biject_to, constraints
 
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import ess
+from hf_bayes.convergence import ess
 from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.rng import generator
 from hf_bayes.samplers.agps import AGPSConfig

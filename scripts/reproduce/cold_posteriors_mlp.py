@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from hf_bayes import HMCConfig, SGHMCConfig, sample
 from hf_bayes.cli import parse_arguments
-from hf_bayes.diagnostics import ess, rhat, unconverged
+from hf_bayes.convergence import ess, rhat, unconverged
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.rng import generator
 from hf_bayes.schedules import Cyclical

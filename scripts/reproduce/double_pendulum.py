@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import rhat
+from hf_bayes.convergence import rhat
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.mcmc.penalty import PenaltyConfig

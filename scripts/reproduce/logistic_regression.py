@@ -23,7 +23,7 @@ from torch.nn.functional import softplus
 
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
-from hf_bayes.diagnostics import ess
+from hf_bayes.convergence import ess
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.posterior import Gaussian
 from hf_bayes.rng import generator

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.diagnostics import ess
+from hf_bayes.convergence import ess
 from hf_bayes.energy import energy as energy_of
 from hf_bayes.energy import grad_energy
 from hf_bayes.mcmc import hmc

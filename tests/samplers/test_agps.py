@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.diagnostics import ess
+from hf_bayes.convergence import ess
 from hf_bayes.energy import FlatPrior
 from hf_bayes.rng import generator
 from hf_bayes.samplers import agps
