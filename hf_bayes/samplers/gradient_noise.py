@@ -84,25 +84,14 @@ def remaining_std(
         return math.sqrt(injected)
     left = injected - squared_step * variance
     if injected > 0 and bool((left < 0).any()):
-        _warn_once(name, problem.num_data, problem.learning_rate, injected, float(injected - left.min()))
+        # without numbers, which differ from update to update: Python tells of equal warnings once
+        warnings.warn(
+            f"{name}: the gradient of a tensor alone brings more noise (h^2 V) than correct_gradient_noise has to "
+            "inject (2 gamma h T): its momenta get none and are hotter than T. Use a larger batch or a lower learning "
+            "rate",
+            stacklevel=2,
+        )
     return per_element(left.clamp_min(0).sqrt(), problem.sizes)
-
-
-_told: set[tuple[str, float, float]] = set()
-
-
-def _warn_once(name: str, num_data: float, learning_rate: float, injected: float, brought: float) -> None:
-    """Once for a run: every update would say so with other numbers, and the method is built anew within a ramp."""
-    run = (name, num_data, learning_rate)
-    if run in _told:
-        return
-    _told.add(run)
-    warnings.warn(
-        f"{name}: correct_gradient_noise has {injected:.3g} of noise (2 gamma h T) to inject, and the gradient of a "
-        f"tensor brings {brought:.3g} (h^2 V) on its own: its momenta get none and are hotter than T. Use a larger "
-        "batch or a lower learning rate",
-        stacklevel=3,
-    )
 
 
 def require_friction(
