@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
+from hf_bayes.members.few_rows import FewRows
 from hf_bayes.members.stacked import stack
 from hf_bayes.members.tail import Tail
 from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
@@ -43,6 +44,7 @@ class Members:
         if not trunk:
             self.trunk.num_blocks = 0
         self.tail = Tail(core, self.context)
+        self.few_rows = FewRows(core, [item.module for item in self.stacked])
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
 
@@ -57,12 +59,14 @@ class Members:
             item.install()
         self.trunk.install()
         self.tail.install()
+        self.few_rows.install()
 
     def remove(self) -> None:
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
         self.tail.remove()
+        self.few_rows.remove()
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
 
