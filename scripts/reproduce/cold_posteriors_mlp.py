@@ -47,11 +47,11 @@ class Arguments:
     num_chains: int = 4
     num_data: int = 100
     num_test: int = 10_000
-    hmc_burn_in: int = 200
-    hmc_updates: int = 600
-    hmc_thin: int = 4
-    num_leapfrog: int = 30
-    cycles: int = 60
+    hmc_burn_in: int = 400
+    hmc_updates: int = 1600
+    hmc_thin: int = 8
+    num_leapfrog: int = 60
+    cycles: int = 160
     burn_in_cycles: int = 10
     cycle_length: int = 200
     learning_rate: float = 0.1
