@@ -52,15 +52,15 @@ class _Forward:
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:  # named as nn.Linear's
         weight, bias = self.module.weight, self.module.bias
         outputs, inputs = weight.shape
-        rows = x.numel() // inputs
-        if not MIN_ROWS <= rows <= MAX_ROWS or not _plain(x, weight):
-            return F.linear(x, weight, bias)
+        rows = input.numel() // inputs
+        if not MIN_ROWS <= rows <= MAX_ROWS or not _plain(input, weight):
+            return F.linear(input, weight, bias)
         count = outputs // BLOCK
-        y = torch.bmm(x.reshape(rows, inputs).expand(count, rows, inputs), weight.view(count, BLOCK, inputs).mT)
-        y = y.transpose(0, 1).reshape(*x.shape[:-1], outputs)
+        y = torch.bmm(input.reshape(rows, inputs).expand(count, rows, inputs), weight.view(count, BLOCK, inputs).mT)
+        y = y.transpose(0, 1).reshape(*input.shape[:-1], outputs)
         return y if bias is None else y.add_(bias)
 
 
