@@ -69,9 +69,10 @@ def _fits(weight: Tensor) -> bool:
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """float32 on a CPU, and nothing to differentiate or to round."""
+    """float32 on a CPU, nothing to differentiate or to round, and no kind of tensor with products of its own."""
     return (
-        x.dtype == weight.dtype == torch.float32
+        type(weight) in (nn.Parameter, Tensor)
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
