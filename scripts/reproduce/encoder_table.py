@@ -499,7 +499,10 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
         "quality": table(["method", "accuracy", "NLL", "ECE", "Brier", "OOD AUROC, TU", "OOD AUROC, EU"], quality),
         "entropies": table(["method", "TU, test", "TU, OOD", "EU, test", "EU, OOD", "TU - NLL, test"], entropies),
         "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's", "on"], cost),
-        "diagnostics": table(["method", "R-hat", "acceptance", "verdict, first seed"], _accounts(found)),
+        "diagnostics": table(
+            ["method", "moved", "kinetic temperature / law", "R-hat", "acceptance", "verdict, first seed"],
+            _accounts(found),
+        ),
         "chosen": table(
             ["method", "chosen", "its validation NLL", "the worst of the grid", "points", "diverged"], chosen
         ),
@@ -516,15 +519,23 @@ def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[
 
 
 def _accounts(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """What runs say of themselves, of those whose diagnostics were kept; R-hat is the worse of sum and single terms."""
+    """What runs say of themselves, where their diagnostics were kept; R-hat is the worse of sum and single terms."""
     rows = []
     for row, cells in found.items():
         said = [cell["diagnostics"] for cell in cells if "diagnostics" in cell]
-        if len(said) == len(cells):
-            rhats = [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one]
-            acceptances = [one["acceptance"] for one in said if "acceptance" in one]
-            complaints = "; ".join(part.split(":")[0] for part in said[0]["verdict"].split("; "))
-            rows.append([row, *(spread(v, 2) if v else "-" for v in (rhats, acceptances)), complaints])
+        if len(said) < len(cells):
+            continue
+        measured = {
+            "distance": [one["distance"] for one in said if "distance" in one],
+            "kinetic": [
+                o["kinetic_temperature"] / o["kinetic_temperature_law"] for o in said if "kinetic_temperature" in o
+            ],
+            "rhat": [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one],
+            "acceptance": [one["acceptance"] for one in said if "acceptance" in one],
+        }
+        complaints = [part.split(":")[0] for part in said[0]["verdict"].split("; ")]
+        told = "; ".join(part for part in complaints if part != "convergence not measured") or "-"
+        rows.append([row, *(spread(values, 2) if values else "-" for values in measured.values()), told])
     return rows
 
 
