@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RECORDS = ("cpu", "cpu2", "cuda")
-"""Names of kept runs; cpu2: some groups on another processor (``--only ... --output benchmarks/results/cpu2.json``)."""
+"""Names of kept runs; cpu2: on another processor, by an earlier version."""
 
 _HEAD = """\
 | work | measured | 90 % interval | wanted | counted bound | others |
