@@ -174,7 +174,7 @@ def test_the_ablation_measures_momenta_at_the_ends_of_cycles(settings: dict) -> 
 @pytest.fixture(scope="module")
 def mlp() -> dict:
     sizes = {"depths": 1, "num_datasets": 1, "num_test": 50, "temperatures": (0.1, 1.0), "num_chains": 2}
-    runs = {"hmc_burn_in": 10, "hmc_updates": 20, "num_leapfrog": 3, "cycles": 6, "burn_in_cycles": 2}
+    runs = {"hmc_burn_in": 10, "hmc_updates": 20, "hmc_thin": 4, "num_leapfrog": 3, "cycles": 6, "burn_in_cycles": 2}
     args = cold_posteriors_mlp.Arguments(**sizes, **runs, cycle_length=10)
     with pytest.warns(UserWarning, match=r"depth 1, T = 1, data set 0: HMC is no gold standard here, .*ESS \d+ where"):
         return cold_posteriors_mlp.experiment(args)
