@@ -197,7 +197,7 @@ def test_moments_of_a_logistic_regression_are_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_moments_of_the_banana_are_exact_in_a_long_run() -> None:
-    """From its law: a-GPS leaves burn-in's chains in tails, where 5000 moves more still show, by 0.02 of their size."""
+    """From its law: a-GPS leaves burn-in's chains in tails, and thousands of moves do not bring all of them back."""
     exact = banana_case()[2][:12_000]
     centre = numbers(0.0, 0.9) + 0.4 * torch.randn(exact.shape, dtype=exact.dtype, generator=generator("reference"))
     reference = Parameters(centre, torch.ones_like(centre))

@@ -83,8 +83,27 @@ def test_forwards_are_given_back_and_those_of_others_kept() -> None:
 
 
 @needs_mkl
-def test_generated_tokens_of_members_go_in_blocks(blocked: list[int]) -> None:
+def test_generated_tokens_of_members_go_in_blocks(blocked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     bayesian = attach(models.with_lora(models.tiny_llama(hidden_size=32, intermediate_size=64)))
     bayesian.theta.data = bayesian.theta.detach().expand(4, -1).clone()
-    bayesian.eval().generate(torch.tensor([[3, 4, 5, 6]]), max_new_tokens=3, do_sample=False)
+    bayesian.eval()
+    prompt = torch.tensor([[3, 4, 5, 6, 7]])  # LoRA's own products have 5 rows for each member, later 1
+    bayesian.generate(prompt, max_new_tokens=3, do_sample=False)
     assert 4 in blocked
+    blocked.clear()
+    monkeypatch.setattr(few_rows, "MAX_ROWS", 0)  # the broken twin
+    bayesian.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert 4 not in blocked
+
+
+class Other(Tensor):
+    """A kind of tensor with products of its own, as quantised ones are."""
+
+
+@needs_mkl
+def test_weights_of_another_kind_keep_their_own_products(blocked: list[int]) -> None:
+    layer = lent(nn.Linear(32, 64, bias=False))
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Other))
+    with torch.no_grad():
+        layer(torch.randn(8, 32))
+    assert blocked == []
