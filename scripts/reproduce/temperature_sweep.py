@@ -94,7 +94,7 @@ class Arguments:
     methods: list[str] = field(default_factory=lambda: list(METHODS))
     temperatures: list[float] = field(default_factory=lambda: [1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0])
     phase_temperatures: list[float] = field(default_factory=lambda: [1.0])
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     batch_size: int = field(default=32)
     prior_std: float = field(default=1.0)
     learning_rate: float = field(default=0.1, metadata={"help": "Of SGHMC and SGD."})
@@ -395,7 +395,8 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """A panel for each metric, a line for each method over T; the points as horizontal lines."""
+    """A panel for each metric, a line for each method over T, its band a standard deviation over seeds; points as
+    horizontal lines."""
     lines = lines_of(record)
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     labels = {"accuracy": "accuracy (higher is better)", "nll": "NLL (nats)", "brier": "Brier score", "ece": "ECE"}
@@ -403,9 +404,11 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     for axis, metric in zip(axes.flat, METRICS, strict=True):
         for index, line in enumerate(swept):
             heats = sorted(heat for heat in lines[line] if heat is not None)
-            values = [np.mean(lines[line][heat][metric]) for heat in heats]
+            values = np.array([lines[line][heat][metric] for heat in heats])
+            mean, std = values.mean(1), values.std(1, ddof=min(1, values.shape[1] - 1))
             dashes = "--" if line.endswith("linearised") else "-"
-            axis.plot(heats, values, f"o{dashes}", color=f"C{index}", ms=4, label=line.replace("_", " "))
+            axis.plot(heats, mean, f"o{dashes}", color=f"C{index}", ms=4, label=line.replace("_", " "))
+            axis.fill_between(heats, mean - std, mean + std, color=f"C{index}", alpha=0.15, lw=0)
         for line, dashes in zip(POINTS, (":", "-."), strict=True):
             if line in lines:
                 axis.axhline(np.mean(lines[line][None][metric]), color="0.3", lw=1.2, ls=dashes, label=line.upper())
