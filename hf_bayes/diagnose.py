@@ -22,6 +22,7 @@ from rich.text import Text
 from hf_bayes import hub
 from hf_bayes.artifact import TRACE
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
+from hf_bayes.diagnostics import MAX_CAPPED
 from hf_bayes.posterior_config import CONFIG
 from hf_bayes.storage import POSTERIOR, read_directory
 
@@ -31,10 +32,13 @@ ROWS = (
     ("unmoved", "weights that rounding held at the first update", "below 0.01"),
     ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
     ("kinetic_share", "tensors within their 99 % interval, or 10 %", "above 0.99"),
+    ("kinetic_inside", "tensors within it, update by update", "0.99"),
     ("configurational_temperature", "configurational temperature", "temperature"),
     ("noise_ratio", "injected over minibatch noise, variances", "above 1"),
     ("acceptance", "acceptance", ""),
+    ("penalty", "noise penalty of a move", ""),
     ("beyond_series", "moves with too much noise to correct", "below 0.01"),
+    ("capped", "coordinates at the cap of their proposal", f"below {MAX_CAPPED}"),
     ("divergences", "divergent moves", "0"),
 )
 """Field, what it is, and what it should be: a text, or the field that says it."""
@@ -79,7 +83,11 @@ def table(config: Mapping[str, Any]) -> Table:
         if values is not None:
             expected = _number(found[expected]) if expected in found else expected
             result.add_row(words, expected, *map(_number, values[:shown]))
-    over = f"{found.get('num_values')} {found.get('values')}"
+    rule = found.get("configurational_temperature") is not None and found.get("acceptance") is None
+    if rule and found.get("noise_ratio") is None:
+        result.add_row("injected over minibatch noise, variances", "above 1", *["not measured"] * shown)
+    over = f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms"
+    over += ", between halves" * (chains == 1)
     for name, words, limit in (
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
         ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),
@@ -218,6 +226,9 @@ _PANELS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable], ...] = (
         _of_logs("noise_ratio", "injected over minibatch noise (variances)", lambda found: 1.0),
     ),
     (_logged("acceptance"), _of_logs("acceptance", "acceptance probability", lambda found: None)),
+    (_logged("penalty"), _of_logs("penalty", "noise penalty of a move", lambda found: None, "log acceptance")),
+    (_logged("capped"), _of_logs("capped", "share of coordinates at their cap", lambda found: None)),
+    (_logged("divergent"), _of_logs("divergent", "divergent moves", lambda found: None, "share")),
     (
         _logged("distance_moved"),
         _of_logs("distance_moved", "distance from the start", lambda found: None, "prior standard deviations"),

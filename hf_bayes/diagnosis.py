@@ -1,8 +1,9 @@
 """What a run says of itself at its end: diagnostics of every chain, a verdict, and a small trace for plots.
 
-The probe is about ``PROBE_TERMS`` likelihood terms of the training data. Of every chain, after every ``probe_steps``
-updates and at its draws, the log-probabilities of its labels are kept: functions that no symmetry of a LoRA blurs, and
-nothing of the vocabulary's size.
+The probe is about ``PROBE_TERMS`` likelihood terms of the training data; of rows with one label it is fewer where their
+forwards would cost more than a fiftieth of the run's, and never below ``LEAST_ROWS`` rows. Of every chain, after every
+``probe_steps`` updates and at its draws, the log-probabilities of its labels are kept: functions that no symmetry of a
+LoRA blurs, and nothing of the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's method
 else:
     _Trainer = object
 
-PROBE_TERMS = 256
+PROBE_TERMS, LEAST_ROWS = 256, 16
 
 MAX_POINTS = 200
 """Of each curve in the trace: as many as a plot shows, and a small file."""
@@ -54,7 +55,8 @@ class DiagnosisMixin(_Trainer):
     _first_rows: Callable[[], dict[str, Any]]
     _member_log_lik: Tensor | None
     _posterior: Posterior | None
-    _probe_inputs: dict[str, Any] | None = None
+    _probe_inputs: list[dict[str, Any]] | None = None
+    _draw_probe_inputs: list[dict[str, Any]] | None = None
 
     @property
     def _has_noise(self) -> bool:
@@ -64,20 +66,29 @@ class DiagnosisMixin(_Trainer):
 
     # -- the probe -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _probe(self, theta: Tensor) -> Tensor:
-        """[M, q]: log-probabilities of the probe's labels under theta [M, d]; of private rows their mean by process."""
+        """[M, q]: what a look while training finds under theta [M, d]."""
         if self._probe_inputs is None:
-            with torch.random.fork_rng(devices=[]):  # a collator may be random
-                self._probe_inputs = self._choose_probe()
+            self._probe_inputs = self._choose_probe(self.args.probe_steps or BayesianTrainingArguments.probe_steps)
+        return self._log_liks(theta, self._probe_inputs)
+
+    def _probe_of_draw(self, theta: Tensor) -> Tensor:
+        """[M, q]: the same of a draw, of which there are few."""
+        if self._draw_probe_inputs is None:
+            self._draw_probe_inputs = self._choose_probe(self._num_steps() // self.method.draws_per_chain)
+        return self._log_liks(theta, self._draw_probe_inputs)
+
+    @torch.no_grad()
+    def _log_liks(self, theta: Tensor, batches: list[dict[str, Any]]) -> Tensor:
+        """[M, q]: log-probabilities of labels under theta [M, d]; of private rows their mean by process."""
         model = self.bayesian
         model.show(theta.to(self.args.device))
         try:
             with self.accelerator.autocast():
-                found = model.evaluate_batch(self._probe_inputs)[0]["member_log_lik"]
+                parts = [model.evaluate_batch(batch)[0]["member_log_lik"] for batch in batches]
         finally:
             model.show(None)
-        found = found[:PROBE_TERMS].T.double()
+        found = torch.cat(parts)[:PROBE_TERMS].T.double()
         if self.strata is None:
             return found.cpu()
         # of rows that stay where they are all hear a mean, one number a process
@@ -85,22 +96,23 @@ class DiagnosisMixin(_Trainer):
         means[:, self.strata.rank] = found.mean(1)
         return self.mesh.sum_over_data(means).cpu()
 
-    def _choose_probe(self) -> dict[str, Any]:
-        """First rows of the training data, until they hold ``PROBE_TERMS`` terms.
+    def _choose_probe(self, interval: int) -> list[dict[str, Any]]:
+        """First rows of the training data, until they hold ``PROBE_TERMS`` terms, in batches as training has them.
 
-        Rows of few terms end sooner, so that a look every ``probe_steps`` updates costs a fiftieth of their forwards.
+        Rows of few terms end sooner, so that a look every ``interval`` updates costs a fiftieth of their forwards.
         """
         dataset, collate = self._training_data()
-        if is_stream(dataset):
-            return self._first_rows()
-        interval = self.args.probe_steps or BayesianTrainingArguments.probe_steps
-        most = max(1, interval * self.get_total_train_batch_size(self.args) // 50)
+        most = max(LEAST_ROWS, interval * self.get_total_train_batch_size(self.args) // 50)
         rows: list[Any] = []
         terms = 0
-        while terms < PROBE_TERMS and len(rows) < min(most, len(dataset)):
-            rows.append(dataset[len(rows)])
-            terms += int(self.bayesian.terms_per_row(collate(rows[-1:])))
-        return self._prepare_inputs(collate(rows))
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            if is_stream(dataset):
+                return [self._first_rows()]
+            while terms < PROBE_TERMS and len(rows) < min(most, len(dataset)):
+                rows.append(dataset[len(rows)])
+                terms += int(self.bayesian.terms_per_row(collate(rows[-1:])))
+            size = self.args.per_device_eval_batch_size
+            return [self._prepare_inputs(collate(rows[i : i + size])) for i in range(0, len(rows), size)]
 
     def _last_probe(self) -> dict[str, Tensor]:
         """[M]: mean log-probability of a term at the last look."""
@@ -116,7 +128,7 @@ class DiagnosisMixin(_Trainer):
         if self.method.temperature == 0:
             return None
         if draws.shape[1] >= 4:
-            rows = torch.stack([self._probe(theta) for theta in draws.unbind(1)], 1)
+            rows = torch.stack([self._probe_of_draw(theta) for theta in draws.unbind(1)], 1)
             return self._gather(rows), "draws"
         sampled = isinstance(approximation, Draws) and self.method.schedule is None
         chains, args = self._chains_optimizer, self.args
@@ -162,10 +174,10 @@ class DiagnosisMixin(_Trainer):
         laws = means.get("kinetic_temperature_law")
         moves = max(1, chains.num_updates - chains.burn_in)
         watched = self._watched(draws, approximation)
-        convergence, of_terms = ({}, {}) if watched is None or len(watched[0]) < 2 else _convergence(*watched)
+        convergence, of_terms = ({}, {}) if watched is None else _convergence(*watched)
         same = (
-            "kinetic_temperature", "kinetic_share", "configurational_temperature", "distance_in_noise", "unmoved",
-            "acceptance", "beyond_series", "noise_ratio",
+            "kinetic_temperature", "kinetic_share", "kinetic_inside", "configurational_temperature",
+            "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped", "noise_ratio",
         )  # fmt: skip
         diagnostics = Diagnostics(
             dim=self.bayesian.layout.dim,
@@ -179,13 +191,10 @@ class DiagnosisMixin(_Trainer):
             **{name: means.get(name) for name in same},
             **convergence,
         )
-        summary = diagnostics.summary()
-        verdict = summary["verdict"]
-        unknown = verdict.startswith("convergence not")  # nothing else is wrong, and too few draws to say more
         trace = {"burn_in": chains.burn_in, "logs": self._logs(), "probe": self._probes(), "terms": of_terms}
         if tensors is not None:
             trace["kinetic_of_tensors"] = self._tensors_of_all(tensors)
-        return {**summary, "converged": None if unknown else verdict == "converged"}, trace
+        return diagnostics.summary(), trace
 
     def _kinetic_of_tensors(self) -> Tensor | None:
         """[M, S] mean kinetic temperature of each tensor over that of its law, after burn-in.
@@ -205,7 +214,8 @@ class DiagnosisMixin(_Trainer):
             return {}
         law = torch.ones_like(relative[:, 0])
         share = share_within_interval(relative, self.bayesian.layout.sizes, law, tolerance=KINETIC_TOLERANCE)
-        return {"kinetic_share": share, "hottest_tensor": relative.amax(1)}
+        inside, count = self._chains_optimizer.totals["kinetic_inside"].unbind(1)
+        return {"kinetic_share": share, "hottest_tensor": relative.amax(1), "kinetic_inside": inside / count}
 
     def _tensors_of_all(self, relative: Tensor) -> dict[str, Any]:
         layout = self.bayesian.layout
@@ -246,19 +256,30 @@ class DiagnosisMixin(_Trainer):
 
 
 def _convergence(values: Tensor, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of ``Diagnostics``, and R-hat and ESS of every term for the trace; values [K, S, q]."""
+    """Fields of ``Diagnostics``, and R-hat and ESS of every term for the trace; values [K, S, q].
+
+    Of one chain R-hat compares the halves, as if they were chains: whether it has settled, not whether others agree.
+    """
     total = values.sum(2, keepdim=True)
-    of_terms = {"rhat": rhat(values), "ess": ess(values)}
+    of_terms = {"rhat": rhat(_halves(values)), "ess": ess(values)}
     known = {name: found[~found.isnan()] for name, found in of_terms.items()}
     fields = {
-        "rhat": float(rhat(total)),
+        "rhat": float(rhat(_halves(total))),
         "ess": float(ess(total)),
         "rhat_terms": _quantile(known["rhat"], 0.95),
         "ess_terms": _quantile(known["ess"], 0.05),
         "num_values": values.shape[1],
         "values": what,
+        "num_terms": values.shape[2],
     }
     return fields, {name: _rounded(found.tolist()) for name, found in of_terms.items()}
+
+
+def _halves(values: Tensor) -> Tensor:
+    """[2, S // 2, q] of a single chain [1, S, q], the later draws of an odd number; of several, themselves."""
+    if len(values) > 1:
+        return values
+    return values[0, len(values[0]) % 2 :].unflatten(0, (2, -1))
 
 
 def _quantile(values: Tensor, probability: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN, rhat_by_chance
+
+UNKNOWN = "convergence not"
+"""How complaints begin that say only that too little is known."""
 
 MIN_DISTANCE = 1e-4
 """Prior standard deviations (RMS over coordinates) below which a chain counts as not moved. Even where a million tokens
@@ -37,11 +41,15 @@ MAX_BEYOND = 0.01
 """Share of minibatch Metropolis moves whose noise may be too large for its correction: what the posterior's width then
 misses is below what few draws tell."""
 
+MAX_CAPPED = 0.05
+"""Share of an adaptive proposal's coordinates at its cap, past which the cap and not the data is the draws' width."""
+
 MIN_NOISE_RATIO = 1.0
 """Injected variance over that of the minibatch gradient. Below it a chain is more than twice as hot as it says, unless
 the sampler subtracts the gradient's."""
 
 
+@functools.cache
 def kinetic_temperature_interval(dim: int, temperature_law: float, *, confidence: float = 0.99) -> tuple[float, float]:
     """Where the kinetic temperature m^T M^-1 m / d of one state lies with probability c (cold_posteriors eqs 40-42).
 
@@ -108,21 +116,27 @@ class Diagnostics:
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain, tensor by tensor, of means after burn-in and with
             ``KINETIC_TOLERANCE``; at least 99 % where all is well.
-        num_tensors: tensors that it is a share of; at least 1.
+        kinetic_inside: the share of tensors inside their 99 % interval, update by update and without tolerance: the
+            paper's E[T_K in R_99] (cold_posteriors app. I.1), over all updates after burn-in.
+        num_tensors: tensors that both are a share of; at least 1.
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, what it is in expectation.
         distance_in_noise: the distance over that which Langevin noise alone would have gone at these learning rates.
         unmoved: share of each chain's numbers that the first noisy update left as they were, by rounding.
         acceptance: mean acceptance probability of each chain after burn-in.
+        penalty: mean noise penalty of each chain's minibatch Metropolis moves, in units of the log acceptance.
         beyond_series: share of each chain's minibatch Metropolis moves whose noise was too large to be corrected.
+        capped: share of each chain's coordinates at the cap of an adaptive proposal's standard deviation.
         divergences: divergent trajectories (or non-finite proposals) of each chain after burn-in.
         num_moves: accept-reject moves of a chain after burn-in.
-        rhat: of the probe's log-likelihood; NaN if it could not be computed.
+        rhat: of the probe's log-likelihood, between chains, of a single one between its halves; NaN if it could not be
+            computed.
         ess: of the same, of all chains together.
         rhat_terms: of the log-probabilities of the probe's labels, one by one: the 95 % quantile over them.
         ess_terms: of the same: the 5 % quantile.
         num_values: values of each chain that these four are of.
         values: what they are: "draws", or "looks while training", after burn-in.
+        num_terms: likelihood terms of the probe that they are of.
         noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain.
         ramped: whether the temperature rose from 0 in each cycle.
     """
@@ -132,13 +146,16 @@ class Diagnostics:
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
     kinetic_share: Sequence[float] | None = None
+    kinetic_inside: Sequence[float] | None = None
     num_tensors: int = 1
     configurational_temperature: Sequence[float] | None = None
     temperature: float | None = None
     distance_in_noise: Sequence[float] | None = None
     unmoved: Sequence[float] | None = None
     acceptance: Sequence[float] | None = None
+    penalty: Sequence[float] | None = None
     beyond_series: Sequence[float] | None = None
+    capped: Sequence[float] | None = None
     divergences: Sequence[int] | None = None
     num_moves: int | None = None
     rhat: float | None = None
@@ -147,6 +164,7 @@ class Diagnostics:
     ess_terms: float | None = None
     num_values: int | None = None
     values: str | None = None
+    num_terms: int | None = None
     noise_ratio: Sequence[float] | None = None
     ramped: bool = False
 
@@ -170,6 +188,7 @@ class Diagnostics:
             self._rounded,
             self._accepted,
             self._corrected,
+            self._free,
             self._divergent,
             self._tempered,
             self._tempered_everywhere,
@@ -180,11 +199,16 @@ class Diagnostics:
         )
         return "; ".join(complaint for check in checks if (complaint := check())) or "converged"
 
+    @property
+    def converged(self) -> bool | None:
+        """None where nothing is wrong but too little is known to say more."""
+        complaints = self.verdict.split("; ")
+        return None if all(text.startswith(UNKNOWN) for text in complaints) else complaints == ["converged"]
+
     def summary(self) -> dict[str, Any]:
         """JSON-ready: the fields, the number of chains and the verdict; numbers that are not finite are null."""
-        return {**{name: _json(value) for name, value in asdict(self).items()}, "num_chains": self.num_chains} | {
-            "verdict": self.verdict
-        }
+        fields = {name: _json(value) for name, value in asdict(self).items()}
+        return {**fields, "num_chains": self.num_chains, "verdict": self.verdict, "converged": self.converged}
 
     def _finite(self) -> str | None:
         lost = [chain for chain, distance in enumerate(self.distance) if not math.isfinite(distance)]
@@ -213,6 +237,15 @@ class Diagnostics:
         return (
             f"in {share:.0%} of the moves the minibatch noise was too large to be corrected, so that the draws are too "
             "wide: larger or more batches, or a smaller step size"
+        )
+
+    def _free(self) -> str | None:
+        share = max(self.capped or [0.0])
+        if share <= MAX_CAPPED:
+            return None
+        return (
+            f"{share:.0%} of the coordinates are at the cap of the proposal's standard deviation, which is then the "
+            "width of the draws: choose the cap by held-out likelihood, or raise it"
         )
 
     def _quiet(self) -> str | None:
@@ -300,20 +333,30 @@ class Diagnostics:
         if self.rhat is None:
             return "convergence not measured: no R-hat"
         if math.isnan(self.rhat):
-            return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"
+            return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary, or 1 of 8"
         worst = max(self.rhat, self.rhat_terms or 0.0)
         if worst <= MAX_RHAT:
-            return None
+            return self._alone(worst)
         if math.isinf(worst):  # what moves them is told by those who saw them stand
-            return f"R-hat inf over {self.num_chains} chains: each stands still in a place of its own"
+            return f"R-hat inf over {_count(self.num_chains)}: each stands still in a place of its own"
         where = "" if worst == self.rhat else " of single terms"
-        if self.num_values is not None and worst <= rhat_by_chance(self.num_chains, self.num_values):
+        groups = (self.num_chains, 1) if self.num_chains > 1 else (2, 2)  # a single chain's halves are compared
+        if self.num_values is not None and worst <= rhat_by_chance(groups[0], self.num_values // groups[1]):
             return (
                 f"convergence not known: R-hat {worst:.2f}{where} is within chance for {self.num_values} values of "
-                f"each of {self.num_chains} chains: more draws, or a smaller probe_steps"
+                f"each of {_count(self.num_chains)}: more draws, or a smaller probe_steps"
             )
         cure = ": longer burn-in" if self._moved() is None else ""  # which would move nobody
-        return f"R-hat {worst:.2f}{where} over {self.num_chains} chains{cure}"
+        over = f"over {self.num_chains} chains" if self.num_chains > 1 else "between the halves of the chain"
+        return f"R-hat {worst:.2f}{where} {over}{cure}"
+
+    def _alone(self, rhat: float) -> str | None:
+        if self.num_chains > 1:
+            return None
+        return (
+            f"convergence not known: the chain's halves agree (R-hat {rhat:.2f}), but one chain cannot tell of places "
+            "where it has not been: at least 2 chains"
+        )
 
     def _enough(self) -> str | None:
         needed = MIN_ESS_PER_CHAIN * self.num_chains
@@ -323,7 +366,11 @@ class Diagnostics:
         count = self.num_chains * (self.num_values or 0)
         if count < needed and found >= count / 2 > 0:
             return f"convergence not known: {count} values cannot have an ESS of {needed:.0f}: more draws"
-        return f"ESS {found:.0f}, {needed:.0f} needed for {self.num_chains} chains: more draws, or further apart"
+        return f"ESS {found:.0f}, {needed:.0f} needed for {_count(self.num_chains)}: more draws, or further apart"
+
+
+def _count(chains: int) -> str:
+    return "1 chain" if chains == 1 else f"{chains} chains"
 
 
 def _chains(chains: list[int], num_chains: int | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.diagnostics import share_within_interval
 from hf_bayes.model import BayesianModel
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.subspace import per_tensor_mean
@@ -57,7 +58,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         """name -> [M], of those of a rule's updates after its warm start that move theta: ``rates``, the sum of their
         learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were. Of those
         after burn-in: ``kinetic_of_tensors`` [M, S] and ``kinetic_law``, the sums of each tensor's kinetic temperature
-        and of what it is in expectation."""
+        and of what it is in expectation; ``kinetic_inside`` [M, 2], the sum of the share of tensors that are inside
+        their interval, and how many updates it is of."""
         self.origin = model.theta.detach().clone()
         """[M, d]: where the method itself began, after its warm start. What AdamW moved is no sampler's distance."""
         self.probe, self.probe_steps = probe, probe_steps
@@ -225,6 +227,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         kinetic = torch.stack([part.norm(dim=1).double().square() / part.shape[1] for part in parts], 1)
         self._add("kinetic_of_tensors", kinetic)
         self._add("kinetic_law", law.double())
+        if bool((law > 0).all()):
+            inside = share_within_interval(kinetic, self.model.layout.sizes, law.double())
+            self._add("kinetic_inside", torch.stack([inside, torch.ones_like(inside)], 1))
 
     @torch.no_grad()
     def move(self, evaluate: Evaluate) -> Tensor:

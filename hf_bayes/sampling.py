@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
+from hf_bayes.convergence import MAX_RHAT, rhat, rhat_by_chance
 from hf_bayes.energy import FlatPrior
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.rng import chain_generators, generator, randn
@@ -24,6 +25,9 @@ Energy = Callable[[Tensor, Any], Tensor]
 """(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+MAX_LOOKED_AT = 32
+"""Coordinates whose R-hat is looked at."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def sample(
         thin: updates per draw.
         seed: of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
-    Chains of an accept-reject kernel that accept nothing after burn-in are warned of.
+    Chains of an accept-reject kernel that accept nothing after burn-in are warned of, and chains of an exact kernel
+    that disagree: others are judged by it.
 
     Raises:
         ValueError: for arguments that cannot be run, before the first update.
@@ -119,6 +124,8 @@ def sample(
         approximation = run.method.finish(run.state, draws)
     info = _stack(infos, len(start))
     _warn_of_refusals(method.name, info, burned)
+    if method.full_batch:
+        _warn_of_disagreement(method.name, draws)
     return SampleResult(draws, approximation, info, run.state)
 
 
@@ -135,6 +142,25 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
             f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
             "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or starts "
             "of higher probability",
+            stacklevel=3,
+        )
+
+
+def _warn_of_disagreement(name: str, draws: Tensor) -> None:
+    """Say that chains [M, S, d] of a method that others are judged by are not of one law, by R-hat of coordinates."""
+    num_chains, num_draws, dim = draws.shape
+    if num_chains < 2 or num_draws < 4:
+        return
+    looked_at = torch.arange(0, dim, -(-dim // MAX_LOOKED_AT))
+    ratios = rhat(draws[..., looked_at]).nan_to_num(0.0, posinf=math.inf)  # what never changes says nothing
+    worst = int(ratios.argmax())
+    by_chance = rhat_by_chance(num_chains, num_draws, probability=1 - 1e-3 / len(looked_at))
+    if float(ratios[worst]) > max(MAX_RHAT, by_chance):
+        warnings.warn(
+            f"{name}: R-hat {float(ratios[worst]):.3g} of coordinate {int(looked_at[worst])} over {num_chains} chains "
+            f"of {num_draws} draws, {MAX_RHAT:g} is allowed: the chains are not of one law yet and can judge nobody. "
+            "Give them a longer burn-in and more draws (one law in several modes: compare functions that do not tell "
+            "modes apart, by hf_bayes.convergence.unconverged)",
             stacklevel=3,
         )
 

@@ -362,7 +362,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
         self._kernel_batches, self._posterior, self._evaluated, self._losses = [], None, None, None
-        self._risk = self._probe_inputs = None
+        self._risk = self._probe_inputs = self._draw_probe_inputs = None
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
@@ -397,6 +397,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         draws = torch.stack(chains.draws, 1)
         approximation, report = self._approximate(draws)
         summary, trace = self._diagnose(draws, approximation)
+        tell = self._warn if summary["converged"] is False and self.method.temperature > 0 else self._say
+        tell("%s: %s", self.method.name, summary["verdict"])
         self._posterior = self._to_posterior(approximation, {**summary, **report}, trace)
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:
             self._warn(

@@ -14,11 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes import EnsembleConfig, HMCConfig, MAPConfig, MCDropoutConfig, PenaltyConfig, SGHMCConfig, SnapshotConfig
+from hf_bayes import (
+    AGPSConfig,
+    EnsembleConfig,
+    HMCConfig,
+    MAPConfig,
+    MCDropoutConfig,
+    PenaltyConfig,
+    SGHMCConfig,
+    SnapshotConfig,
+)
 from hf_bayes.artifact import Posterior
 from hf_bayes.convergence import ess, rhat
 from hf_bayes.diagnose import main, plot
 from hf_bayes.diagnosis import _thinned
+from hf_bayes.diagnostics import share_within_interval
 from tests import runs
 from tests.models import tiny_bert, tiny_llama, with_lora
 from tests.runs import token_rows
@@ -53,17 +63,18 @@ def direct(rows: list[dict[str, Any]], theta: Tensor) -> Tensor:
 
 
 def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> None:
-    trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100)
+    trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=900, train=token_rows(40))
     theta = trainer.optimizer_of_chains.state_of_chains.theta
     found = trainer._probe(theta)
-    # 100 updates of 2 rows allow for 4 rows of 7 terms
-    torch.testing.assert_close(found, direct(token_rows()[:4], theta), rtol=1e-4, atol=1e-4)
+    assert [len(batch["input_ids"]) for batch in trainer._probe_inputs] == [3] * 12  # those of evaluation
+    # 900 updates of 2 rows allow for 36 rows of 7 terms
+    torch.testing.assert_close(found, direct(token_rows(40)[:36], theta), rtol=1e-4, atol=1e-4)
 
 
 def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100, train=token_rows(10, length=100))
     assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).shape == (3, 256)
-    assert len(trainer._probe_inputs["input_ids"]) == 3  # of 99 terms
+    assert sum(len(batch["input_ids"]) for batch in trainer._probe_inputs) == 3  # of 99 terms
 
 
 def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
@@ -80,12 +91,12 @@ def test_rhat_and_ess_are_those_of_the_looks_after_burn_in(tmp_path: Path) -> No
     trainer = run(tmp_path)
     found = trainer.posterior.config.diagnostics
     looks = torch.stack(trainer.optimizer_of_chains.probes[6:], 1)  # burn-in: 12 of 24 updates
-    assert looks.shape == (3, 6, 7)  # one row: the least that a look at every second update costs
+    assert looks.shape == (3, 6, 70)  # ten rows: all there are, and fewer than the least
     total = looks.sum(2, keepdim=True)
     assert found["rhat"] == pytest.approx(float(rhat(total)))
     assert found["ess"] == pytest.approx(float(ess(total)))
-    assert found["rhat_terms"] == pytest.approx(float(rhat(looks).sort().values[-1]))  # 95 % of seven
-    assert (found["num_values"], found["values"]) == (6, "looks while training")
+    assert found["rhat_terms"] == pytest.approx(float(rhat(looks).sort().values[66]))  # 95 % of 70
+    assert (found["num_values"], found["values"], found["num_terms"]) == (6, "looks while training", 70)
 
 
 def test_enough_draws_come_before_looks_and_optimisers_are_not_compared(tmp_path: Path) -> None:
@@ -144,6 +155,7 @@ def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) 
     config = PenaltyConfig(num_chains=2, draws_per_chain=3, step_size=1e-4, target_acceptance=None)
     found = run(tmp_path, config, gradient_accumulation_steps=4, max_steps=12).posterior.config.diagnostics
     assert all(0 <= share <= 1 for share in found["beyond_series"])
+    assert all(penalty > 0 for penalty in found["penalty"])
 
 
 def test_a_resumed_run_has_the_looks_of_the_whole_one(tmp_path: Path) -> None:
@@ -272,6 +284,50 @@ def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) ->
 
 
 def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(8)}
-    trainer = run(tmp_path, ONE_DRAW, probe_steps=100, max_steps=1, **fields)
-    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).shape == (3, 4)
+    """A fiftieth of the rows since the last look, 16 at least and 256 at most."""
+    fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(300)}
+    trainer = run(tmp_path, ONE_DRAW, probe_steps=700, max_steps=1, **fields)
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    assert trainer._probe(theta).shape == (3, 28)
+    assert trainer._probe_of_draw(theta).shape == (3, 16)  # of a run of one update
+    for interval, rows in ((5, 16), (5000, 200), (10_000, 256)):
+        found = trainer._choose_probe(interval)
+        assert sum(len(batch["input_ids"]) for batch in found) == rows
+
+
+def test_the_halves_of_a_single_chain_are_compared(tmp_path: Path) -> None:
+    trainer = run(tmp_path, dataclasses.replace(CONFIG, num_chains=1), max_steps=38)
+    found = trainer.posterior.config.diagnostics
+    looks = torch.stack(trainer.optimizer_of_chains.probes[9:], 1)  # burn-in: 19 of 38 updates
+    assert looks.shape == (1, 10, 70)
+    halves = looks.view(2, 5, 70).sum(2, keepdim=True)
+    assert found["rhat"] == pytest.approx(float(rhat(halves)))
+    assert found["ess"] == pytest.approx(float(ess(looks.sum(2, keepdim=True))))
+    assert "within chance for 10 values of each of 1 chain" in found["verdict"]
+
+
+def test_temperatures_are_compared_update_by_update_as_the_paper_does(tmp_path: Path) -> None:
+    trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0.0), max_steps=1)
+    state, layout = trainer.optimizer_of_chains.state_of_chains, trainer.bayesian.layout
+    kinetic = torch.stack([part.square().mean(1) for part in state.momentum.split(layout.sizes, 1)], 1)
+    law = trainer.optimizer_of_chains.info["kinetic_temperature_law"]
+    share = share_within_interval(kinetic, layout.sizes, law)
+    assert trainer.posterior.config.diagnostics["kinetic_inside"] == pytest.approx(share.tolist())
+    hot = run(tmp_path, ONE_DRAW, learning_rate=0.3, max_steps=20, num_data=1e5)  # heated by minibatches
+    assert max(hot.posterior.config.diagnostics["kinetic_inside"]) < 0.9
+
+
+@pytest.mark.parametrize(("method", "rate", "level"), [(CONFIG, 1e-10, "WARNING"), (MAPConfig(), 1e-2, "INFO")])
+def test_the_verdict_is_told_at_the_end_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: Any, rate: float, level: str
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_bayes.trainer"):
+        trainer = run(tmp_path, method, learning_rate=rate)
+    verdict = trainer.posterior.config.diagnostics["verdict"]
+    assert [r.levelname for r in caplog.records if r.getMessage() == f"{method.name}: {verdict}"] == [level]
+
+
+def test_an_adaptive_proposal_at_its_cap_is_told_of(tmp_path: Path) -> None:
+    found = run(tmp_path, AGPSConfig(num_chains=2, draws_per_chain=4), learning_rate=1e-3).posterior.config.diagnostics
+    assert min(found["capped"]) > 0.05
+    assert "are at the cap of the proposal's standard deviation" in found["verdict"]

@@ -61,7 +61,22 @@ GOOD = Diagnostics(
 
 def test_a_good_run_has_converged() -> None:
     assert GOOD.verdict == "converged"
-    assert Diagnostics(dim=3, distance=[0.1], rhat=1.0, ess=100.0).verdict == "converged"
+    assert GOOD.converged
+    assert Diagnostics(dim=3, distance=[0.1, 0.1], rhat=1.0, ess=100.0).verdict == "converged"
+
+
+def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
+    alone = Diagnostics(dim=3, distance=[0.1], rhat=1.0, ess=100.0, num_values=100)
+    assert alone.verdict.startswith("convergence not known: the chain's halves agree (R-hat 1.00), but one chain")
+    assert alone.converged is None
+    moving = dataclasses.replace(alone, rhat=1.4)
+    assert moving.verdict == "R-hat 1.40 between the halves of the chain: longer burn-in"
+    assert moving.converged is False
+    few = dataclasses.replace(alone, rhat=1.4, num_values=8)
+    assert few.verdict.startswith("convergence not known: R-hat 1.40 is within chance for 8 values of each of 1 chain")
+    short = dataclasses.replace(alone, ess=20.0)
+    assert short.verdict.endswith("ESS 20, 50 needed for 1 chain: more draws, or further apart")
+    assert short.converged is False
 
 
 @pytest.mark.parametrize(
@@ -74,6 +89,10 @@ def test_a_good_run_has_converged() -> None:
         ({"rhat": None}, "convergence not measured: no R-hat"),
         ({"rhat": math.nan}, "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"),
         ({"rhat": math.inf}, "R-hat inf over 4 chains"),
+        (
+            {"capped": [0.0, 0.4, 0.0, 0.0]},
+            "40% of the coordinates are at the cap of the proposal's standard deviation",
+        ),
         ({"ess": 20.0}, "ESS 20, 200 needed for 4 chains"),
         ({"kinetic_temperature": [1.0, 5.0, 1.1, 1.0]}, "kinetic temperature 5 where 1.05 is expected (1 of 4 chains)"),
         ({"kinetic_temperature": [0.2, 1.0, 1.1, 1.0]}, "kinetic temperature 0.2 where 1.05 is expected"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,23 @@ def test_chains_that_accept_nothing_are_warned_of(method: MethodConfig) -> None:
 
     with pytest.warns(UserWarning, match=rf"{method.name}: 1 of 2 chains \(the first is 0\) accept nothing after burn"):
         run(energy, method=method, learning_rate=1.0, burn_in=4)
+
+
+def _wells(theta: Tensor, batch: None) -> Tensor:
+    """Normals of unit variance at -9 and 9: no chain gets from one to the other."""
+    return -torch.logaddexp(*(-0.5 * (theta - mode).square().sum(1) for mode in (-9, 9)))
+
+
+def test_exact_chains_that_disagree_are_warned_of() -> None:
+    def draws_from(sides: list[float]) -> None:
+        starts = 9 * torch.tensor(sides)[:, None]
+        sample(_wells, starts, HMCConfig(), learning_rate=0.1, num_steps=300, burn_in=100)
+
+    with pytest.warns(UserWarning, match=r"hmc: R-hat \d.* of coordinate 0 over 4 chains .* can judge nobody"):
+        draws_from([1.0, 1.0, -1.0, -1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draws_from([1.0, 1.0, 1.0, 1.0])
 
 
 def test_variational_inference_ends_in_a_gaussian() -> None:

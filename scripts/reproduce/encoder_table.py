@@ -53,6 +53,7 @@ from hf_bayes import (
 from hf_bayes.config import MethodConfig
 from hf_bayes.metrics import ood_auroc, per_row_statistics, summarise
 from hf_bayes.schedules import Cyclical
+from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, index, rows_of, splits
 from scripts.reproduce.report import RESULTS, keep, spread, table
 
@@ -62,12 +63,6 @@ Choice = dict[str, Any]
 """A point of a method's grid."""
 
 DIVERGED = "diverged"
-
-DIAGNOSTICS = (
-    *("verdict", "rhat", "rhat_terms", "ess", "num_values", "acceptance", "beyond_series", "divergences", "distance"),
-    *("distance_in_noise", "kinetic_temperature", "kinetic_temperature_law", "noise_ratio"),
-)
-"""What is kept of a run's account of itself, as means over its chains."""
 
 
 class Scale(NamedTuple):
@@ -316,13 +311,6 @@ class Bench:
         return per_row_statistics(log_probs, torch.tensor([row["labels"] for row in self.data[part]]))
 
 
-def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
-    """``DIAGNOSTICS`` of a run, those that it has."""
-    found = {name: diagnostics.get(name) for name in DIAGNOSTICS}
-    means = {name: statistics.fmean(value) if isinstance(value, list) else value for name, value in found.items()}
-    return {name: value for name, value in means.items() if value is not None}
-
-
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
     """All of a grid."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -499,9 +487,12 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
         "quality": table(["method", "accuracy", "NLL", "ECE", "Brier", "OOD AUROC, TU", "OOD AUROC, EU"], quality),
         "entropies": table(["method", "TU, test", "TU, OOD", "EU, test", "EU, OOD", "TU - NLL, test"], entropies),
         "cost": table(["method", "members", "gradients", "training / MAP's", "inference / MAP's", "on"], cost),
-        "diagnostics": table(
-            ["method", "moved", "kinetic temperature / law", "R-hat", "acceptance", "verdict, first seed"],
-            _accounts(found),
+        "diagnostics": accounts_table(
+            {
+                row: [cell["diagnostics"] for cell in cells]
+                for row, cells in found.items()
+                if all("diagnostics" in cell for cell in cells)
+            }
         ),
         "chosen": table(
             ["method", "chosen", "its validation NLL", "the worst of the grid", "points", "diverged"], chosen
@@ -516,27 +507,6 @@ def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[
     runs = {(numbers["processor"], seed): numbers for _, seed, numbers in [*kept.get("before", []), *kept["cells"]]}
     found = [runs.get((cell["processor"], seed)) for seed, cell in enumerate(cells)]
     return [one for one in found if one is not None] if all(found) else []
-
-
-def _accounts(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """What runs say of themselves, where their diagnostics were kept; R-hat is the worse of sum and single terms."""
-    rows = []
-    for row, cells in found.items():
-        said = [cell["diagnostics"] for cell in cells if "diagnostics" in cell]
-        if len(said) < len(cells):
-            continue
-        measured = {
-            "distance": [one["distance"] for one in said if "distance" in one],
-            "kinetic": [
-                o["kinetic_temperature"] / o["kinetic_temperature_law"] for o in said if "kinetic_temperature" in o
-            ],
-            "rhat": [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one],
-            "acceptance": [one["acceptance"] for one in said if "acceptance" in one],
-        }
-        complaints = [part.split(":")[0] for part in said[0]["verdict"].split("; ")]
-        told = "; ".join(part for part in complaints if part != "convergence not measured") or "-"
-        rows.append([row, *(spread(values, 2) if values else "-" for values in measured.values()), told])
-    return rows
 
 
 def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:

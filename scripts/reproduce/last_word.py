@@ -30,6 +30,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.model import BayesianModel
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.report import keep, spread, table
 
 sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files find each other as scripts do
@@ -37,6 +38,9 @@ from quickstart_base import pretrain_base, train_tokenizer, windows
 from quickstart_corpora import corpora, package_docstrings
 
 NAME = "last_word"
+LOOKS = 20
+"""At each chain of a run, so that those of one draw have an R-hat, too."""
+
 OTHERS = ("rot13", "shuffled", "code")
 PACKAGES = ("numpy", "sklearn", "matplotlib")
 """Whose docstrings the base model reads beside the standard library's: they are installed with this one."""
@@ -187,8 +191,8 @@ def lines(settings: Settings) -> dict[str, tuple[dict[str, Any], int]]:
 
 def fine_tuned(
     method: MethodConfig, updates: int, rate: float, base: Path, rows: Any, settings: Settings, seed: int
-) -> BayesianModel:
-    """The posterior of the last attention layer, shown by the model."""
+) -> tuple[BayesianModel, dict[str, Any]]:
+    """The posterior of the last attention layer, shown by the model, and the run's account of itself."""
     set_seed(seed)
     with tempfile.TemporaryDirectory() as directory:
         trainer = BayesianTrainer(
@@ -197,14 +201,14 @@ def fine_tuned(
             args=BayesianTrainingArguments(
                 output_dir=directory, learning_rate=rate, max_steps=updates, seed=seed, map_updates=0,
                 per_device_train_batch_size=settings.batch_size, logging_strategy="no", save_strategy="no",
-                report_to="none", disable_tqdm=True, trunk_memory_gib=1.0,
+                report_to="none", disable_tqdm=True, trunk_memory_gib=1.0, probe_steps=max(1, updates // LOOKS),
             ),
             train_dataset=rows,
             data_collator=default_data_collator,
         )  # fmt: skip
         trainer.train()
         trainer.optimizer_of_chains.eval()
-    return trainer.bayesian
+    return trainer.bayesian, account(trainer.posterior.config.diagnostics)
 
 
 def prepare_base(directory: Path, texts: Mapping[str, list[str]], length: int) -> Path:
@@ -226,7 +230,7 @@ def search(fields: Mapping[str, Any], base: Path, rows: Mapping[str, Any], setti
     for rate in settings.rates:
         for prior_std in settings.prior_stds:
             method = configured(fields, prior_std)
-            model = fine_tuned(method, settings.updates, rate, base, rows["finetune"], settings, 0)
+            model, _ = fine_tuned(method, settings.updates, rate, base, rows["finetune"], settings, 0)
             found.append(Choice(rate, prior_std, window_nll(model, rows["validation"])))
             print(fields, found[-1], flush=True)
     return sorted(found, key=lambda choice: choice.nll)
@@ -282,12 +286,13 @@ def run(settings: Settings, base: Path) -> dict[str, Any]:
         for seed in range(settings.num_seeds):
             begin = time.perf_counter()
             method = configured(fields, best.prior_std)
-            model = fine_tuned(method, updates, best.rate, base, rows["finetune"], settings, seed)
+            model, said = fine_tuned(method, updates, best.rate, base, rows["finetune"], settings, seed)
             seconds = time.perf_counter() - begin
             found[name].append(
                 {
                     **measured(model, tokenizer, questions),
                     "validation": window_nll(model, rows["validation"]),
+                    "diagnostics": said,
                     "seconds": seconds,
                 }
             )
@@ -340,6 +345,9 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "table": table(columns, rows),
         "others": table(["", "shuffled: TU", "shuffled: EU", "code: TU", "code: EU"], others),
+        "diagnostics": accounts_table(
+            {name: [one["diagnostics"] for one in seeds] for name, seeds in found.items() if name != "base"}
+        ),
         "search": table(["", "learning rate", "prior_std", "NLL on validation windows"], searched),
     }
 

@@ -61,6 +61,7 @@ from hf_bayes.metrics import summarise
 from hf_bayes.model import BayesianModel
 from hf_bayes.schedules import Cyclical
 from scripts.reproduce import cnn_lstm, debian_text
+from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.report import keep, spread, table
 
 matplotlib.use("Agg")
@@ -211,12 +212,13 @@ def method_of(args: Arguments, name: str, temperature: float) -> MethodConfig:
     raise ValueError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
 
 
-def train(problem: Problem, method: MethodConfig, seed: int, directory: Path, model: PreTrainedModel) -> None:
-    """Run a method and save its posterior."""
+def train(problem: Problem, method: MethodConfig, seed: int, directory: Path, model: PreTrainedModel) -> dict[str, Any]:
+    """Run a method and save its posterior; what the run said of itself."""
     trainer = trainer_of(problem, method, seed, directory, model)
     trainer.train()
     trainer.save_model()
     trainer.bayesian.detach()
+    return account(trainer.posterior.config.diagnostics)
 
 
 def trainer_of(
@@ -266,19 +268,22 @@ def _batches(problem: Problem, rows: Dataset, size: int) -> Iterator[dict[str, A
         yield dict(problem.collate([rows[i] for i in range(start, min(start + size, len(rows)))]))
 
 
-def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) -> dict[str, dict[str, float]]:
-    """{label of a line: its metrics}."""
+def run_cell(
+    problem: Problem, name: str, temperature: float | None, seed: int
+) -> tuple[dict[str, dict[str, float]], dict[str, Any] | None]:
+    """{label of a line: its metrics}, and what the run said of itself, of a sampler."""
     root = Path(problem.args.output_dir)
     if name == "phases":
         assert temperature is not None
-        return _phases(problem, temperature, seed)
+        return _phases(problem, temperature, seed), None
     with tempfile.TemporaryDirectory() as scratch:
         of_map = root / f"{_settings_key(problem.args)}-map-{seed}"  # which Laplace approximations are around
         directory = of_map if name == "map" else Path(scratch)
         method = method_of(problem.args, name, temperature or 0.0)
         if not name.startswith("laplace"):
-            train(problem, method, seed, directory, problem.load())
-            return {name: score(problem, problem.load_posterior(directory, _members(problem, method)))}
+            said = train(problem, method, seed, directory, problem.load())
+            lines = {name: score(problem, problem.load_posterior(directory, _members(problem, method)))}
+            return lines, said if name.startswith("sghmc") else None
         around = problem.load_posterior(of_map)
         options = {"collate": problem.collate, "batch_size": 64, "tokenizer": problem.tokenizer, "seed": seed}
         fit_laplace(around, problem.train, method, **options).save_pretrained(directory)
@@ -287,7 +292,7 @@ def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) 
         lines = {name: score(problem, model)}
         if isinstance(model, BayesianClassifier):
             lines[f"{name}_linearised"] = score(problem, model.linearise())
-        return lines
+        return lines, None
 
 
 def _members(problem: Problem, method: MethodConfig) -> int | None:
@@ -330,8 +335,9 @@ def sweep(args: Arguments) -> dict[str, Any]:
             file = cells / f"{_settings_key(args)}-{name}-{temperature}-{seed}.json"
             if not file.exists():
                 start = time.perf_counter()
-                lines = run_cell(problem, name, temperature, seed)
+                lines, said = run_cell(problem, name, temperature, seed)
                 cell = {"method": name, "temperature": temperature, "seed": seed, "lines": lines}
+                cell |= {} if said is None else {"diagnostics": said}
                 file.write_text(json.dumps({**cell, "seconds": round(time.perf_counter() - start, 1)}))
             record.append(json.loads(file.read_text()))
     data = hashlib.sha256(json.dumps(problem.train[:], sort_keys=True).encode()).hexdigest()[:12]
@@ -385,11 +391,16 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
     seconds: dict[str, list[float]] = {}
     for cell in record["cells"]:
         seconds.setdefault(cell["method"], []).append(cell["seconds"])
+    accounts: dict[str, list[dict[str, Any]]] = {}
+    for cell in record["cells"]:
+        if "diagnostics" in cell:
+            accounts.setdefault(f"{cell['method']}, T = {cell['temperature']:g}", []).append(cell["diagnostics"])
     cost = table(["method", "seconds of a cell"], ([name, f"{np.mean(each):.0f}"] for name, each in seconds.items()))
     head = ["method", "T of the least NLL", "NLL there", "largest T", "NLL there", "T of the best accuracy"]
     return {
         "best": table(head, best),
         "sweep": table(["method", "T", "accuracy", "NLL", "Brier", "ECE"], rows),
+        "diagnostics": accounts_table(accounts),
         "cost": cost,
     }
 

@@ -91,6 +91,7 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
     assert all(math.isfinite(v) for at in lines.values() for m in at.values() for vs in m.values() for v in vs)
     temperature_sweep.figures(record, tmp_path)
     assert (tmp_path / "temperature_sweep.png").exists()
+    assert "| sghmc_parallel, T = 0.1 |" in temperature_sweep.blocks(record)["diagnostics"]
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("this cell has been run")

@@ -65,7 +65,7 @@ def test_a_small_run_fills_the_tables_and_figure(monkeypatch, tmp_path: Path, ba
         validation=4, num_seeds=2,
     )  # fmt: skip
     record = last_word.run(settings, base)
-    assert set(last_word.blocks(record)) == {"table", "others", "search"}
+    assert set(last_word.blocks(record)) == {"table", "others", "diagnostics", "search"}
     assert [one["mean"]["test"]["epistemic"] > 0 for one in record["lines"]["parallel SGHMC"]] == [True, True]
     assert record["lines"]["SGD"][0]["mean"]["test"]["epistemic"] == 0
     last_word.figures(record, tmp_path)

@@ -1,0 +1,43 @@
+"""What a page keeps and shows of what its runs said of themselves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scripts.reproduce.report import spread, table
+
+DIAGNOSTICS = (
+    *("verdict", "rhat", "rhat_terms", "ess", "ess_terms", "num_values", "num_terms", "acceptance", "beyond_series"),
+    *("capped", "divergences", "distance", "distance_in_noise", "kinetic_temperature", "kinetic_temperature_law"),
+    *("kinetic_inside", "noise_ratio"),
+)
+"""What is kept of a run's account of itself, as means over its chains."""
+
+
+def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    """``DIAGNOSTICS`` of a run, those that it has."""
+    found = {name: diagnostics.get(name) for name in DIAGNOSTICS}
+    means = {name: statistics.fmean(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {name: value for name, value in means.items() if value is not None}
+
+
+def accounts_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A line for each method, of the accounts of its seeds; R-hat is the worse of sum and single terms."""
+    rows = []
+    for row, said in found.items():
+        measured = {
+            "distance": [one["distance"] for one in said if "distance" in one],
+            "kinetic": [
+                o["kinetic_temperature"] / o["kinetic_temperature_law"]
+                for o in said
+                if o.get("kinetic_temperature_law")
+            ],
+            "rhat": [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one],
+            "acceptance": [one["acceptance"] for one in said if "acceptance" in one],
+        }
+        complaints = [part.split(":")[0] for part in said[0]["verdict"].split("; ")]
+        told = "; ".join(part for part in complaints if part != "convergence not measured") or "-"
+        rows.append([row, *(spread(values, 2) if values else "-" for values in measured.values()), told])
+    return table(["method", "moved", "kinetic temperature / law", "R-hat", "acceptance", "verdict, first seed"], rows)
