@@ -23,7 +23,7 @@ from torch.nn.functional import softplus
 
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.config import MethodConfig
-from hf_bayes.convergence import ess
+from hf_bayes.convergence import ess, require_converged
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.posterior import Gaussian
 from hf_bayes.rng import generator
@@ -239,12 +239,15 @@ def run(
     kernel_updates: int = 1000,
     reference_chains: int = 64,
     with_nuts: bool = True,
+    check_reference: bool = True,
 ) -> dict[str, Any]:
-    """Every method; without Pyro's if ``with_nuts`` is off."""
+    """Every method; without Pyro's if ``with_nuts`` is off. HMC judges the others, once it has been judged itself."""
     if with_nuts:
         pyro_or_words()  # missing, it is better missed now than after ten minutes
     rows = breast_cancer()
     reference = Plan(HMCConfig(), 0.1, kernel_updates).run(rows, reference_chains, kernel_updates // 2).draws
+    if check_reference:
+        require_converged(reference, f"HMC in {reference_chains} chains of {kernel_updates} updates")
     mean, std = reference.mean((0, 1)), reference.flatten(0, 1).std(0)
     makers: dict[str, Callable[[], Tensor]] = {
         name: lambda plan=plan: draws_of(plan.run(rows, seeds, num_draws), num_draws)
