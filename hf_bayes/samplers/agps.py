@@ -28,13 +28,11 @@ from torch import Tensor
 
 from hf_bayes.blocks import in_blocks
 from hf_bayes.config import MethodConfig
+from hf_bayes.diagnostics import MAX_CAPPED
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
-
-MAX_CAPPED = 0.05
-"""Share of coordinates at the cap that passes without a warning."""
 
 
 class Parameters(NamedTuple):
