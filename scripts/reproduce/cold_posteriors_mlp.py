@@ -31,6 +31,8 @@ from hf_bayes.schedules import Cyclical
 from scripts.reproduce.report import keep, spread, table
 
 NAME = "cold_posteriors_mlp"
+RHAT, ESS = 1.05, 200
+"""What convergence asks for: at most, at least."""
 INPUTS, UNITS, CLASSES = 5, 10, 3
 BIAS_STD = 0.05
 NUM_PROBES = 10
@@ -257,7 +259,8 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
         columns,
         (
             [
-                *[row["depth"], f"{row['temperature']:g}", spread(row["hmc_nll"]), spread(row["sgmcmc_nll"])],
+                *[row["depth"], f"{row['temperature']:g}"],
+                *[f"{spread(row[f'{key}_nll'])}{'' if trusted(row, key) else ' *'}" for key in ("hmc", "sgmcmc")],
                 spread([b - a for a, b in zip(row["hmc_nll"], row["sgmcmc_nll"], strict=True)], 4),
                 *[f"{sum(row[key]) / sets:.1e}" for key in ("kl", "kl_hmc")],
             ]
@@ -275,6 +278,11 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
         ([depth, *_best(record, depth)] for depth in sorted({row["depth"] for row in record["rows"]})),
     )
     return {"predictions": predictions, "convergence": convergence, "best": best}
+
+
+def trusted(row: dict[str, Any], key: str) -> bool:
+    """Whether a sampler's worst R-hat and ESS at one depth and temperature are what convergence asks for."""
+    return bool(row[f"{key}_rhat"] <= RHAT and row[f"{key}_ess"] >= ESS)
 
 
 def _shown(key: str, value: float) -> str:
@@ -310,6 +318,10 @@ def figures(record: dict[str, Any], directory: Path) -> None:
         ):
             values = [sum(v) / len(v) for v in _of(record, depth, key)]
             axis.plot(temperatures, values, marker, ms=5, color=colour, label=name)
+            rows = [row for row in record["rows"] if row["depth"] == depth]
+            doubtful = [place for place, row in enumerate(rows) if not trusted(row, key.removesuffix("_nll"))]
+            places = [temperatures[place] for place in doubtful], [values[place] for place in doubtful]
+            axis.plot(*places, marker[0], ms=5, mfc="white", color=colour, label=f"{name}, not converged")
             best = min(range(len(values)), key=values.__getitem__)
             axis.plot(temperatures[best], values[best], "*", ms=16, color=colour, label=f"best T of {name}")
         axis.set(title=f"depth {depth}", xlabel="temperature T", xscale="log")
@@ -319,8 +331,8 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     words = f"the network that made the data: {truth:.3f}"
     axes[0, 1].text(0.05, 0.05, words, transform=axes[0, 1].transAxes, fontsize=8)
     panels = (
-        ("_rhat", "largest R-hat", 1.05, "HMC", "SG-MCMC"),
-        ("_ess", "smallest ESS of all chains", 200, "HMC", "SG-MCMC"),
+        ("_rhat", "largest R-hat", RHAT, "HMC", "SG-MCMC"),
+        ("_ess", "smallest ESS of all chains", ESS, "HMC", "SG-MCMC"),
         ("kl", "symmetrised KL of predictives (nats)", None, "SG-MCMC and HMC", "halves of HMC's chains"),
     )
     for axis, (key, label, line, solid, dashed) in zip(axes[1], panels, strict=True):
