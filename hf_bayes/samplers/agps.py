@@ -67,6 +67,10 @@ class Family(Protocol):
         """[M, d]; -inf outside the support."""
         ...
 
+    def contains(self, theta: Tensor) -> Tensor:
+        """[M, d] whether a coordinate is inside the support."""
+        ...
+
 
 class GaussianFamily:
     """Algorithm 1."""
@@ -93,6 +97,9 @@ class GaussianFamily:
     def log_prob(self, theta: Tensor, at: Parameters) -> Tensor:
         return torch.distributions.Normal(at.first, at.second, validate_args=False).log_prob(theta)
 
+    def contains(self, theta: Tensor) -> Tensor:
+        return torch.ones_like(theta, dtype=torch.bool)
+
 
 class GammaFamily:
     """Algorithm 3 (eq. 37), on theta > 0. Its first proposal is Gamma(1, 1); there is no cap."""
@@ -116,7 +123,10 @@ class GammaFamily:
 
     def log_prob(self, theta: Tensor, at: Parameters) -> Tensor:
         density = torch.distributions.Gamma(at.first, at.second, validate_args=False).log_prob(theta.clamp_min(0))
-        return torch.where(theta > 0, density, -torch.inf)
+        return torch.where(self.contains(theta), density, -torch.inf)
+
+    def contains(self, theta: Tensor) -> Tensor:
+        return theta > 0
 
 
 class BetaFamily:
@@ -145,10 +155,13 @@ class BetaFamily:
         return (one / (one + other)).nan_to_num(0.5).clamp(eps, 1 - eps)
 
     def log_prob(self, theta: Tensor, at: Parameters) -> Tensor:
-        inside = (theta > 0) & (theta < 1)
+        inside = self.contains(theta)
         at_inside = torch.where(inside, theta, 0.5)
         density = torch.distributions.Beta(at.first, at.second, validate_args=False).log_prob(at_inside)
         return torch.where(inside, density, -torch.inf)
+
+    def contains(self, theta: Tensor) -> Tensor:
+        return (theta > 0) & (theta < 1)
 
 
 FAMILIES: dict[str, Family] = {"gaussian": GaussianFamily(), "gamma": GammaFamily(), "beta": BetaFamily()}
