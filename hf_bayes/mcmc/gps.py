@@ -15,9 +15,9 @@ Algorithms 3 and 4, also its variance) is the reference from then on.
 a-GPS is wider than the law and leaves chains in tails. From there a proposal goes about mu, which proposes no way back,
 so that these moves alone hold a chain for thousands of updates. In the second half of burn-in every other move is
 therefore one of a random walk, of random size and the same stationary law. On the banana x ~ N(0, 1),
-y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 comes out right within 0.01 of its standard deviation
-for lambda = 1 and 3, where without the walk it is 0.03 and 0.2 too large. There is a limit: lambda = 10 needs 5000
-updates of burn-in; 1500 leave E y^2 2.4 standard deviations too large (6.6 without).
+y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 comes out right within 0.01 of its standard
+deviation for lambda = 1 and 3, where without the walk it is 0.03 and 0.2 too large. There is a limit: lambda = 10
+needs 5000 updates of burn-in; 1500 leave E y^2 2.4 standard deviations too large (6.6 without).
 
 One gradient a move; energy and gradient at theta are carried along. All coordinates move together: for tens of
 parameters at most, fewer if they are correlated.
