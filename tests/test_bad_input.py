@@ -527,6 +527,18 @@ def test_b5_temperature_zero_optimises_and_says_so(tmp_path, warnings_of):
     assert "draws no posterior samples" in warnings_of()
 
 
+def test_b7_minibatches_that_bring_more_noise_than_a_correction_has_are_refused_at_a_draw(tmp_path):
+    """Not before the first step, which cannot know: the first update warns, a hundred of them decide."""
+    method = SGHMCConfig(correct_gradient_noise=True, temperature=1e-4, draws_per_chain=1)
+    numbers = r"alone brings noise of h\^2 V = [\d.e-]+ against 2 gamma h T = 2e-05"
+    with (
+        pytest.warns(UserWarning, match=numbers),
+        pytest.raises(ValueError, match=rf"no noise left to inject in \d+% .*{numbers}: .*Lower the learning rate"),
+    ):
+        run(tmp_path, method, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=100)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_b12_a_lora_target_that_matches_nothing_is_named(tmp_path):
     with pytest.warns(UserWarning, match=r"target_modules \['gate'\] .* match no module"):
         run(tmp_path, model=with_lora(tiny_llama(), target_modules=["q_proj", "gate"]))

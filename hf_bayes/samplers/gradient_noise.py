@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,25 +74,113 @@ def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, s
     return {"noise_ratio": per_step / ((variance * sizes).sum(1) / sizes.sum())}
 
 
+WINDOW = 100
+"""Updates that the account looks back on, and that it must have seen before a run is refused."""
+
+MAX_EXCESS = 1.5
+"""Of h^2 V over q before a run is refused: two micro-batches and a tensor of one coordinate, the worst case, leave the
+mean of 100 estimates of V a standard error of sqrt(2 / 100) = 14 %, 3.5 of which are 0.5."""
+
+
+class Account(NamedTuple):
+    """What ``correct_gradient_noise`` had to inject and what the gradient brought of it; a field [M, 3 + S] of states.
+
+    Both are means over all updates that could tell V, from the hundredth on with a memory of about ``WINDOW`` of them.
+    """
+
+    seen: Tensor
+    """[M] updates that could tell."""
+    lacking: Tensor
+    """[M] those of them in which the gradient of a tensor alone brought more than q."""
+    injected: Tensor
+    """[M] mean of q."""
+    brought: Tensor
+    """[M, S] mean of h^2 V."""
+
+    @classmethod
+    def of(cls, field: Tensor) -> Account:
+        return cls(field[:, 0], field[:, 1], field[:, 2], field[:, 3:])
+
+    @property
+    def field(self) -> Tensor:
+        return torch.cat([torch.stack([self.seen, self.lacking, self.injected], 1), self.brought], 1)
+
+
+def open_account(theta: Tensor, problem: Problem) -> Tensor:
+    """[M, 3 + S]"""
+    return theta.new_zeros(len(theta), 3 + len(problem.sizes))
+
+
 def remaining_std(
-    variance: Tensor | None, problem: Problem, *, name: str, injected: float, squared_step: float
-) -> Tensor | float:
-    """[M, d]: sqrt(q - h^2 V) from V [M, S], and 0 where the gradient alone brings more than q: then it warns.
+    field: Tensor,
+    variance: Tensor | None,
+    problem: Problem,
+    *,
+    name: str,
+    update: int,
+    injected: float,
+    squared_step: float,
+) -> tuple[Tensor | float, Tensor]:
+    """sqrt(q - h^2 V) [M, d] from V [M, S], and the account's field after it.
 
     All of the noise in an update that cannot tell V: the last one of a stream may have a single micro-batch.
+
+    Where the gradient alone brings more than q there is none left to inject, and the momenta are hotter than T. V is an
+    estimate from a few micro-batches (of two it scatters by sqrt(2) in a tensor of one coordinate), l falls within a
+    cycle and V within burn-in; so a single update, or a start, ends no run: the first such update of a run warns. A run
+    is refused where nothing of this can excuse it: at a draw, if over the last ``WINDOW`` updates h^2 V was more than
+    ``MAX_EXCESS`` times q in most coordinates. Nothing is refused at T = 0, where there is no noise to correct.
+
+    Args:
+        update: number of this one, from 1; a draw is taken after those of ``problem.draw_steps``.
+    Raises:
+        ValueError: then, with both numbers.
     """
     if variance is None:
-        return math.sqrt(injected)
-    left = injected - squared_step * variance
-    if injected > 0 and bool((left < 0).any()):
-        # without numbers, which differ from update to update: Python tells of equal warnings once
+        return math.sqrt(injected), field
+    old, brought = Account.of(field), squared_step * variance.to(field.dtype)
+    gain = 1 / (old.seen + 1).clamp(max=WINDOW)
+    left = injected - brought
+    lacking = (left < 0).any(1) & (injected > 0)
+    new = Account(
+        seen=old.seen + 1,
+        lacking=old.lacking + lacking,
+        injected=old.injected + gain * (injected - old.injected),
+        brought=old.brought + gain[:, None] * (brought - old.brought),
+    )
+    if bool(lacking.any()) and not bool(old.lacking.any()):
         warnings.warn(
-            f"{name}: the gradient of a tensor alone brings more noise (h^2 V) than correct_gradient_noise has to "
-            "inject (2 gamma h T): its momenta get none and are hotter than T. Use a larger batch or a lower learning "
-            "rate",
+            f"{name}: the gradient of {_worst(brought, injected, problem)}, more than correct_gradient_noise has to "
+            "inject: a tensor's momenta get no noise in such an update, and are hotter than T where that lasts. Use a "
+            "larger batch or a lower learning rate",
             stacklevel=2,
         )
-    return per_element(left.clamp_min(0).sqrt(), problem.sizes)
+    if update in problem.draw_steps and bool((new.seen >= WINDOW).all()):
+        _require_room(new, problem, name)
+    return per_element(left.clamp_min(0).sqrt(), problem.sizes), new.field
+
+
+def _require_room(account: Account, problem: Problem, name: str) -> None:
+    """Refuse a run whose gradients bring more noise than there is to inject, for good."""
+    sizes = torch.tensor(problem.sizes).to(account.brought)
+    beyond = (account.brought > MAX_EXCESS * account.injected[:, None]) & (account.injected > 0)[:, None]
+    share = float((beyond * sizes).sum() / (len(beyond) * sizes.sum()))
+    if share > 0.5:
+        raise ValueError(
+            f"{name}: correct_gradient_noise has no noise left to inject in {share:.0%} of the coordinates. Over the "
+            f"last {WINDOW} updates the gradient of {_worst(account.brought, account.injected, problem)}: the draws "
+            "would be hotter than T by about that ratio. Lower the learning rate or enlarge the batch by it, or leave "
+            "correct_gradient_noise out"
+        )
+
+
+def _worst(brought: Tensor, injected: Tensor | float, problem: Problem) -> str:
+    """The chain and tensor with the largest h^2 V / q, in words, with both numbers."""
+    injected = torch.as_tensor(injected).to(brought).expand(len(brought))
+    chain, tensor = divmod(int((brought / injected[:, None]).nan_to_num(0.0).argmax()), brought.shape[1])
+    where = list(problem.shapes)[tensor] or "theta"
+    numbers = f"h^2 V = {brought[chain, tensor]:.3g} against 2 gamma h T = {injected[chain]:.3g}"
+    return f"{where} in chain {chain} alone brings noise of {numbers}"
 
 
 def require_friction(

@@ -37,7 +37,13 @@ from torch import Tensor
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
-from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std, require_friction
+from hf_bayes.samplers.gradient_noise import (
+    CorrectedLangevinConfig,
+    noise_ratio,
+    open_account,
+    remaining_std,
+    require_friction,
+)
 from hf_bayes.samplers.preconditioner import Layerwise
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
@@ -51,6 +57,8 @@ class SGHMCState(NamedTuple):
     """[M, d] m of eq. 8: unit mass, variance about T."""
     step: Tensor
     """[M] int64 updates done."""
+    account: Tensor
+    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
 
 
 class PreconditionedSGHMCState(NamedTuple):
@@ -62,6 +70,8 @@ class PreconditionedSGHMCState(NamedTuple):
     """[M, d] n = M^(-1/2) m: variance about T."""
     step: Tensor
     """[M] int64 updates done, those of estimates included."""
+    account: Tensor
+    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
     mass: Tensor
     """[M, S] M of each tensor."""
     squares: Tensor
@@ -104,7 +114,8 @@ class SGHMCConfig(CorrectedLangevinConfig):
 
         def init(theta: Tensor, rngs: Rngs) -> Any:
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            state = SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step)
+            account = open_account(theta, problem)
+            state = SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
             return state if layerwise is None else PreconditionedSGHMCState(*state, *layerwise.start(theta))
 
         def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
@@ -123,7 +134,16 @@ class SGHMCConfig(CorrectedLangevinConfig):
                 step_size = h * layerwise.scale(state.mass)
                 variance = None if variance is None else variance / state.mass
             if self.correct_gradient_noise:
-                noise_std = remaining_std(variance, problem, name=self.name, injected=injected, squared_step=h**2)
+                noise_std, account = remaining_std(
+                    state.account,
+                    variance,
+                    problem,
+                    name=self.name,
+                    update=int(state.step[0]) + 1,
+                    injected=injected,
+                    squared_step=h**2,
+                )
+                state = state._replace(account=account)
             momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
             moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
             ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)

@@ -29,7 +29,13 @@ from torch import Tensor
 from hf_bayes.energy import grad_energy
 from hf_bayes.posterior import Draws
 from hf_bayes.rng import randn
-from hf_bayes.samplers.gradient_noise import CorrectedLangevinConfig, noise_ratio, remaining_std, require_friction
+from hf_bayes.samplers.gradient_noise import (
+    CorrectedLangevinConfig,
+    noise_ratio,
+    open_account,
+    remaining_std,
+    require_friction,
+)
 from hf_bayes.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 
 
@@ -42,6 +48,8 @@ class SGHMCEulerState(NamedTuple):
     """[M, d] of unit mass, variance about T."""
     step: Tensor
     """[M] int64 updates done."""
+    account: Tensor
+    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,8 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
 
         def init(theta: Tensor, rngs: Rngs) -> SGHMCEulerState:
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step)
+            account = open_account(theta, problem)
+            return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
 
         def update(
             state: SGHMCEulerState, evaluation: Evaluation, lr: float, rngs: Rngs
@@ -77,8 +86,16 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
             if self.correct_gradient_noise:
-                variance = evaluation.grad_variance
-                noise_std = remaining_std(variance, problem, name=self.name, injected=injected, squared_step=h**2)
+                noise_std, account = remaining_std(
+                    state.account,
+                    evaluation.grad_variance,
+                    problem,
+                    name=self.name,
+                    update=int(state.step[0]) + 1,
+                    injected=injected,
+                    squared_step=h**2,
+                )
+                state = state._replace(account=account)
             theta = state.theta + h * state.momentum
             momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
             kinetic = momentum.square().mean(1)
@@ -88,6 +105,6 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
                 **noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=h**2),
             }
-            return SGHMCEulerState(theta, momentum, state.step + 1), info
+            return SGHMCEulerState(theta, momentum, state.step + 1, state.account), info
 
         return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))

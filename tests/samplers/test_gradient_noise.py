@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,21 +76,63 @@ def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
     assert (state.momentum[0] / num_data**0.5 - theirs).abs().max() < 1e-14
 
 
-def test_a_gradient_that_brings_more_than_all_noise_gets_none() -> None:
+def corrected(
+    kind: type[Any], variances: Callable[[int], list[float]], *, num_steps: int, draw_steps: range = range(0)
+) -> list[Tensor]:
+    """Momenta [3] of one chain with two tensors, of 2 and 1 coordinates, after updates that are told V; q = 0.4."""
     shapes = {"noisy": (2,), "quiet": (1,)}
-    rule = SGHMCConfig(momentum=0.8, correct_gradient_noise=True).build(Problem(N, FlatPrior(), 0.1, 1, 0, shapes))
+    problem = Problem(N, FlatPrior(), LEARNING_RATE, num_steps, 0, shapes, draw_steps=draw_steps)
+    rule = kind(momentum=0.8, correct_gradient_noise=True).build(problem)
     assert isinstance(rule, Rule)
-    state = rule.init(torch.zeros(1, 3), [generator(0)])._replace(momentum=torch.zeros(1, 3))
-    told = Evaluation(torch.zeros(1), torch.zeros(1, 3), torch.tensor([[41.0, 0.0]]))  # h^2 V = 0.41 > 0.4
-    with warnings.catch_warnings(record=True) as told_of:
-        warnings.simplefilter("default")
-        momentum = rule.update(state, told, 0.1, [generator("noise")])[0].momentum[0]
-        rule.update(state, told, 0.09, [generator("noise")])  # once is enough
-    assert [str(warning.message)[:60] for warning in told_of] == [
-        "sghmc: the gradient of a tensor alone brings more noise (h^2"
+    rngs, momenta = [generator(0)], []
+    state = rule.init(torch.zeros(1, 3), rngs)._replace(momentum=torch.zeros(1, 3))
+    for step in range(num_steps):
+        told = Evaluation(torch.zeros(1), torch.zeros(1, 3), torch.tensor([variances(step)]))
+        state, _ = rule.update(state, told, LEARNING_RATE, rngs)
+        momenta.append(state.momentum[0])
+    return momenta
+
+
+both = pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
+
+
+@both
+def test_a_gradient_that_brings_more_than_all_noise_gets_none_and_says_so_once(kind: type[Any]) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        momenta = corrected(kind, lambda step: [41.0 + step, 0.0], num_steps=5)
+    assert [str(warning.message).split(",")[0] for warning in found] == [
+        f"{kind.name}: the gradient of noisy in chain 0 alone brings noise of h^2 V = 0.41 against 2 gamma h T = 0.4"
     ]
-    assert momentum[:2].tolist() == [0.0, 0.0]
-    assert momentum[2] != 0
+    assert momenta[0][:2].tolist() == [0.0, 0.0]
+    assert momenta[0][2] != 0
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*alone brings noise")
+def test_gradients_that_leave_no_noise_to_inject_end_the_run_at_a_draw(kind: type[Any]) -> None:
+    for steps in (range(50, 90, 10), range(0)):  # too early to tell, and no draw to judge
+        corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=steps)
+    with pytest.raises(
+        ValueError,
+        match=r"no noise left to inject in 67% of the coordinates. Over the last 100 updates the gradient of noisy in "
+        r"chain 0 alone brings noise of h\^2 V = 0\.8 against 2 gamma h T = 0\.4: the draws would be hotter",
+    ):
+        corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=range(150, 151))
+
+
+@pytest.mark.parametrize(
+    "variances",
+    [
+        lambda step: [120.0 if step % 3 == 0 else 0.0, 0.0],  # 40 in the mean
+        lambda step: [0.0, 400.0],  # of a third of the coordinates
+        lambda step: [400.0 * (step < 100), 0.0],  # while the chain is on its way: 0.05 is left of it
+        lambda step: [50.0, 50.0],  # 1.25 q, which estimates cannot tell from q
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*alone brings noise")
+def test_noise_that_passes_or_may_be_the_estimates_own_does_not(variances: Callable[[int], list[float]]) -> None:
+    corrected(SGHMCConfig, variances, num_steps=400, draw_steps=range(400, 401))
 
 
 @pytest.mark.parametrize(
