@@ -15,9 +15,9 @@ from hf_bayes.batches import next_tokens
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.covariance import moved
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.laplace.accumulators import Accumulator, CorrectedSum, GradientSum
+from hf_bayes.laplace.accumulators import Accumulator, GradientSum, KroneckerSum
 from hf_bayes.laplace.cells import CurvatureSpec
-from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature, KroneckerCurvature
+from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.laplace.slope import halves as halves_of
@@ -124,9 +124,8 @@ def survey(
             run([(TRUE, [slope])], half)
         found = _slope(slopes, halves, num_rows, scale)
         if spec.structure == "kronecker_corrected":
-            basis = accumulator.result()
-            assert isinstance(basis, KroneckerCurvature)
-            accumulator = CorrectedSum(layout, theta, basis)
+            assert isinstance(accumulator, KroneckerSum)
+            accumulator = accumulator.corrected()
             run([(estimator, [accumulator])], everything)
     curvature = moved(accumulator.result().scaled(scale), "cpu")
     return Survey(curvature, scale * log_lik, found, num_rows, int(num_terms), fallbacks)

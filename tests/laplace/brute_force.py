@@ -253,6 +253,21 @@ def outer(rows: list[Row], pulls: list[list[Tensor]]) -> Tensor:
     return g.T @ g
 
 
+def factors(
+    problem: Problem, name: str, rows: list[Row], pulls: list[list[Tensor]], sharing: str
+) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:
+    """Of a matrix, in the order of its sides; and the trace of either, if nothing cancelled in sums over positions."""
+    gs = [row.pull(c)[name] for row, own in zip(rows, pulls, strict=True) for c in own]
+    xs = [row.inputs[name] for row in rows]
+    sizes = tuple(float(sum(part.abs().sum(0).square().sum() for part in parts)) for parts in (gs, xs))
+    if sharing == "reduce":
+        gs, xs = [g.sum(0, keepdim=True) for g in gs], [x.mean(0, keepdim=True) for x in xs]
+    g, x = torch.cat(gs), torch.cat(xs)
+    pair = (g.T @ g, x.T @ x / len(x))
+    conv1d = any(isinstance(m, Conv1D) and f"{p}.weight" == name for p, m in problem.model.named_modules())
+    return (pair[::-1], sizes[::-1]) if conv1d else (pair, sizes)  # type: ignore[return-value]
+
+
 def kfac(problem: Problem, rows: list[Row], pulls: list[list[Tensor]], sharing: str) -> Tensor:
     """[d, d]: Kronecker blocks for matrices, diagonal for the rest."""
     diagonal = outer(rows, pulls).diagonal()
@@ -262,15 +277,6 @@ def kfac(problem: Problem, rows: list[Row], pulls: list[list[Tensor]], sharing: 
         if name not in rows[0].inputs:
             blocks.append(torch.diag(diagonal[start : start + size]))
         else:
-            gs = [row.pull(c)[name] for row, own in zip(rows, pulls, strict=True) for c in own]
-            xs = [row.inputs[name] for row in rows]
-            if sharing == "reduce":
-                gs, xs = [g.sum(0, keepdim=True) for g in gs], [x.mean(0, keepdim=True) for x in xs]
-            g, x = torch.cat(gs), torch.cat(xs)
-            factors = [g.T @ g, x.T @ x / len(x)]
-            conv1d = shape == (x.shape[1], g.shape[1]) and any(
-                isinstance(m, Conv1D) and f"{p}.weight" == name for p, m in problem.model.named_modules()
-            )
-            blocks.append(torch.kron(*(reversed(factors) if conv1d else factors)))
+            blocks.append(torch.kron(*factors(problem, name, rows, pulls, sharing)[0]))
         start += size
     return torch.block_diag(*blocks)

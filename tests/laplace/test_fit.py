@@ -316,19 +316,23 @@ def test_data_unit_sequence_divides_the_curvature_by_the_mean_length() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-@pytest.mark.parametrize("estimator", ["ggn", "hessian"])
+@pytest.mark.parametrize("options", [
+    {"estimator": "ggn"}, {"estimator": "hessian"}, {"structure": "kronecker_corrected"},
+    {"structure": "kronecker_corrected", "sharing": "reduce", "prior_std": 10.0},
+], ids=lambda options: "-".join(map(str, options.values())))  # fmt: skip
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
-def test_neither_the_side_of_padding_nor_batches_matter(build: Any, estimator: str) -> None:
+def test_neither_the_side_of_padding_nor_batches_matter(build: Any, options: dict[str, Any]) -> None:
     rows = token_rows([8, 3, 6, 2, 5])
     found = {}
     for side, size in itertools.product(("right", "left"), (1, 5)):
         model = with_lora(build(dtype=torch.float64), target_modules=["q_proj"] if build is tiny_llama else ["c_attn"],
                           layers_to_transform=[1], r=1)  # fmt: skip
-        posterior = fit(model, rows, collate=padding_collator(side), batch_size=size, estimator=estimator,
-                        prior_std=0.1)  # fmt: skip
+        posterior = fit(model, rows, collate=padding_collator(side), batch_size=size,
+                        **{"prior_std": 0.1} | options)  # fmt: skip
         (note,) = posterior.config.diagnostics["laplace"]
-        precision = posterior.approximation.covariances[0].precision_diagonal.sum()
-        found[side, size] = posterior.config.num_data, note["log_lik"], note["log_evidence"], float(precision)
+        covariance = posterior.approximation.covariances[0]
+        sums = (float(value.sum()) for value in (covariance.precision_diagonal, covariance.variance))
+        found[side, size] = posterior.config.num_data, note["log_lik"], note["log_evidence"], *sums
     assert found["right", 1][0] == 19.0  # each row but its first token
     for values in found.values():
         # Llama computes norms in float32

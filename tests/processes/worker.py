@@ -26,7 +26,7 @@ from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFie
 from hf_bayes.attaching import attach
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.laplace import slope
-from hf_bayes.laplace.cells import CurvatureSpec
+from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.survey import survey
 from hf_bayes.trainer import BayesianTrainer
@@ -227,9 +227,10 @@ class Worker:
                     for start in range(0, len(numbers), 2))  # fmt: skip
 
         with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
-            for structure in ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "ef_sequence", "ef_token"):
-                fisher = structure.startswith("ef_")
-                spec = CurvatureSpec(estimator=structure) if fisher else CurvatureSpec(structure=structure)
+            cells = {structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"}
+            cells |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
+            cells["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
+            for structure, spec in cells.items():
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
                     self.tensors[f"{name}/{structure}"] = found.curvature.diagonal.contiguous()
