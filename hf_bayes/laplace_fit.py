@@ -21,7 +21,11 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
 from hf_bayes.batches import count_terms
 from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.classification import (
+    BayesianModelForImageClassification,
+    BayesianModelForSequenceClassification,
+    BayesianModelForTokenClassification,
+)
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.inheritance import Inherited, inherit
@@ -36,6 +40,17 @@ from hf_bayes.rng import generator
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import Survey, survey
 from hf_bayes.types import Look, Problem
+
+MODELS: Mapping[str, type[BayesianModel]] = {
+    kind.task: kind
+    for kind in (
+        BayesianModelForCausalLM,
+        BayesianModelForSequenceClassification,
+        BayesianModelForTokenClassification,
+        BayesianModelForImageClassification,
+    )
+}
+"""Task of a posterior's directory -> what loads it."""
 
 NUM_MEMBERS = 10
 """Draws that a candidate prior is judged by."""
@@ -349,8 +364,6 @@ def _num_classes(model: BayesianModel) -> int | None:
 
 
 def _load(directory: str | os.PathLike[str]) -> BayesianModel:
+    # another task is refused where the file is read
     task = Posterior.from_pretrained(directory).config.task
-    kinds: Mapping[str, type[BayesianModel]] = {
-        kind.task: kind for kind in (BayesianModelForCausalLM, BayesianModelForSequenceClassification)
-    }
-    return kinds[task].from_pretrained(directory)
+    return MODELS[task].from_pretrained(directory)

@@ -21,12 +21,16 @@ from hf_bayes import (
     fit_laplace,
 )
 from hf_bayes import laplace_fit as module
+from hf_bayes.adapters import TASKS
 from hf_bayes.artifact import Posterior
 from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
+from hf_bayes.posterior_config import CONFIG
 from tests import models
 from tests.faults import posteriors
-from tests.models import tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.faults.corruptions import edit_json, sign
+from tests.members.subjects import bert_tagger
+from tests.models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 from tests.runs import label_rows, padding_collator, token_rows, trainer
 
 NOISE = 0.5
@@ -299,6 +303,38 @@ def test_the_directory_of_an_ensemble_becomes_a_mixture_around_its_draws(tmp_pat
     assert torch.equal(mixture.approximation.means, run.posterior.approximation.theta)
     assert mixture.config.subspace == run.posterior.config.subspace
     assert mixture.config.base_model == run.posterior.config.base_model
+
+
+def text_rows(labels: list[int] | None) -> list[dict[str, Any]]:
+    """Of three tokens, with a label for each, or 1 for all."""
+    return [{"input_ids": [3, 4 + row, 5], "labels": labels or 1} for row in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize(("build", "rows"), [
+    (lambda: tiny_bert(num_labels=3), text_rows(None)),
+    (lambda: bert_tagger(torch.float32), text_rows([0, -100, 2])),
+    (tiny_vit, [{"pixel_values": image, "labels": 1} for image in models.images()["pixel_values"]]),
+    (tiny_llama, token_rows(3)),
+], ids=["classifier", "tagger", "images", "language model"])  # fmt: skip
+def test_a_posteriors_directory_is_fitted_again_whatever_its_task(build: Any, rows: Any, tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "base")
+    model = type(build()).from_pretrained(tmp_path / "base")
+    first = fit(model, rows, subspace="last_layer", prior_std=0.1)
+    first.save_pretrained(tmp_path / "first")
+    again = fit(tmp_path / "first", rows, prior_std=0.1, seed=1)
+    assert again.config.task == first.config.task
+    assert again.config.subspace == "last_layer"
+    assert again.approximation.means.shape[1:] == first.approximation.means.shape[1:]
+
+
+def test_every_task_that_a_file_may_name_can_be_loaded_and_another_is_refused(tmp_path: Path) -> None:
+    assert set(module.MODELS) == set(TASKS)
+    posteriors.gaussian().save_pretrained(tmp_path)
+    edit_json(tmp_path / CONFIG, lambda values: values.update(task="translation"))
+    sign(tmp_path)
+    with pytest.raises(ValueError, match=r'task must be one of causal_lm, .*, got "translation"'):
+        fit(tmp_path, token_rows(3))
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
