@@ -27,6 +27,10 @@ from hf_bayes.covariance import (
 )
 
 
+class NotPositiveDefinite(ValueError):
+    """H + tau has eigenvalues that are not positive: there is no Gaussian, and no evidence."""
+
+
 class Curvature(ABC):
     """H [d, d], symmetric. ``precision`` is tau, [d] or a scalar tensor, everywhere below.
 
@@ -64,7 +68,7 @@ class Curvature(ABC):
         """temperature * (H + tau)^-1.
 
         Raises:
-            ValueError: if H + tau is not positive definite.
+            NotPositiveDefinite: if H + tau is not.
         """
 
     def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
@@ -304,7 +308,7 @@ class FullCurvature(Curvature):
             finite = bool(precisions.isfinite().all())
             ends = torch.linalg.eigvalsh(precisions)[[0, -1]].tolist() if finite else [math.nan] * 2
             detail = "its lowest eigenvalue is {:.3g}, its largest {:.3g}".format(*ends)
-            raise ValueError(_not_positive(detail, hessian=self.hessian))
+            raise NotPositiveDefinite(_not_positive(detail, hessian=self.hessian))
         return Full(factor / temperature**0.5)
 
 
@@ -342,7 +346,7 @@ def _positive(values: Tensor, *, hessian: bool = False) -> Tensor:
     if bool(bad.any()):
         lowest = float(values.nan_to_num(nan=-float("inf")).min())
         detail = f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {lowest:.3g}"
-        raise ValueError(_not_positive(detail, hessian=hessian))
+        raise NotPositiveDefinite(_not_positive(detail, hessian=hessian))
     return values
 
 
@@ -358,9 +362,10 @@ def not_positive(*, hessian: bool) -> str:
     if hessian:
         return (
             "A Hessian is indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never "
-            "negative, or lower prior_std, which adds 1 / prior_std^2 to every eigenvalue"
+            "negative, or lower prior_std, the jitter of this model: 1 / prior_std^2 is added to every eigenvalue"
         )
     return (
         "This curvature is a sum of squares; the data leave directions open, and rounding its largest eigenvalue is "
-        "more than the 1 / prior_std^2 that the prior adds there: lower prior_std, or give the model in float64"
+        "more than the 1 / prior_std^2 that the prior adds there: lower prior_std, the jitter of this model, or give "
+        "the model in float64"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_bayes.laplace.curvature import Curvature, not_positive
+from hf_bayes.laplace.curvature import Curvature, NotPositiveDefinite, not_positive
 from hf_bayes.subspace import Layout
 
 SCOPES = ("model", "tensor", "element")
@@ -66,7 +66,7 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
     step must not depend on slopes that are flat far from the optimum. Ends when no group moves by 1e-6.
 
     Raises:
-        ValueError: if H + tau is not positive definite at the start.
+        NotPositiveDefinite: if H + tau is not at the start.
     """
     index = groups(scope, layout).to(start.device)
     count = int(index.max()) + 1
@@ -77,7 +77,7 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
     for _ in range(500):
         slope = _slope(expansion, log_tau, index)
         if not bool(slope.isfinite().all()):
-            raise ValueError(
+            raise NotPositiveDefinite(
                 "the evidence is not defined: H + tau is not positive definite. "
                 + not_positive(hessian=expansion.curvature.hessian)
             )

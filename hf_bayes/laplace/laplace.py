@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +25,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.covariance import Covariance, LowRank, log_normal
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
-from hf_bayes.laplace.curvature import temper
+from hf_bayes.laplace.curvature import NotPositiveDefinite, temper
 from hf_bayes.laplace.estimators import ESTIMATORS
 from hf_bayes.laplace.evidence import SCOPES, Expansion, maximise
 from hf_bayes.laplace.slope import Slope
@@ -169,8 +171,24 @@ class LaplaceConfig(MethodConfig):
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
             layout = Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
-            precision = maximise(expansion, precision, self.prior_scope, layout)
+            with self._telling_how_far(found.slope, expansion, precision):
+                precision = maximise(expansion, precision, self.prior_scope, layout)
         return expansion, precision
+
+    @contextmanager
+    def _telling_how_far(
+        self, slope: Slope | None, expansion: Expansion, precision: Tensor | Covariance
+    ) -> Iterator[None]:
+        """What is refused inside is so with the norm of the gradient: no MAP, no minimum."""
+        try:
+            yield
+        except NotPositiveDefinite as error:
+            if slope is None:
+                where = "Whether the weights are a MAP was not looked at: check_gradient=True tells"
+            else:
+                norm = _norm(slope.scaled(self._power), _pull(precision, expansion.offset))
+                where = f"The gradient of log p(theta | D) has norm {norm:.3g} here and 0 at a MAP: else train longer"
+            raise NotPositiveDefinite(f"{error}. {where}") from error
 
     def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
         found = look(theta, self.spec, gradient=self.check_gradient)
@@ -180,19 +198,19 @@ class LaplaceConfig(MethodConfig):
             assert isinstance(precision, Tensor)
             note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
-        covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
+        with self._telling_how_far(found.slope, expansion, precision):
+            covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
         if isinstance(precision, Covariance):
-            pull = precision.precision_product(-expansion.offset)
             log_det = covariance.log_det - len(theta) * math.log(untempered)
             log_prior = log_normal(precision, expansion.offset) + 0.5 * len(theta) * math.log(2 * math.pi)
             evidence = expansion.log_lik + log_prior + 0.5 * log_det
         else:
-            pull = -precision * expansion.offset
             evidence = expansion.log_evidence(precision)
         if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
             note["log_evidence"] = float(evidence)
         if found.slope is not None:
+            pull = _pull(precision, expansion.offset)
             note |= _how_far(found.slope.scaled(self._power), pull, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
@@ -222,7 +240,7 @@ def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: fl
     Args:
         pull: [d] grad log p(theta).
     """
-    norm = math.sqrt(max(slope.square(pull, lambda rows: rows), 0.0))
+    norm = _norm(slope, pull)
     step = math.sqrt(max(slope.square(pull, covariance.product) / temperature / len(pull), 0.0))
     if step > MAX_DISPLACEMENT:
         warnings.warn(
@@ -232,6 +250,16 @@ def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: fl
             "the weights"
         )
     return {"gradient_norm": norm, "displacement": step, "gradient_rows": slope.num_rows}
+
+
+def _pull(precision: Tensor | Covariance, offset: Tensor) -> Tensor:
+    """[d]: grad log p(theta) of a Gaussian prior."""
+    return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
+
+
+def _norm(slope: Slope, pull: Tensor) -> float:
+    """Of grad log p(theta | D)."""
+    return math.sqrt(max(slope.square(pull, lambda rows: rows), 0.0))
 
 
 def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:

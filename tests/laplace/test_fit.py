@@ -446,10 +446,33 @@ def test_a_hessian_that_is_indefinite_is_refused_in_words() -> None:
 def test_a_prior_that_is_lost_in_rounding_is_refused_as_such(changes: dict[str, Any]) -> None:
     model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
     with pytest.raises(
-        ValueError, match=r"H \+ tau is not positive definite.*sum of squares.*lower prior_std, or"
+        ValueError, match=r"H \+ tau is not positive definite.*sum of squares.*lower prior_std, the jitter of this"
     ) as told:
         fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, **changes)
     assert "Hessian" not in str(told.value)
+
+
+@pytest.mark.parametrize("changes", [
+    {"prior_std": 100.0}, {"prior_std": 100.0, "temper": "likelihood", "temperature": 0.5},
+    {"prior_std": 100.0, "fit_prior": "evidence"},
+], ids=["covariance", "tempered", "evidence"])  # fmt: skip
+def test_a_refusal_for_want_of_a_minimum_names_the_norm_of_the_gradient(changes: dict[str, Any]) -> None:
+    model = tiny_bert(dtype=torch.float64, num_labels=3, hidden_size=4, intermediate_size=6)
+    where = {"subspace": "last_block"}
+    with pytest.raises(ValueError, match=r"not positive definite.*train on.*jitter") as told:
+        fit(model, label_rows(4), estimator="hessian", structure="full", **where, **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        others = {key: value for key, value in changes.items() if key != "fit_prior"}
+        (note,) = fit(model, label_rows(4), **where, **others).config.diagnostics["laplace"]
+    assert note["gradient_norm"] > 0.1
+    assert f"has norm {note['gradient_norm']:.3g} here and 0 at a MAP: else train longer" in str(told.value)
+
+
+def test_a_refusal_without_a_gradient_says_that_nobody_looked() -> None:
+    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
+    with pytest.raises(ValueError, match=r"not positive definite.*was not looked at: check_gradient=True tells"):
+        fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, check_gradient=False)
 
 
 def test_weights_with_nan_are_refused() -> None:
