@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import mode
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from hf_bayes import hub, storage
 from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, Adapter, adapter_key, partner_key, plain_adapter_config
-from hf_bayes.covariance import COVARIANCES
+from hf_bayes.covariance import COVARIANCES, check_shapes
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
@@ -410,15 +411,13 @@ def _gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
 def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
     layout = config.layout
     structure = COVARIANCES[GAUSSIANS[config.approximation]]
-    means = {f"means.{name}" for name in layout.names}
+    means = {f"means.{name}": shape for name, shape in layout.named_shapes.items()}
     _check_dtypes(GAUSSIAN, tensors)
     try:
-        if missing := sorted(means - set(tensors)):
-            raise ValueError(f"missing tensors {missing}")
-        rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
-        if rows.ndim != 2 or any(value.ndim == 0 or len(value) != len(rows) for value in tensors.values()):
-            raise ValueError(f"every tensor must have one entry for each of the {len(rows)} components")
         rest = {name: value for name, value in tensors.items() if name not in means}
+        num_components = mode(value.shape[:1] for value in tensors.values())  # the odd one out is wrong
+        check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
+        rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
         covariances = [
             structure.from_tensors({name: value[index] for name, value in rest.items()}, layout)
             for index in range(len(rows))

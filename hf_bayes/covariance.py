@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from statistics import mode
 from typing import Any, ClassVar, Self
 
 import torch
@@ -59,6 +60,17 @@ class Covariance(ABC):
     @abstractmethod
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
         """What a file holds of it; names end in those of the parameters."""
+
+    @classmethod
+    @abstractmethod
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        """What ``from_tensors`` expects: name -> shape. What the file may choose (a rank, an identity) is as it chose.
+
+        Args:
+            tensors: of one covariance, or of several with a dimension in front.
+        Raises:
+            ValueError: for missing names that decide it.
+        """
 
     @classmethod
     @abstractmethod
@@ -114,8 +126,12 @@ class Diagonal(Covariance):
         return {f"stds.{name}": value for name, value in layout.unflatten(self.std).items()}
 
     @classmethod
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {f"stds.{name}": shape for name, shape in layout.named_shapes.items()}
+
+    @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Diagonal:
-        _check_names(tensors, [f"stds.{name}" for name in layout.names])
+        check_shapes(tensors, cls.shapes(tensors, layout))
         return cls(layout.flatten({name: tensors[f"stds.{name}"] for name in layout.names}))
 
 
@@ -238,29 +254,40 @@ class Kronecker(Covariance):
         return found
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Kronecker:
-        blocks: list[KroneckerBlock | Tensor] = []
-        used: list[str] = []
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
         for name, shape in layout.named_shapes.items():
             key = f"stds.{name}" if f"stds.{name}" in tensors else f"variances.{name}"
-            used.append(key)
             if key not in tensors:
                 raise ValueError(f"missing tensors {[key]} (or stds.{name})")
-            if tuple(tensors[key].shape) != shape:
-                raise ValueError(f"{key}: expected shape {list(shape)}, got {list(tensors[key].shape)}")
+            found[key] = shape
             if key.startswith("stds."):
-                blocks.append(Diagonal(tensors[key].flatten()).std)
                 continue
             bases = [f"{side}.{name}" for side in ("left", "right")]
             if missing := [basis for basis in bases if basis not in tensors]:
                 raise ValueError(f"missing tensors {missing}: the eigenbasis of {key}")
-            used += bases
+            if len(shape) != 2:
+                raise ValueError(
+                    f"{key}: {name} is no matrix {list(shape)}, and has no eigenbasis: expected stds.{name}"
+                )
+            for basis, side in zip(bases, shape, strict=True):
+                found[basis] = (side, side) if tensors[basis].numel() else (0,)
+        return found
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Kronecker:
+        check_shapes(tensors, cls.shapes(tensors, layout))
+        blocks: list[KroneckerBlock | Tensor] = []
+        for name in layout.names:
+            if f"stds.{name}" in tensors:
+                blocks.append(Diagonal(tensors[f"stds.{name}"].flatten()).std)
+                continue
+            bases = [f"{side}.{name}" for side in ("left", "right")]
             left, right = (tensors[basis] if tensors[basis].numel() else None for basis in bases)
-            blocks.append(KroneckerBlock(left, right, tensors[key]))
+            blocks.append(KroneckerBlock(left, right, tensors[f"variances.{name}"]))
             for basis in bases:
                 if tensors[basis].numel():
                     _check_orthonormal(basis, tensors[basis])
-        _check_names(tensors, used)
         return cls(tuple(blocks))
 
 
@@ -357,8 +384,17 @@ class LowRank(Covariance):
         return found | {"scale": self.scale}
 
     @classmethod
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        shapes = layout.named_shapes
+        ranks = {f"basis.{name}": -1 - len(shape) for name, shape in shapes.items()} | {"scale": -1}
+        said = [tensors[key].shape[at] for key, at in ranks.items() if key in tensors and tensors[key].ndim >= -at]
+        rank = mode(said) if said else 0  # the odd one out is wrong
+        found: dict[str, tuple[int, ...]] = {f"stds.{name}": shape for name, shape in shapes.items()}
+        return found | {f"basis.{name}": (rank, *shape) for name, shape in shapes.items()} | {"scale": (rank,)}
+
+    @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> LowRank:
-        _check_names(tensors, ["scale", *(f"{kind}.{name}" for kind in ("stds", "basis") for name in layout.names)])
+        check_shapes(tensors, cls.shapes(tensors, layout))
         std, basis = (layout.flatten({n: tensors[f"{kind}.{n}"] for n in layout.names}) for kind in ("stds", "basis"))
         _check_orthonormal("basis", basis.mT)
         return cls(std, basis.mT, tensors["scale"])
@@ -413,12 +449,13 @@ class Full(Covariance):
         return {"precision_cholesky": self.precision_cholesky}
 
     @classmethod
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {"precision_cholesky": (layout.dim, layout.dim)}
+
+    @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Full:
-        _check_names(tensors, ["precision_cholesky"])
-        factor = tensors["precision_cholesky"]
-        if factor.shape != (layout.dim, layout.dim):
-            raise ValueError(f"precision_cholesky: expected shape {[layout.dim] * 2}, got {list(factor.shape)}")
-        return cls(factor)
+        check_shapes(tensors, cls.shapes(tensors, layout))
+        return cls(tensors["precision_cholesky"])
 
 
 COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagonal, Kronecker, LowRank, Full)}
@@ -447,10 +484,16 @@ def moved(value: Any, to: torch.device | str | Tensor) -> Any:
     return replace(value, **{field.name: moved(getattr(value, field.name), to) for field in fields(value)})
 
 
-def _check_names(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+def check_shapes(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], lead: tuple[int, ...] = ()
+) -> None:
+    """Refuse what is not [*lead, *shape] of the expected ones, by its own name."""
     missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or extra:
         raise ValueError(f"missing tensors {missing}, unknown tensors {extra}")
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != (*lead, *shape):
+            raise ValueError(f"{name}: expected shape {[*lead, *shape]}, got {list(tensors[name].shape)}")
 
 
 def _check_orthonormal(name: str, basis: Tensor) -> None:

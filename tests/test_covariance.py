@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_bayes.artifact import Posterior
@@ -14,6 +16,7 @@ from hf_bayes.posterior import Gaussian
 from hf_bayes.rng import generator
 from hf_bayes.subspace import Layout
 from tests.faults import posteriors
+from tests.faults.corruptions import edit_tensors, sign
 
 LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
 
@@ -143,6 +146,38 @@ def test_posterior_with_any_covariance_comes_back_bit_for_bit(kind: str, compone
     assert torch.allclose(loaded.sample(4, generator(1)), posterior.sample(4, generator(1)), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match=r"approximation must be one of draws, gaussian, .*got \"gaussian_wishart\""):
         dataclasses.replace(config, approximation="gaussian_wishart")
+
+
+@kinds
+def test_a_wrong_shape_in_the_file_is_refused_by_its_own_name(kind: str, tmp_path: Path) -> None:
+    gaussian = Gaussian(numbers(2, LAYOUT.dim), tuple(make(kind, seed)[0] for seed in (0, 1)))
+    parameters = [[name, list(shape)] for name, shape in LAYOUT.named_shapes.items()]
+    config = posteriors.config(approximation=gaussian.kind, num_members=0, parameters=parameters)
+    Posterior(gaussian, config).save_pretrained(tmp_path)
+    path = tmp_path / "covariance.safetensors"
+    kept = {name: value.clone() for name, value in load_file(path).items()}  # the file will change beneath
+    for name, value in kept.items():
+        wrongs = [value[:1], value[0], torch.cat([value, value], -1)] + ([value.mT] if value.ndim > 2 else [])
+        for wrong in wrongs:
+            if wrong.shape == value.shape:  # a square, turned; the identity's nothing, twice
+                continue
+            expected, got = (re.escape(str(list(shape))) for shape in (value.shape, wrong.shape))
+            edit_tensors(path, lambda tensors, name=name, wrong=wrong: tensors.update({name: wrong}))
+            sign(tmp_path)
+            with pytest.raises(
+                ValueError, match=rf"covariance\.safetensors: {name}: expected shape {expected}, got {got}"
+            ):
+                Posterior.from_pretrained(tmp_path)
+            edit_tensors(path, lambda tensors: tensors.update(kept))
+    sign(tmp_path)
+    assert Posterior.from_pretrained(tmp_path).approximation.kind == gaussian.kind
+
+
+def test_an_eigenbasis_of_a_vector_is_refused() -> None:
+    tensors = make("kronecker")[0].tensors(LAYOUT)
+    tensors["variances.b"] = tensors.pop("stds.b")
+    with pytest.raises(ValueError, match=r"variances\.b: b is no matrix \[4\].* expected stds\.b"):
+        COVARIANCES["kronecker"].from_tensors(tensors | {"left.b": torch.eye(4), "right.b": torch.eye(4)}, LAYOUT)
 
 
 @kinds
