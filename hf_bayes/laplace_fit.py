@@ -305,7 +305,7 @@ def _by_heldout(
     def nll(values: Sequence[float]) -> float:
         if tuple(values) not in found:
             candidate = with_stds(values)
-            gaussian, _ = candidate.revise(theta, look, _problem(model, theta, candidate, num_data))
+            gaussian, _ = candidate.around(theta, look, _problem(model, theta, candidate, num_data))
             found[tuple(values)] = _nll(model, gaussian, run(heldout, range(len(heldout))), seed)
         return found[tuple(values)]
 

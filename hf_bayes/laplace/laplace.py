@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -144,7 +144,15 @@ class LaplaceConfig(MethodConfig):
         return Rule(begin, locate_at_theta, update, finish, revise)
 
     def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
-        """The Gaussian around each row of ``theta`` [M, d], and what the pass found."""
+        """The Gaussian around each row of ``theta`` [M, d], and what the pass found; a warning of what is diagonal."""
+        found = self.around(theta, look, problem)
+        # of all chains the same parts
+        if fallbacks := found.report["laplace"][0].get("diagonal"):
+            warnings.warn(_in_words(fallbacks, self.structure, problem))
+        return found
+
+    def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
+        """As ``revise``, without a word: for candidates that are compared."""
         self._check_prior(problem)
         covariances, notes = [], []
         for row in theta:
@@ -250,6 +258,20 @@ def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: fl
             "the weights"
         )
     return {"gradient_norm": norm, "displacement": step, "gradient_rows": slope.num_rows}
+
+
+def _in_words(fallbacks: Mapping[str, str], structure: str, problem: Problem) -> str:
+    """What a structure cannot hold: how much of theta, and for which reasons."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in fallbacks.items():
+        reasons.setdefault(reason, []).append(name)
+    parts = [f"{len(names)}: {reason} (first {names[0]})" for reason, names in reasons.items()]
+    size = sum(math.prod(problem.shapes[name]) for name in fallbacks)
+    return (
+        f"structure={structure!r} keeps the diagonal of {len(fallbacks)} of {len(problem.shapes)} tensors, with {size} "
+        f"of {sum(problem.sizes)} parameters, in whole or on one side: {'; '.join(parts)}. Their names are in "
+        "diagnostics['laplace'][k]['diagonal']; structure 'low_rank' or 'full' holds all"
+    )
 
 
 def _pull(precision: Tensor | Covariance, offset: Tensor) -> Tensor:

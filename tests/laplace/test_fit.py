@@ -23,6 +23,7 @@ from hf_bayes import (
 from hf_bayes import laplace_fit as module
 from hf_bayes.adapters import TASKS
 from hf_bayes.artifact import Posterior
+from hf_bayes.attaching import attach
 from hf_bayes.covariance import dense
 from hf_bayes.laplace.cells import STRUCTURES
 from hf_bayes.posterior_config import CONFIG
@@ -251,6 +252,53 @@ def test_a_choice_at_the_end_of_the_candidates_is_told() -> None:
             fit(model, data, heldout=data, prior_stds=stds, **{**LAST, "prior_std": {"weight": 1.0, "bias": 1.0}})
 
 
+def told(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if "keeps the diagonal" in str(one.message)]
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize("structure", ["kronecker", "kronecker_corrected"])
+def test_what_kfac_keeps_by_its_diagonal_is_told_once_with_counts_and_reasons(structure: str) -> None:
+    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
+    with attach(model, subspace="last_block") as bayesian:
+        sizes = bayesian.layout.sizes
+        theta = bayesian.theta[:1].detach()
+    chains = torch.cat([theta, 1.1 * theta])
+    with attach(model, chains, subspace="last_block") as bayesian, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = fit(bayesian, label_rows(4), structure=structure, max_factor=5, prior_std=0.1)
+    (text,) = told(caught)
+    first, second = (note["diagonal"] for note in posterior.config.diagnostics["laplace"])
+    assert first == second
+    shapes = dict(zip(posterior.layout.names, posterior.layout.shapes, strict=True))
+    size = sum(math.prod(shapes[name]) for name in first)
+    assert f"keeps the diagonal of {len(first)} of {len(sizes)} tensors, with {size} of {sum(sizes)}" in text
+    biases = [name for name in first if name.endswith("bias") and "LayerNorm" not in name]
+    assert f"{len(biases)}: bias (first {biases[0]})" in text
+    assert "4: no matrix product (norm or embedding) (first bert" in text
+    assert "2: one side longer than max_factor=5: diagonal there (first bert" in text
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_candidate_priors_do_not_repeat_what_is_kept_by_its_diagonal() -> None:
+    model, rows = tiny_bert(num_labels=3, hidden_size=4), label_rows(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, rows, heldout=rows, prior_stds=(0.1, 1.0, 2.0), structure="kronecker", subspace="last_layer")
+    (text,) = told(caught)
+    assert "1 of 2 tensors, with 3 of 15 parameters, in whole or on one side: 1: bias (first classifier.bias)" in text
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_nothing_is_told_where_a_structure_holds_all_or_is_the_diagonal(structure: str) -> None:
+    part = "last_layer" if not structure.startswith("kronecker") else "classifier.weight"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tiny_bert(num_labels=3, hidden_size=4), label_rows(4), structure=structure, subspace=part, prior_std=0.1)
+    assert told(caught) == []
+
+
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_finished_adapter_becomes_a_posterior_that_saves_loads_and_predicts(structure: str, tmp_path: Path) -> None:
@@ -277,8 +325,6 @@ def test_a_finished_adapter_becomes_a_posterior_that_saves_loads_and_predicts(st
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 def test_around_the_draws_of_a_posterior_it_is_a_mixture(tmp_path: Path) -> None:
-    from hf_bayes.attaching import attach
-
     first, second = (with_lora(tiny_llama(), seed) for seed in (0, 1))
     singles = [fit(model, token_rows(6), prior_std=0.1) for model in (first, second)]
     theta = torch.stack([single.approximation.means[0] for single in singles])
