@@ -162,20 +162,20 @@ class DiagonalSum(Accumulator):
     def add(self, share: Any) -> None:
         _require_once(share)
         for rows, found in self._by_rows(share):
-            for name, value in found.items():
+            for name in [*found]:
                 if name in share.tap.tied:
-                    both = self.waiting.setdefault(name, value.new_zeros(self.num_rows, *value.shape[1:]))
-                    both[rows] += value
+                    both = self.waiting.setdefault(name, found[name].new_zeros(self.num_rows, *found[name].shape[1:]))
+                    both[rows] += found[name]
                 else:
-                    self.sums[name] += self._moments(name, value)
+                    self.sums[name] += self._moments(name, found.pop(name))
 
     def end_pull(self) -> None:
-        for name, value in self.waiting.items():
-            self.sums[name] += self._moments(name, value)
-        self.waiting = {}
+        for name in [*self.waiting]:
+            self.sums[name] += self._moments(name, self.waiting.pop(name))
 
     def _moments(self, name: str, rows: Tensor) -> Tensor:
-        return rows.square().sum(0)
+        """[*shape]: sums over ``rows``, which are used up: several of that size would be the most that a pass holds."""
+        return rows.square_().sum(0)
 
     def tensors(self) -> Iterable[Tensor]:
         return self.sums.values()
