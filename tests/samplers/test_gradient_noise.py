@@ -55,8 +55,8 @@ def law(kind: type[MethodConfig]) -> float:
 def test_corrected_variance_is_that_without_gradient_noise(kind: type[Any]) -> None:
     for draws in run(kind(momentum=0.8, correct_gradient_noise=True)):
         error, standard_error = variance_error(draws, law(kind))
-        assert 4 * standard_error < 0.06  # 64 coordinates x 4 chains
-        assert error < 0.06
+        assert 4 * standard_error < 0.03  # 64 coordinates x 4 chains
+        assert error < 0.03
     for draws in run(kind(momentum=0.8)):  # the broken twin
         assert variance_error(draws, law(kind))[0] > 0.2
 
