@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.samplers.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.samplers.sgld import SGLDConfig
 from hf_bayes.samplers.sgnht import SGNHTConfig
+from hf_bayes.sampling import sample
+from hf_bayes.schedules import Cyclical
 from hf_bayes.types import Problem, Rule
 from tests.samplers.laws import (
     LEARNING_RATE,
@@ -199,6 +202,75 @@ def test_the_check_catches_the_law_of_a_similar_sampler(name: str, twin: str, va
 def test_the_check_catches_minibatch_noise_that_is_forgotten(name: str) -> None:
     with pytest.raises(AssertionError):
         check(name, run(LAWS[name].config(BETA, T), V).draws, 0.0)
+
+
+CYCLE, RAMPED = range(40, 161, 40), Cyclical(ramp_up=0.5)
+"""Four cycles of 40 updates; the temperature rises for 20 of them, and its law is far from stationary."""
+
+PEAK = math.sqrt(H_SQUARED)
+
+
+def sgld_update(h: float, x: float) -> tuple[list[list[float]], list[float]]:
+    return [[1 - x, 0], [0, 0]], [h * math.sqrt(2), 0]
+
+
+def sghmc_update(h: float, x: float) -> tuple[list[list[float]], list[float]]:
+    b = 1 - (1 - BETA) * h / PEAK
+    noise = math.sqrt(2 * (1 - b))
+    return [[1 - x, h * b], [-x / h, b]], [h * noise, noise]
+
+
+def sghmc_euler_update(h: float, x: float) -> tuple[list[list[float]], list[float]]:
+    b = 1 - (1 - BETA) * h / PEAK
+    return [[1, h], [-x / h, b]], [0, math.sqrt(2 * (1 - b))]
+
+
+def baoa_update(h: float, x: float) -> tuple[list[list[float]], list[float]]:
+    c = BETA ** (h / PEAK)
+    noise = math.sqrt(1 - c**2)
+    return [[1 - x * (1 + c) / 2, h * (1 + c) / 2], [-c * x / h, c]], [h / 2 * noise, noise]
+
+
+UPDATES = {"sgld": sgld_update, "sghmc": sghmc_update, "sghmc_euler": sghmc_euler_update, "baoa": baoa_update}
+"""(h_t, x = h_t^2 lambda) -> A and g, by the docstrings: (theta, m) becomes A (theta, m) + sqrt(T_t) g R."""
+
+
+def squares_at_the_draws(name: str, schedule: Cyclical) -> Tensor:
+    """[4] E theta^2 at the end of each cycle, from a start at the origin: the recursion of second moments."""
+    second, found = torch.zeros(2, 2, dtype=torch.float64), []
+    for step in range(CYCLE[-1]):
+        h = PEAK * math.sqrt(schedule.learning_rate(step, CYCLE))
+        matrix, noise = (torch.tensor(part, dtype=torch.float64) for part in UPDATES[name](h, h**2 * N))
+        second = matrix @ second @ matrix.T + T * schedule.temperature(step, CYCLE) * torch.outer(noise, noise)
+        if step + 1 in CYCLE:
+            found.append(second[0, 0])
+    return torch.stack(found)
+
+
+def cyclical_errors(name: str, schedule: Cyclical, law: Tensor) -> tuple[Tensor, float]:
+    """[4] relative errors of the second moments of 40 000 coordinates, and the standard error of each."""
+    draws = sample(
+        lambda theta, batch: 0.5 * N * theta.square().sum(1),
+        torch.zeros(4, 10_000),
+        dataclasses.replace(LAWS[name].config(BETA, T), schedule=schedule),
+        num_steps=CYCLE[-1],
+        learning_rate=LEARNING_RATE,
+        num_data=N,
+        thin=CYCLE.step,
+        seed=2,
+    ).draws
+    return draws.double().square().mean((0, 2)) / law - 1, math.sqrt(2 / 40_000)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_variance_of_draws_under_a_ramp_is_that_of_the_recursion_of_second_moments(name: str) -> None:
+    law = squares_at_the_draws(name, RAMPED)
+    errors, standard_error = cyclical_errors(name, RAMPED, law)
+    assert 4 * standard_error < 0.03
+    assert errors.abs().max() < 0.03
+    # the broken twins: T from the beginning of a cycle on, and a ramp of another length
+    for twin in (Cyclical(), Cyclical(ramp_up=0.4)):
+        assert cyclical_errors(name, twin, law)[0].abs().max() > 0.03 + 4 * standard_error
 
 
 @each
