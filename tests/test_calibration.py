@@ -15,12 +15,13 @@ from torch import Tensor
 
 from hf_bayes.config import MethodConfig
 from hf_bayes.energy import GaussianPrior
-from hf_bayes.mcmc import hmc, metropolis, penalty
+from hf_bayes.mcmc import gps, hmc, metropolis, penalty
+from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.mcmc.hmc import HMCConfig
 from hf_bayes.mcmc.metropolis import MetropolisConfig
 from hf_bayes.mcmc.penalty import PenaltyConfig
 from hf_bayes.rng import generator
-from hf_bayes.samplers import sghmc
+from hf_bayes.samplers import agps, sghmc
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.types import Evaluation, Kernel, Problem, Rule
 from tests.streams import share_one_stream
@@ -50,6 +51,10 @@ class Regressions:
         root = torch.linalg.cholesky(precision).mT
         return (mean + torch.linalg.solve_triangular(root, self.normal(REPLICATES, 2, 1), upper=True))[..., 0]
 
+    def quantities(self, theta: Tensor) -> Tensor:
+        """[M, 3]: what is ranked, intercept, slope and the log-likelihood of all rows."""
+        return torch.cat([theta, Regressions.__call__(self, theta).log_lik[:, None]], 1)
+
     def begin_update(self) -> None:
         """Here one update is like the other."""
 
@@ -72,17 +77,29 @@ class Minibatches(Regressions):
         return Evaluation(columns.mean(1), None, batch_log_lik=columns)
 
 
-def uniformity(config: MethodConfig, data: Regressions, *, thin: int, learning_rate: float, burn_in: int = 0) -> float:
-    """p-value of uniform ranks among 19 draws, in 20 bins, of the worse of intercept and slope (Bonferroni).
+def uniformity(
+    config: MethodConfig,
+    data: Regressions,
+    *,
+    thin: int,
+    learning_rate: float,
+    burn_in: int = 0,
+    start_std: float | None = None,
+) -> float:
+    """p-value of uniform ranks among 19 draws, in 20 bins: the worst of three quantities' (Bonferroni).
 
-    Chains start in draws of the prior; without burn-in in exact ones, so that what is judged is whether they stay.
+    Chains start in draws of the prior, or ``start_std`` about the best fit; without burn-in in exact ones, so that what
+    is judged is whether they stay.
     """
     problem = Problem(ROWS, PRIOR, learning_rate, burn_in + DRAWS * thin, burn_in, {"": (2,)})
     method, rngs = config.build(problem), [data.rng]
     data.begin_update()
     start = data.normal(REPLICATES, 2) if burn_in else data.posterior()
+    if start_std is not None:
+        start = data.best + start_std * start
     state: Any = method.init(start, data, rngs) if isinstance(method, Kernel) else method.init(start, rngs)
-    ranks = torch.zeros(REPLICATES, 2)
+    truth = data.quantities(data.truth)
+    ranks = torch.zeros_like(truth)
     for step in range(problem.num_steps):
         data.begin_update()
         if isinstance(method, Rule):
@@ -91,19 +108,21 @@ def uniformity(config: MethodConfig, data: Regressions, *, thin: int, learning_r
         else:
             state, _ = method.step(state, data, rngs)
         if step >= burn_in and (step + 1 - burn_in) % thin == 0:
-            ranks += state.theta < data.truth
+            ranks += data.quantities(state.theta) < truth
     counts = torch.stack([torch.bincount(column.long(), minlength=DRAWS + 1) for column in ranks.T])
-    return 2 * float(min(chisquare(column.numpy()).pvalue for column in counts))
+    return len(counts) * float(min(chisquare(column.numpy()).pvalue for column in counts))
 
 
 @pytest.fixture(autouse=True)
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_one_stream(monkeypatch, hmc, metropolis, penalty, sghmc)
+    share_one_stream(monkeypatch, agps, gps, hmc, metropolis, penalty, sghmc)
 
 
 RUNS: dict[str, tuple[MethodConfig, dict[str, Any]]] = {  # config, thinning that leaves next to no autocorrelation
     # a step is about a quarter of a period: five of them would come back to where they began
     "hmc": (HMCConfig(num_leapfrog=1), {"thin": 8, "learning_rate": 0.02, "burn_in": 100}),
+    # the cap is four standard deviations; over the prior's fourteen a-GPS would be on its way for thousands of updates
+    "gps": (GPSConfig(), {"thin": 10, "learning_rate": 0.3, "burn_in": 400, "start_std": 0.2}),
     "metropolis": (MetropolisConfig(), {"thin": 40, "learning_rate": 0.1, "burn_in": 400}),
     # x = h^2 lambda is 0.05: its variance is 1.4 % above the posterior's
     "sghmc": (SGHMCConfig(momentum=0.8), {"thin": 40, "learning_rate": 0.05, "burn_in": 200}),
@@ -120,6 +139,21 @@ def test_ranks_of_the_truth_are_uniform(name: str) -> None:
 def test_ranks_catch_a_wrong_temperature(name: str) -> None:
     config, settings = RUNS[name]
     assert uniformity(dataclasses.replace(config, temperature=1.25), Regressions(), **settings) < 0.001
+
+
+class Unseen(Regressions):
+    """The sampler is shown no data: its draws are the prior's."""
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
+        return Evaluation(torch.zeros(REPLICATES, dtype=torch.float64), torch.zeros_like(theta))
+
+
+def test_ranks_of_the_log_likelihood_catch_data_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nothing else would: the truth is a draw of the prior, too."""
+    settings: dict[str, Any] = {"thin": 8, "learning_rate": 0.2, "burn_in": 100}
+    assert uniformity(HMCConfig(num_leapfrog=1), Unseen(), **settings) < 0.001
+    monkeypatch.setattr(Unseen, "quantities", lambda self, theta: theta)
+    assert uniformity(HMCConfig(num_leapfrog=1), Unseen(), **settings) > 0.001
 
 
 PENALISED = PenaltyConfig(step_size=0.06, target_acceptance=None)
