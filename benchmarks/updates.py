@@ -2,6 +2,7 @@
 
 Eight chains of two million parameters (a LoRA of rank 8 on a model of 1B); the gradient is there already. A rule that
 does more in some updates than in others (``swag`` collects about a hundred iterates of a run) is timed over a period.
+SGHMC is timed with what it can do besides, too: a layerwise mass, noise taken off for the gradient's, a ramp.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hf_bayes.energy import GaussianPrior
 from hf_bayes.methods import METHODS, build
 from hf_bayes.rng import chain_generators
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.schedules import Cyclical
 from hf_bayes.types import Evaluation, Problem, Rule
 
 CHAINS, DIM, TENSORS = 8, 2_000_000, 4
@@ -36,13 +38,13 @@ PERIODS = {"swag": 10}
 def measure(settings: Settings) -> list[Line]:
     """One line: the worst rule, with the ratios of all the others beside it."""
     dim = SMALL.get(settings.subject.shape, DIM)
-    configs = {**{name: kind() for name, kind in METHODS.items() if name != "sghmc"}, "sghmc layerwise": LAYERWISE}
+    configs = {**{name: kind() for name, kind in METHODS.items() if name != "sghmc"}, **VARIANTS}
     lines = {}
     for name, config in configs.items():
         rule, reference = build(config, _problem(dim)), build(SGHMCConfig(), _problem(dim))
         if isinstance(rule, Rule) and isinstance(reference, Rule):
             works = {
-                "ours": _update(rule, settings.device, dim, PERIODS.get(name, 1)),
+                "ours": _update(rule, settings.device, dim, PERIODS.get(name, 1), told=config.needs_grad_variance),
                 "single": _update(reference, settings.device, dim),
             }
             seconds = interleave(works, min(settings.rounds, ROUNDS))
@@ -52,9 +54,13 @@ def measure(settings: Settings) -> list[Line]:
     return [replace(lines[ordered[0]], others={name: lines[name].value for name in ordered[1:]})]
 
 
-LAYERWISE: MethodConfig = SGHMCConfig(
-    preconditioner="layerwise", preconditioner_batches=1, preconditioner_period=1_000_000
-)
+VARIANTS: dict[str, MethodConfig] = {
+    "sghmc layerwise": SGHMCConfig(
+        preconditioner="layerwise", preconditioner_batches=1, preconditioner_period=1_000_000
+    ),
+    "sghmc corrected": SGHMCConfig(correct_gradient_noise=True),
+    "sghmc ramped": SGHMCConfig(schedule=Cyclical(ramp_up=0.5)),  # its rule is built anew for every temperature
+}
 
 
 def _problem(dim: int) -> Problem:
@@ -66,11 +72,16 @@ def _problem(dim: int) -> Problem:
     return Problem(1000, prior, 0.01, 1002, 2, shapes, draw_steps=range(502, 1003, 500))
 
 
-def _update(rule: Rule, device: str, dim: int, period: int = 1) -> Work:
-    """Where the gradient is wanted, and the update with it; the mean of ``period`` of them."""
+def _update(rule: Rule, device: str, dim: int, period: int = 1, *, told: bool = False) -> Work:
+    """Where the gradient is wanted, and the update with it; the mean of ``period`` of them.
+
+    Args:
+        told: the variance of the gradient comes with it, small enough to leave noise to inject.
+    """
     rngs = chain_generators(0, CHAINS, device=device)
     theta = 0.1 * torch.randn(CHAINS, dim, device=device, generator=rngs[0])
-    evaluation = Evaluation(torch.zeros(CHAINS, device=device), theta.clone())
+    variance = torch.ones(CHAINS, TENSORS, device=device) if told else None
+    evaluation = Evaluation(torch.zeros(CHAINS, device=device), theta.clone(), variance)
     state: Any = rule.init(theta, rngs)
 
     def work() -> float:
