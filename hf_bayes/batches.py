@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +139,13 @@ def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
     return targets.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, IGNORE)
 
 
+class TermCount(NamedTuple):
+    """Likelihood terms of a data set: of all rows, and of the row that has most."""
+
+    total: int
+    most: int
+
+
 def count_terms(
     dataset: Any,
     collate: Callable,
@@ -149,7 +156,7 @@ def count_terms(
     batch_size: int = 64,
     progress: bool = True,
     name: str = "train_dataset",
-) -> int:
+) -> TermCount:
     """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
 
     Args:
@@ -162,7 +169,7 @@ def count_terms(
     """
     if not isinstance(dataset, Sized) or len(dataset) == 0:
         raise ValueError(f"{name} has 0 rows; N is needed to scale the likelihood: give it data")
-    total = 0
+    total, most = 0, 0
     loader: DataLoader = DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -182,9 +189,10 @@ def count_terms(
                     "against the model's vocabulary"
                 )
         targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
-        total += int(likelihood.is_term(targets).sum())
+        per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
+        total, most = total + int(per_row.sum()), max(most, int(per_row.max()))
     if total == 0:
         raise ValueError(
             f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
         )
-    return total
+    return TermCount(total, most)

@@ -173,6 +173,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             **{name: value.view(shape) for name, value in prediction.uncertainty._asdict().items()},
         )
 
+    @property
+    def num_root_columns(self) -> int:
+        return self.likelihood.num_root_columns(self.core.get_output_embeddings().weight.shape[0])
+
     @predicts
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False

@@ -164,7 +164,9 @@ def _fit(
         num_classes=_num_classes(model),
         progress=False,
     )
-    terms = count(data, name="data")
+    config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
+    terms, most = count(data, name="data")
+    config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
         count(heldout, name="heldout")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))

@@ -308,6 +308,11 @@ class BayesianModel(PreTrainedModel):
         terms = self.likelihood.is_term(labels)
         return terms.reshape(len(labels), -1).sum(1)
 
+    @property
+    def num_root_columns(self) -> int:
+        """Of a root of the Fisher information of a likelihood term in the model's outputs."""
+        return self.likelihood.num_root_columns(self.config.num_labels)
+
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """T: what a row of a batch costs, in positions."""
         return num_positions_of(inputs)

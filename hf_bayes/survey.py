@@ -28,9 +28,6 @@ from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.model import BayesianModel
 from hf_bayes.rng import generator
 
-MAX_HESSIAN = 2048
-"""d past which a Hessian, d backward passes of a batch, is refused."""
-
 PULLS_AT_ONCE = 4
 """Pulls whose gradients at the backbone's output are held together, so that the head runs once for them."""
 
@@ -94,10 +91,11 @@ def survey(
         mesh: its processes that share a chain share the rows, too, and each finds the whole; None is one process.
         context: entered around forwards, for autocast.
     Raises:
-        ValueError: before the pass, for a cell of estimator and structure that does not exist; for data without terms
-            or with gradients that are not finite.
+        ValueError: before the pass, for a cell of estimator and structure that does not exist or has too many
+            parameters; for data without terms or with gradients that are not finite.
     """
     spec.check()
+    spec.check_size(model.layout.dim, None, None)
     everything = range(num_rows)
     if spec.estimator == "hessian":
         with plain(model.members, theta) as random:
@@ -370,13 +368,7 @@ def _hessian(
     context: Callable[[], AbstractContextManager],
 ) -> Survey:
     """Column by column, through the gradient's own graph."""
-    dim = model.layout.dim
-    if dim > MAX_HESSIAN:
-        raise ValueError(
-            f"estimator='hessian' takes a backward pass for each of {dim} elements; the limit is {MAX_HESSIAN}: use "
-            "estimator='ggn', or a smaller subspace"
-        )
-    causal, parameters = isinstance(model, BayesianModelForCausalLM), list(random.values())
+    dim, causal, parameters = model.layout.dim, isinstance(model, BayesianModelForCausalLM), list(random.values())
     matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
     log_lik, num_terms = 0.0, 0.0
     for parameter in parameters:

@@ -148,6 +148,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 shapes=bayesian.layout.named_shapes,
                 draw_steps=draws,
                 batch_fraction=self._batch_fraction,
+                most_terms=self.most_terms,
+                root_columns=bayesian.num_root_columns,
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(

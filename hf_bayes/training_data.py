@@ -42,6 +42,8 @@ class TrainingDataMixin(_Trainer):
     """Where processes keep their rows to themselves: whose those are."""
     num_terms: int | None
     """Likelihood terms counted in the data set; None for a stream."""
+    most_terms: int | None
+    """Those of the row that has most."""
 
     def _prepare_data(self) -> None:
         """Find N, and fit accumulation to kernels that see all data in every move."""
@@ -50,7 +52,8 @@ class TrainingDataMixin(_Trainer):
         own = args.private_rows
         require_batches(self.method, args.gradient_accumulation_steps * (1 if own else self.mesh.data_size))
         if is_stream(self.train_dataset):
-            self.num_rows, self.num_terms, self.num_data = None, None, float(args.num_data)
+            self.num_rows = self.num_terms = self.most_terms = None
+            self.num_data = float(args.num_data)
             self._say("N = %g likelihood terms (given)", self.num_data)
             return
         dataset, collate = self._training_data()
@@ -58,7 +61,7 @@ class TrainingDataMixin(_Trainer):
         if own:
             self.strata = self._meet_the_others()
             self.num_rows = self.strata.num_rows
-        self.num_terms = count_terms(
+        self.num_terms, self.most_terms = count_terms(
             dataset,
             collate,
             self.likelihood,
@@ -68,6 +71,7 @@ class TrainingDataMixin(_Trainer):
         )
         if own:
             self.num_terms = sum(self.mesh.share(self.num_terms))
+            self.most_terms = max(self.mesh.share(self.most_terms))
         natural = self.num_rows if args.data_unit == "sequence" else self.num_terms
         self.num_data = float(args.num_data or natural)
         fraction = self._batch_fraction

@@ -102,6 +102,8 @@ class Problem(NamedTuple):
         shapes: name -> shape of each random tensor, in the order of theta; {UNNAMED: (d,)} where theta has no names.
         draw_steps: the updates (counted from 1) that end in a draw.
         batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
+        most_terms: likelihood terms of the row of the data that has most; None where nobody has counted.
+        root_columns: of a root of the Fisher information of a term in the model's outputs; None where it is not known.
     """
 
     num_data: float
@@ -112,6 +114,8 @@ class Problem(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     draw_steps: range = range(0)
     batch_fraction: float | None = None
+    most_terms: int | None = None
+    root_columns: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ def test_terms_of_a_language_model_are_the_loss_tokens_after_the_shift():
     rows = runs.token_rows([3, 8, 5])
     rows[1]["labels"] = [-100, -100, -100, *rows[1]["labels"][3:]]
     # 2 + 5 + 4: the first token of a row is predicted by none, nor is a masked one
-    assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == 11
+    assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == (11, 5)
 
 
 def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
@@ -165,12 +165,13 @@ def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
     for side, size in itertools.product(("left", "right"), (1, 3)):
         collate = runs.padding_collator(side)
         found = count_terms(rows, collate, Categorical(), shift=True, progress=False, batch_size=size)
-        assert found == 2 + 7 + 4
+        assert found == (2 + 7 + 4, 7)
 
 
 def test_terms_of_a_classifier_are_its_examples():
     rows = runs.label_rows(130)
-    assert count_terms(rows, default_data_collator, Categorical(), shift=False, num_classes=3, progress=False) == 130
+    found = count_terms(rows, default_data_collator, Categorical(), shift=False, num_classes=3, progress=False)
+    assert found == (130, 1)
     rows = [{"x": [0.0], "labels": [0.0, 1.0]}] * 5
     for likelihood in (Bernoulli(), Normal(1.0)):
-        assert count_terms(rows, default_data_collator, likelihood, shift=False, progress=False) == 5
+        assert count_terms(rows, default_data_collator, likelihood, shift=False, progress=False) == (5, 1)

@@ -41,9 +41,6 @@ from hf_bayes.subspace import Layout
 ROW_BUDGET = 1 << 26
 """Numbers of row gradients of one module held at once; a single row is never split."""
 
-MAX_FULL = 8192
-"""d past which a dense [d, d] is refused."""
-
 OVERSAMPLING = 10
 """Columns of the sketch beyond the rank."""
 
@@ -407,11 +404,6 @@ class FullSum(RowSum):
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         super().__init__(layout, like)
-        if layout.dim > MAX_FULL:
-            raise ValueError(
-                f"structure='full' holds a matrix of {layout.dim} x {layout.dim}; the limit is {MAX_FULL}: choose a "
-                "smaller subspace, or structure 'kronecker', 'low_rank' or 'diagonal'"
-            )
         self.matrix = like.new_zeros(layout.dim, layout.dim)
 
     def tensors(self) -> Iterable[Tensor]:

@@ -11,6 +11,15 @@ from hf_bayes.laplace.accumulators import Accumulator, DiagonalSum, FullSum, Kro
 from hf_bayes.laplace.estimators import ESTIMATORS, Estimator, build_estimator
 from hf_bayes.subspace import Layout
 
+MAX_FULL = 8192
+"""d past which a dense [d, d] is refused."""
+
+MAX_HESSIAN = 2048
+"""d past which a Hessian, d backward passes of a batch, is refused."""
+
+MAX_PULLS = 1024
+"""Backward passes of one batch past which the exact GGN is refused."""
+
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
 _NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
@@ -69,6 +78,34 @@ class CurvatureSpec:
             raise ValueError(
                 f"there is no structure={self.structure!r} of estimator='hessian': {_UNDEFINED[self.structure]}. Use "
                 "structure 'full' or 'diagonal', or estimator='ggn'"
+            )
+
+    def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
+        """Refuse what would take too long or too much memory.
+
+        Args:
+            dim: d.
+            most_terms: likelihood terms of the row that has most; None if nobody has counted.
+            root_columns: of a root of the Fisher information of a term (``Likelihood.num_root_columns``), or None.
+        Raises:
+            ValueError: naming the limit.
+        """
+        if self.estimator == "hessian" and dim > MAX_HESSIAN:
+            raise ValueError(
+                f"estimator='hessian' takes a backward pass for each of {dim} elements; the limit is {MAX_HESSIAN}: "
+                "use estimator='ggn', or a smaller subspace"
+            )
+        if self.structure == "full" and dim > MAX_FULL:
+            raise ValueError(
+                f"structure='full' holds a matrix of {dim} x {dim}; the limit is {MAX_FULL}: choose a smaller "
+                "subspace, or structure 'kronecker', 'low_rank' or 'diagonal'"
+            )
+        if self.estimator != "ggn" or self.num_samples is not None or most_terms is None or root_columns is None:
+            return
+        if most_terms * root_columns > MAX_PULLS:
+            raise ValueError(
+                f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
+                f"{most_terms * root_columns} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
             )
 
     def build_estimator(self) -> Estimator:

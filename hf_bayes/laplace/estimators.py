@@ -28,9 +28,6 @@ from hf_bayes.likelihood import Likelihood
 
 ESTIMATORS = ("ggn", "ef_sequence", "ef_token", "hessian")
 
-MAX_PULLS = 1024
-"""Backward passes of one batch past which an exact estimator is refused."""
-
 
 class Terms(NamedTuple):
     """n likelihood terms.
@@ -127,14 +124,7 @@ class ExactGGN:
     num_draws: int = 0
 
     def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
-        columns = likelihood.num_root_columns(num_outputs)
-        count = columns * num_ordinals
-        if count > MAX_PULLS:
-            raise ValueError(
-                f"the exact GGN of {num_outputs} outputs needs {columns} backward passes for each of {num_ordinals} "
-                f"terms of a row, {count} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
-            )
-        return count
+        return likelihood.num_root_columns(num_outputs) * num_ordinals
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
         ordinal, column = divmod(pull, likelihood.num_root_columns(terms.logits.shape[-1]))

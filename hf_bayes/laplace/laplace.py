@@ -126,6 +126,8 @@ class LaplaceConfig(MethodConfig):
 
     def build(self, problem: Problem) -> Rule:
         self._check_prior(problem)
+        # now, and not at the pass: that comes after all updates
+        self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
 
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
             return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)

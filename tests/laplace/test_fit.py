@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from hf_bayes import (
     BayesianModelForCausalLM,
@@ -570,6 +571,67 @@ def test_data_that_are_no_rows_are_refused_by_their_name(data: Any, message: str
     if data is not None:
         with pytest.raises(ValueError, match=message.replace("data", "heldout", 1).replace("data=", "heldout=")):
             fit(model, rows, heldout=data, subspace="last_layer")
+
+
+TOO_LARGE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("lm", "MAX_FULL", {"structure": "full"}, r"a matrix of \d+ x \d+; the limit is 20"),
+    ("lm", "MAX_HESSIAN", {"estimator": "hessian"}, r"for each of \d+ elements; the limit is 20"),
+    # rows of 4 and 6 tokens, in this order
+    ("lm", "MAX_PULLS", {"num_samples": None}, "319 backward passes for each of 5 terms of a row, 1595 > 20"),
+    ("classes", "MAX_PULLS", {"num_samples": None}, "29 backward passes for each of 1 terms of a row, 29 > 20"),
+    ("regression", "MAX_PULLS", {"num_samples": None}, "30 backward passes for each of 1 terms of a row, 30 > 20"),
+]
+
+
+def too_large(task: str) -> dict[str, Any]:
+    """A model, and rows of which the last is the longest."""
+    if task == "lm":
+        return {"model": with_lora(tiny_llama()), "train": token_rows([4, 4, 4, 6]), "collator": padding_collator()}
+    rows = label_rows(4)
+    if task == "regression":
+        rows = [{**row, "label": [0.5] * 30} for row in rows]
+    kind = {"problem_type": "regression"} if task == "regression" else {}
+    model = tiny_bert(num_labels=30, hidden_size=4, **kind)
+    noise = {"noise_std": NOISE} if task == "regression" else {}
+    return {"model": model, "train": rows, "subspace": "last_layer", **noise}
+
+
+class Watched(TrainerCallback):
+    num_steps = 0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize(("task", "limit", "changes", "message"), TOO_LARGE)
+def test_what_is_too_large_for_the_pass_is_refused_before_the_first_training_step(
+    task: str, limit: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"hf_bayes.laplace.cells.{limit}", 20)
+    watched = Watched()
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, LaplaceConfig(**changes), callbacks=[watched], **too_large(task)).train()
+    assert watched.num_steps == 0
+    trainer(tmp_path, LaplaceConfig(), callbacks=[watched], max_steps=1, **too_large(task)).train()
+    assert watched.num_steps == 1  # the twin: it does see steps
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+@pytest.mark.parametrize(("task", "limit", "changes", "message"), TOO_LARGE)
+def test_what_is_too_large_for_the_pass_is_refused_before_the_first_batch(
+    task: str, limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"hf_bayes.laplace.cells.{limit}", 20)
+    given = too_large(task)
+    model, data, collator = given.pop("model"), given.pop("train"), given.pop("collator", None)
+    calls: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda *args: calls.append(1))
+    with pytest.raises(ValueError, match=message):
+        fit(model, data, batch_size=1, collate=collator, **changes, **given)
+    assert calls == []
+    fit(model, data, batch_size=1, collate=collator, **given)
+    assert calls  # the twin: forwards are seen
 
 
 @pytest.mark.parametrize(

@@ -445,19 +445,18 @@ def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> Non
         run(looked("bert", "head", "classes")[0], **changes)
 
 
-def test_what_is_too_large_is_refused_before_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "changes", "message"),
+    [
+        ("MAX_FULL", {"structure": "full"}, "36 x 36; the limit is 10"),
+        ("MAX_HESSIAN", {"estimator": "hessian"}, "each of 36 elements; the limit is 10"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_the_pass(
+    limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, _ = looked("gpt2", "head", "lm")
-    for name, limit, changes, message in (
-        (
-            "hf_bayes.laplace.estimators.MAX_PULLS",
-            10,
-            {"num_samples": None},
-            "8 backward passes for each of 3 terms of a row, 24 > 10",
-        ),
-        ("hf_bayes.laplace.accumulators.MAX_FULL", 10, {"structure": "full"}, "36 x 36; the limit is 10"),
-        ("hf_bayes.survey.MAX_HESSIAN", 10, {"estimator": "hessian"}, "each of 36 elements; the limit is 10"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(name, limit)
-            with pytest.raises(ValueError, match=message):
-                run(made, **changes)
+    monkeypatch.setattr(f"hf_bayes.laplace.cells.{limit}", 10)
+    monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were asked for"))
+    with pytest.raises(ValueError, match=message):
+        run(made, **changes)
