@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_bayes import base_model
 from hf_bayes.artifact import Posterior
 from hf_bayes.config import MethodConfig
@@ -38,6 +40,24 @@ class Inherited(NamedTuple):
     record: dict[str, Any]
     posterior: Posterior
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse the tokenizer of the next run if it is another one; warn if there is none to compare.
+
+        Raises:
+            ValueError: if it is not the one that the prior was made with.
+        """
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            check_tokenizer(self.posterior, tokenizer)
+            return
+        expected = self.posterior.config.base_model["fingerprint"]["tokenizer"]
+        if expected is not None:
+            logger.warning(
+                "the prior (%s) was made with a tokenizer (fingerprint %s), and this run was given none to compare: "
+                "with another one the same ids are other words, and nobody would notice. Give processing_class= to a "
+                "trainer, tokenizer= to fit_laplace",
+                self.record["posterior"] or self.record["method"], expected[:12],
+            )  # fmt: skip
+
 
 def inherit(
     prior: str | os.PathLike[str] | Posterior,
@@ -45,7 +65,6 @@ def inherit(
     method: MethodConfig,
     *,
     data_unit: str,
-    tokenizer: Any = None,
 ) -> Inherited:
     """The prior that ``prior`` makes for the random parameters of ``model``.
 
@@ -54,10 +73,9 @@ def inherit(
     Args:
         prior: a posterior, its directory or its Hub id.
         data_unit: what N counts now.
-        tokenizer: of the next run, if there is one.
     Raises:
-        ValueError: if the posterior belongs to another base model, tokenizer, subspace or unit of the data, or the
-            method's config says another prior.
+        ValueError: if the posterior belongs to another base model, subspace or unit of the data, or the method's config
+            says another prior. (Tokenizers: ``Inherited.check_tokenizer``.)
     """
     posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
     source = posterior.config.method["name"] if isinstance(prior, Posterior) else str(prior)
@@ -73,8 +91,6 @@ def inherit(
     )
     if problems:
         raise ValueError(f"{what} belongs to another base model: this one has {'; '.join(problems)}")
-    if tokenizer is not None:
-        check_tokenizer(posterior, tokenizer)
     unit = posterior.config.data_unit
     if unit in ("token", "sequence") and unit != data_unit:
         raise ValueError(

@@ -139,9 +139,9 @@ def fit_laplace(
                 f"fit_noise=True is for regressions: the likelihood of {type(bayesian.core).__name__} is "
                 f"{type(bayesian.likelihood).__name__} and has no noise_std. Leave it out"
             )
-        inherited = (
-            None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit, tokenizer=tokenizer)
-        )
+        inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
+        if inherited is not None:
+            inherited.check_tokenizer(tokenizer)
         return _fit(
             bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
             tokenizer, heldout, prior_stds, seed, inherited, fit_noise,

@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, SchedulerType, Trainer, TrainerState
+from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -28,7 +28,6 @@ from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.inheritance import inherit
-from hf_bayes.loading import check_tokenizer
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
@@ -117,8 +116,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
             super().__init__(model, args, *positional, **kwargs)
-            if self.inherited is not None and isinstance(self.processing_class, PreTrainedTokenizerBase):
-                check_tokenizer(self.inherited.posterior, self.processing_class)
+            if self.inherited is not None:
+                self.inherited.check_tokenizer(self.processing_class)
             # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
             taken = inspect.signature(model.core.forward).parameters
             self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]

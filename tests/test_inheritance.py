@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_bayes.posterior import Draws, Gaussian, single
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests.laplace.test_fit import NOISE, STD, regression
 from tests.models import tiny_llama, tiny_tokenizer, with_lora
-from tests.runs import trainer
+from tests.runs import token_rows, trainer
 
 HEAD = {"subspace": "last_layer", "noise_std": NOISE}
 EXACT = {"structure": "full", "num_samples": None}
@@ -243,6 +244,32 @@ def test_a_prior_of_something_else_is_refused(case: str, inherited: Posterior, t
         changes["model"] = changes["model"]()
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, changes.pop("method"), prior=inherited, **changes).train()
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_a_prior_that_has_a_tokenizer_warns_a_run_that_has_none(
+    inherited: Posterior, tmp_path: Path, caplog: Any
+) -> None:
+    said = r"made with a tokenizer \(fingerprint \w{12}\), and this run was given none to compare"
+
+    def warned(prior: Posterior, tokenizer: Any) -> list[bool]:
+        found = []
+        for start in (
+            lambda: trainer(tmp_path, MAPConfig(), prior=prior, processing_class=tokenizer),
+            lambda: fit_laplace(with_lora(tiny_llama()), token_rows(2), prior=prior, tokenizer=tokenizer),
+        ):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                start()
+            found.append(re.search(said, caplog.text) is not None)
+        return found
+
+    assert warned(inherited, None) == [True, True]
+    assert warned(inherited, tiny_tokenizer()) == [False, False]
+    base = inherited.config.base_model
+    base = {**base, "fingerprint": {**base["fingerprint"], "tokenizer": None}}
+    config = dataclasses.replace(inherited.config, base_model=base)
+    assert warned(dataclasses.replace(inherited, config=config), None) == [False, False]  # there is none to miss
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
