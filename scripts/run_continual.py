@@ -22,11 +22,13 @@ from peft import PeftModel, TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
+from hf_bayes.base_model import describe
 from hf_bayes.checkpoints import newest_complete
 from hf_bayes.cli import parse_arguments
 from hf_bayes.config import MethodConfig
 from hf_bayes.data import load_episode, token_windows
 from hf_bayes.fingerprint import fingerprint_json
+from hf_bayes.subspace import select
 
 SETTINGS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps",
@@ -72,14 +74,19 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         set_seed(args.seed)
         return model_args.add_lora(base, TaskType.CAUSAL_LM)
 
+    first = model(None)
     # models whose positions are relative (Bloom) have no longest context
-    window = given.window or min(2048, getattr(model(None).config, "max_position_embeddings", 2048))
+    window = given.window or min(2048, getattr(first.config, "max_position_embeddings", 2048))
     cut = {"length": window, "overlap": window - (given.stride or window // 2), "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
     train, test = ([token_windows(rows, tokenizer, **cut) for rows in part] for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
     settings |= {name: getattr(args, name) for name in SETTINGS}
     settings["rows_per_update"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    # a path may hold other weights today, and only some methods have a prior that would notice
+    about = describe(first, first.get_base_model(), select(first), tokenizer)
+    settings |= {f"fingerprint of {part}": value for part, value in about["fingerprint"].items()}
+    del first
     settings["texts"] = [fingerprint_json([list(part[given.text_column]) for part in parts]) for parts in texts]
     for name in given.methods:
         agree(output / name / "settings.json", settings, writes=args.process_index == 0)

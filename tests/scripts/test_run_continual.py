@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,29 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
             run(monkeypatch, {**fields, **change})
     (tmp_path / "two.txt").write_text(f"{TEXTS[2]}\n" * 12)
     with pytest.raises(ValueError, match=r"other \['texts'\]: choose another output_dir"):
+        run(monkeypatch, fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "texts", "differing"),
+    [
+        ({"seed": 1}, TEXTS, ["fingerprint of weights"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, TEXTS, ["fingerprint of config"]),
+        ({}, ("abc abd",), ["fingerprint of tokenizer"]),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model_at_the_same_path(
+    model: dict[str, Any], texts: tuple[str, ...], differing: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any],
+) -> None:  # fmt: skip
+    fields |= {"methods": ["sequential"], "max_steps": 1}
+    run(monkeypatch, fields)
+    shutil.rmtree(tmp_path / "out" / "sequential" / "episode_1")
+    tiny_llama(max_position_embeddings=48, **model).save_pretrained(tmp_path / "llama")
+    tiny_tokenizer(texts).save_pretrained(tmp_path / "llama")
+    with pytest.raises(
+        ValueError, match=rf"was made with other {re.escape(str(differing))}: choose another output_dir"
+    ):
         run(monkeypatch, fields)
 
 
