@@ -196,8 +196,10 @@ class LaplaceConfig(MethodConfig):
             if slope is None:
                 where = "Whether the weights are a MAP was not looked at: check_gradient=True tells"
             else:
-                norm = _norm(slope.scaled(self._power), _pull(precision, expansion.offset))
-                where = f"The gradient of log p(theta | D) has norm {norm:.3g} here and 0 at a MAP: else train longer"
+                slope = slope.scaled(self._power)
+                square = slope.square(_pull(precision, expansion.offset), lambda rows: rows)
+                said = _norm_in_words(slope, _root(slope, square))
+                where = f"The gradient of log p(theta | D) has {said} here and 0 at a MAP: else train longer"
             raise NotPositiveDefinite(f"{error}. {where}") from error
 
     def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
@@ -244,22 +246,28 @@ def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covarian
     return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
 
 
-def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: float) -> dict[str, float]:
+def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: float) -> dict[str, Any]:
     """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds.
+
+    From a part of the rows a square may come out below 0: its root is None then, and named in "below_noise". Zero
+    would be a claim that these rows cannot make.
 
     Args:
         pull: [d] grad log p(theta).
     """
-    norm = _norm(slope, pull)
-    step = math.sqrt(max(slope.square(pull, covariance.product) / temperature / len(pull), 0.0))
-    if step > MAX_DISPLACEMENT:
+    norm = _root(slope, slope.square(pull, lambda rows: rows))
+    step = _root(slope, slope.square(pull, covariance.product) / temperature / len(pull))
+    found = {"gradient_norm": norm, "displacement": step}
+    lost = [name for name, value in found.items() if value is None]
+    if step is not None and step > MAX_DISPLACEMENT:
+        said = _norm_in_words(slope, norm)
         warnings.warn(
-            f"the weights are no MAP: the gradient of log p(theta | D) has norm {norm:.3g}, and the Gaussian's maximum "
+            f"the weights are no MAP: the gradient of log p(theta | D) has {said}, and the Gaussian's maximum "
             f"is {step:.2g} standard deviations away in root mean square (a MAP: below {MAX_DISPLACEMENT:g}). The "
             "curvature is that of this point all the same. Train longer, lower the learning rate, or let prior_std fit "
             "the weights"
         )
-    return {"gradient_norm": norm, "displacement": step, "gradient_rows": slope.num_rows}
+    return {**found, "gradient_rows": slope.num_rows} | ({"below_noise": lost} if lost else {})
 
 
 def _in_words(fallbacks: Mapping[str, str], structure: str, problem: Problem) -> str:
@@ -281,9 +289,15 @@ def _pull(precision: Tensor | Covariance, offset: Tensor) -> Tensor:
     return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
 
 
-def _norm(slope: Slope, pull: Tensor) -> float:
-    """Of grad log p(theta | D)."""
-    return math.sqrt(max(slope.square(pull, lambda rows: rows), 0.0))
+def _root(slope: Slope, square: float) -> float | None:
+    """Of an unbiased square of the gradient; None where some of the rows do not tell it from 0."""
+    if slope.num_rows == slope.num_data_rows:  # what is below 0 there is rounding
+        square = max(square, 0.0)
+    return None if square < 0 else math.sqrt(square)
+
+
+def _norm_in_words(slope: Slope, norm: float | None) -> str:
+    return f"a norm that {slope.num_rows} rows do not tell from 0" if norm is None else f"norm {norm:.3g}"
 
 
 def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:
