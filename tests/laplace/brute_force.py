@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertForTokenClassification, PreTrainedModel
+from transformers import (
+    BertForTokenClassification,
+    GPT2ForSequenceClassification,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.subspace import Layout, select
 from tests import models
 
 LENGTHS = (5, 3, 4)
+DECODERS = {"gpt2": GPT2ForSequenceClassification, "llama": LlamaForSequenceClassification}
+"""Classifiers that score every token and read the last one of a row."""
+
 NOISE = 0.7
 
 
@@ -74,7 +82,14 @@ def problem(family: str, part: str, task: str) -> Problem:
         if task == "tokens":
             torch.manual_seed(0)
             model = BertForTokenClassification(model.config).double().eval()
-    core, head = model, model.lm_head if task == "lm" else model.classifier
+    if family in DECODERS and task == "classes":
+        torch.manual_seed(0)
+        model.config.num_labels = 3
+        model = DECODERS[family](model.config).double().eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.3)  # as models.tiny_gpt2
+    core, head = model, model.lm_head if task == "lm" else model.score if family in DECODERS else model.classifier
     if part == "lora":
         modules = {"llama": ["q_proj", "k_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"]}[family]
         last = {"layers_to_transform": [1]} if family != "bert" else {}
@@ -161,8 +176,10 @@ def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], see
 
     def at_terms(name: str, value: Tensor) -> Tensor:
         value = value.reshape(-1, value.shape[-1])
-        value = value[:-1] if problem.task == "lm" and name == head_path else value
-        return value[kept] if name == head_path else value
+        if name != head_path:
+            return value
+        # of a decoder's classifier the last token's, which alone is read
+        return value[:-1][kept] if problem.task == "lm" else value[kept] if problem.task == "tokens" else value[-1:]
 
     def pull(cotangent: Tensor) -> dict[str, Tensor]:
         grads = gradients(cotangent, [y for _, y in captured.values()])
