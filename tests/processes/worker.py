@@ -22,8 +22,18 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import default_data_collator
 
-from hf_bayes import BayesianModelForCausalLM, HMCConfig, LaplaceConfig, MeanFieldConfig, PenaltyConfig, SGHMCConfig
+from hf_bayes import (
+    BayesianModelForCausalLM,
+    HMCConfig,
+    LaplaceConfig,
+    MeanFieldConfig,
+    PenaltyConfig,
+    SGHMCConfig,
+    fit_laplace,
+    laplace_fit,
+)
 from hf_bayes.attaching import attach
+from hf_bayes.covariance import dense
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.laplace import slope
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
@@ -233,7 +243,9 @@ class Worker:
             for structure, spec in cells.items():
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
-                    self.tensors[f"{name}/{structure}"] = found.curvature.diagonal.contiguous()
+                    whole = spec.structure != "diagonal"  # else the rest is zeros
+                    matrix = found.curvature.dense() if whole else found.curvature.diagonal
+                    self.tensors[f"{name}/{structure}"] = matrix.contiguous()
                     self.tensors[f"{name}/{structure}/gradient"] = found.slope.halves.contiguous()
                     with unittest.mock.patch.multiple(slope, SMALL=0, LEAST_ROWS=4):  # of nine rows
                         part = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
@@ -252,6 +264,18 @@ class Worker:
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = survey(model, model.theta[0].detach(), labelled, len(labels), spec, mesh=processes)
                     self.tensors[f"{name}/{estimator}"] = found.curvature.dense().contiguous()
+
+        for name, processes in (("look", mesh), ("deaf", deaf)):
+            with unittest.mock.patch.object(laplace_fit, "ChainMesh", lambda *args, made=processes: made):
+                method = LaplaceConfig(structure="kronecker", prior_std=0.5)
+                posterior = fit_laplace(
+                    with_lora(tiny_gpt2(dtype=torch.float64)), rows, method, collate=collate, batch_size=2
+                )
+            approximation, (note,) = posterior.approximation, posterior.config.diagnostics["laplace"]
+            precision = torch.linalg.inv(dense(approximation.covariances[0], approximation.means))
+            self.tensors[f"{name}/fit"] = precision.contiguous()
+            found = [note[key] for key in ("log_lik", "log_evidence", "gradient_norm", "displacement")]
+            self.tensors[f"{name}/fit/note"] = torch.tensor(found, dtype=torch.float64)
 
     def generate(self) -> None:
         """Members of one model spread over the processes."""
