@@ -15,10 +15,11 @@ from hf_bayes.batches import next_tokens
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.covariance import moved
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.laplace.accumulators import Accumulator, GradientSum, KroneckerSum
+from hf_bayes.laplace.accumulators import Accumulator, GradientSum
 from hf_bayes.laplace.cells import CurvatureSpec
 from hf_bayes.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
 from hf_bayes.laplace.estimators import EmpiricalFisherOfRows, Estimator, Terms
+from hf_bayes.laplace.kronecker import KroneckerSum
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.laplace.slope import halves as halves_of
 from hf_bayes.likelihood import Likelihood

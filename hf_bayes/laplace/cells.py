@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_bayes.laplace.accumulators import Accumulator, DiagonalSum, FullSum, KroneckerSum, LowRankSum, Module
+from hf_bayes.laplace.accumulators import Accumulator, DiagonalSum, FullSum, LowRankSum, Module
 from hf_bayes.laplace.estimators import ESTIMATORS, Estimator, build_estimator
+from hf_bayes.laplace.kronecker import KroneckerSum
 from hf_bayes.subspace import Layout
 
 MAX_FULL = 8192

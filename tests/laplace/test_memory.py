@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_bayes.attaching import attach
-from hf_bayes.laplace.accumulators import OVERSAMPLING, DiagonalSum, KroneckerSum
+from hf_bayes.laplace.accumulators import OVERSAMPLING, DiagonalSum
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
+from hf_bayes.laplace.kronecker import KroneckerSum
 from hf_bayes.subspace import Layout
 from hf_bayes.survey import survey
 from tests import models

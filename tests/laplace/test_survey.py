@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from hf_bayes.attaching import attach
-from hf_bayes.laplace.accumulators import KroneckerSum
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec, table
 from hf_bayes.laplace.estimators import ESTIMATORS
+from hf_bayes.laplace.kronecker import KroneckerSum
 from hf_bayes.rng import generator
 from hf_bayes.survey import Survey, survey
 from tests import models
