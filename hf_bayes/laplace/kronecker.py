@@ -9,11 +9,11 @@ shared as in Eschenhagen et al. 2023 (the g of one pull are of the row's summed 
 Padding is no position. A classifier's head that scores every token has one position a row, the one that is read; a
 causal model's head has one for each likelihood term.
 
-"kronecker_corrected" (EK-FAC, George et al. 2018) keeps the eigenspaces of a K-FAC and replaces its eigenvalues by the second moments of
-the rows' gradients there. Directions where a factor is 0 are one eigenspace, whose basis is rounding's choice: they
-share the mean of their moments. With "expand" these are 0; with "reduce" they are not, since sums and means over
-positions hold less than the positions do: keys without rotary positions have gradients that sum to 0 in every row.
-Sharing the mean is the projection (Frobenius) of the moments onto what is constant within eigenspaces.
+"kronecker_corrected" (EK-FAC, George et al. 2018) keeps the eigenspaces of a K-FAC and replaces its eigenvalues by the
+second moments of the rows' gradients there. Directions where a factor is 0 are one eigenspace, whose basis is
+rounding's choice: they share the mean of their moments. With "expand" these are 0; with "reduce" they are not, since
+sums and means over positions hold less than the positions do: keys without rotary positions have gradients that sum to
+0 in every row. Sharing the mean is the projection (Frobenius) of the moments onto what is constant within eigenspaces.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def test_evidence_of_a_classifier_by_kfac_is_that_of_dense_matrices(
     curvature = brute_force.kfac(made, rows, own, "expand")
     log_tau = tau.log().requires_grad_()
     expected = evidence(curvature, log_tau)
-    assert note["log_evidence"] == pytest.approx(float(expected), abs=1e-6)
-    assert abs(float(evidence(brute_force.outer(rows, own), log_tau) - expected)) > 1e-4  # the twin: not K-FAC's
+    assert note["log_evidence"] == pytest.approx(expected.item(), abs=1e-6)
+    assert abs((evidence(brute_force.outer(rows, own), log_tau) - expected).item()) > 1e-4  # the twin: not K-FAC's
     wanted = torch.linalg.inv(curvature + projected(tau, covariance.blocks))
     assert (dense(covariance, theta) - wanted).abs().max() < 1e-7 * wanted.abs().max()
     if scope == "tensor":  # of hundreds of elements 500 steps may end before the maximum, here 0.002 nats below it
