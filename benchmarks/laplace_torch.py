@@ -1,4 +1,4 @@
-"""Laplace fits of a sequence classifier by ``fit_laplace`` and by ``laplace-torch``, round by round.
+"""Laplace fits of sequence classifiers by ``fit_laplace`` and by ``laplace-torch``, round by round.
 
 ``LAPLACE_TORCH_PYTHON=... python -m benchmarks.laplace_torch`` writes benchmarks/results/laplace_torch.json and the
 table of docs/laplace.md. That python's environment holds laplace-torch, and torch, transformers and peft as in
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.classifier import BATCH, LENGTH, NUM_CLASSES, NUM_ROWS, PRIOR_STD, WORKS, classifier, rows
+from benchmarks.classifier import BATCH, LENGTH, NUM_ROWS, PRIOR_STD, WORKS, classifier, rows
 from benchmarks.harness import ROOT, in_child, interleave, machine, peak_memory, ratio, timed
 from benchmarks.table import RESULTS, replaced
 from hf_bayes import LaplaceConfig, Posterior, fit_laplace
@@ -32,20 +33,22 @@ LIMITS = {"head": 1.0, "lora": 10.0}
 
 def fit(model: Any, work: str) -> Posterior:
     """The exact GGN, without the gradient at the weights, which laplace-torch does not look for."""
-    where, structure = WORKS[work]
-    config = LaplaceConfig(structure=structure, num_samples=None, prior_std=PRIOR_STD, check_gradient=False)
-    subspace = "last_layer" if where == "head" else "trainable"
-    return fit_laplace(model, rows(), config, batch_size=BATCH, subspace=subspace)
+    todo = WORKS[work]
+    config = LaplaceConfig(structure=todo.structure, num_samples=None, prior_std=PRIOR_STD, check_gradient=False)
+    subspace = "last_layer" if todo.where == "head" else "trainable"
+    return fit_laplace(model, rows(model.config.num_labels), config, batch_size=BATCH, subspace=subspace)
 
 
 def once(work: str) -> dict[str, float]:
-    """Memory of a fit and the trace of its curvature."""
+    """Memory of a fit, the trace of its curvature, and the operations counted in it."""
     warnings.filterwarnings("ignore")
-    model = classifier(WORKS[work][0])
+    model = classifier(WORKS[work])
     kept: list[Posterior] = []
     fit(model, work)
     peak = peak_memory("cpu", lambda: kept.append(fit(model, work)))
-    return {"peak": peak, "trace": _trace(kept[0])}
+    with FlopCounterMode(display=False) as counter:
+        fit(model, work)
+    return {"peak": peak, "trace": _trace(kept[0]), "flops": counter.get_total_flops()}
 
 
 def _trace(posterior: Posterior) -> float:
@@ -63,7 +66,7 @@ def measure(python: str, rounds: int, threads: int) -> dict[str, Any]:
     pipes: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
     version = "from importlib.metadata import version as v; print(v('laplace-torch'))"
     version = subprocess.run([python, "-c", version], check=True, **pipes).stdout.strip()
-    models, busy = {where: classifier(where) for where in LIMITS}, os.getloadavg()[0]
+    models, busy = {name: classifier(work) for name, work in WORKS.items()}, os.getloadavg()[0]
     works: dict[str, Any] = {}
     with subprocess.Popen(start, stdin=subprocess.PIPE, **pipes) as process:
 
@@ -74,9 +77,9 @@ def measure(python: str, rounds: int, threads: int) -> dict[str, Any]:
             process.stdin.flush()
             return float(process.stdout.readline())
 
-        for work, (where, _) in WORKS.items():
+        for work in WORKS:
             both = {
-                "ours": lambda work=work, where=where: timed(lambda: fit(models[where], work)),
+                "ours": lambda work=work: timed(lambda: fit(models[work], work)),
                 "laplace-torch": lambda work=work: theirs(work),
             }
             works[work] = {"seconds": interleave(both, rounds)}
@@ -92,23 +95,24 @@ def render(record: dict[str, Any]) -> str:
     """The table of a run."""
     about = record["machine"]
     lines = [
-        f"BERT of 6 layers and width 256, {NUM_CLASSES} classes, {NUM_ROWS} rows of {LENGTH} tokens in batches of "
-        f"{BATCH}, float32, exact GGN; {record['rounds']} rounds. {about['processor']}, {about['threads']} threads, "
+        f"{NUM_ROWS} rows of {LENGTH} tokens in batches of {BATCH}, float32, exact GGN; {record['rounds']} rounds. "
+        f"{about['processor']}, {about['threads']} threads, "
         f"torch {about['torch']}, laplace-torch {about['laplace-torch']}; load {record['load_before']:.1f} beforehand.",
         "",
-        "| fit | s | laplace-torch: s | times faster | 90 % interval | wanted | memory | laplace-torch: memory "
+        "| fit | s | GFLOP | laplace-torch: s | times faster | 90 % interval | wanted | memory | laplace-torch: memory "
         "| ratio of tr H |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for work, found in record["works"].items():
         ours, theirs = found["seconds"]["ours"], found["seconds"]["laplace-torch"]
         value, (low, high) = ratio(theirs, ours)
-        limit = LIMITS[WORKS[work][0]]
+        flops = found["ours"]["flops"] / 1e9
+        limit = LIMITS[WORKS[work].where]
         wanted = f"at least {limit:g}" + ("" if high >= limit else ": missed")
         memory = [f"{found[name]['peak'] / 1e6:.0f} MB" for name in ("ours", "laplace-torch")]
         lines.append(
-            f"| {work} | {min(ours):.3g} | {min(theirs):.3g} | {value:.3g} | {low:.3g} to {high:.3g} | {wanted} "
-            f"| {' | '.join(memory)} | {found['ours']['trace'] / found['laplace-torch']['trace']:.6f} |"
+            f"| {work} | {min(ours):.3g} | {flops:.3g} | {min(theirs):.3g} | {value:.3g} | {low:.3g} to {high:.3g} "
+            f"| {wanted} | {' | '.join(memory)} | {found['ours']['trace'] / found['laplace-torch']['trace']:.6f} |"
         )
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from laplace import Laplace
 from laplace.utils.matrix import Kron
 from torch import Tensor, nn
 
-from benchmarks.classifier import PRIOR_STD, WORKS, classifier, loader
+from benchmarks.classifier import FAMILIES, PRIOR_STD, WORKS, classifier, loader
 from benchmarks.harness import peak_memory, timed
 
 
@@ -31,34 +31,35 @@ class Logits(nn.Module):
 
 def fit(model: nn.Module, work: str) -> Any:
     """The exact GGN by the package's own choice of backend."""
-    where, structure = WORKS[work]
+    todo = WORKS[work]
     options: dict[str, Any] = {"subset_of_weights": "all"}
-    if where == "head":
-        options = {"subset_of_weights": "last_layer", "last_layer_name": "model.classifier"}
+    # its diagonal of a last layer takes no head that is called at every position, as Llama's is
+    if todo.where == "head" and (todo.family != "Llama" or todo.structure != "diagonal"):
+        options = {"subset_of_weights": "last_layer", "last_layer_name": f"model.{FAMILIES[todo.family][1]}"}
     found = Laplace(
-        model, "classification", hessian_structure={"diagonal": "diag", "kronecker": "kron"}[structure],
+        model, "classification", hessian_structure={"diagonal": "diag", "kronecker": "kron"}[todo.structure],
         prior_precision=PRIOR_STD**-2, **options,
     )  # fmt: skip
-    found.fit(loader())
+    found.fit(loader(model.model.config.num_labels))
     return found
 
 
 def main() -> None:
     """Answer every line of stdin, or one argument."""
     torch.set_num_threads(int(sys.argv[1]))
-    models = {where: Logits(classifier(where)) for where, _ in WORKS.values()}
     if sys.argv[2:3] == ["--once"]:
         kept: list[Any] = []
-        model = models[WORKS[sys.argv[3]][0]]
+        model = Logits(classifier(WORKS[sys.argv[3]]))
         fit(model, sys.argv[3])  # what is imported and compiled at the first fit is no memory of a fit
         peak = peak_memory("cpu", lambda: kept.append(fit(model, sys.argv[3])))
         curvature = kept[0].H_facs if isinstance(getattr(kept[0], "H_facs", None), Kron) else kept[0].H
         diagonal = curvature if isinstance(curvature, Tensor) else curvature.diag()
         print("RESULT" + json.dumps({"peak": peak, "trace": float(diagonal.sum())}))
         return
+    models = {name: Logits(classifier(work)) for name, work in WORKS.items()}
     for line in sys.stdin:
-        work = line.strip()
-        print(timed(lambda work=work: fit(models[WORKS[work][0]], work)), flush=True)
+        name = line.strip()
+        print(timed(lambda name=name: fit(models[name], name)), flush=True)
 
 
 if __name__ == "__main__":
