@@ -174,8 +174,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         )
 
     @property
-    def num_root_columns(self) -> int:
-        return self.likelihood.num_root_columns(self.core.get_output_embeddings().weight.shape[0])
+    def num_root_columns(self) -> int | None:
+        head = self.core.get_output_embeddings()
+        return None if head is None else self.likelihood.num_root_columns(head.weight.shape[0])
 
     @predicts
     def evaluate_batch(

@@ -309,8 +309,8 @@ class BayesianModel(PreTrainedModel):
         return terms.reshape(len(labels), -1).sum(1)
 
     @property
-    def num_root_columns(self) -> int:
-        """Of a root of the Fisher information of a likelihood term in the model's outputs."""
+    def num_root_columns(self) -> int | None:
+        """Of a root of the Fisher information of a likelihood term in the model's outputs; None of unknown outputs."""
         return self.likelihood.num_root_columns(self.config.num_labels)
 
     def num_positions(self, inputs: dict[str, Any]) -> int:

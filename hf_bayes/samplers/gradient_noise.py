@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,16 +112,15 @@ def open_account(theta: Tensor, problem: Problem) -> Tensor:
 
 
 def remaining_std(
-    field: Tensor,
+    state: Any,
     variance: Tensor | None,
     problem: Problem,
     *,
     name: str,
-    update: int,
     injected: float,
     squared_step: float,
-) -> tuple[Tensor | float, Tensor]:
-    """sqrt(q - h^2 V) [M, d] from V [M, S], and the account's field after it.
+) -> tuple[Tensor | float, Any]:
+    """sqrt(q - h^2 V) [M, d] from V [M, S], and the state with its ``account`` after it.
 
     All of the noise in an update that cannot tell V: the last one of a stream may have a single micro-batch.
 
@@ -132,13 +131,13 @@ def remaining_std(
     ``MAX_EXCESS`` times q in most coordinates. Nothing is refused at T = 0, where there is no noise to correct.
 
     Args:
-        update: number of this one, from 1; a draw is taken after those of ``problem.draw_steps``.
+        state: has ``account``, and ``step`` [M], the updates done; a draw follows those of ``problem.draw_steps``.
     Raises:
         ValueError: then, with both numbers.
     """
     if variance is None:
-        return math.sqrt(injected), field
-    old, brought = Account.of(field), squared_step * variance.to(field.dtype)
+        return math.sqrt(injected), state
+    old, brought = Account.of(state.account), squared_step * variance.to(state.account.dtype)
     gain = 1 / (old.seen + 1).clamp(max=WINDOW)
     left = injected - brought
     lacking = (left < 0).any(1) & (injected > 0)
@@ -155,9 +154,10 @@ def remaining_std(
             "larger batch or a lower learning rate",
             stacklevel=2,
         )
+    update = int(state.step[0]) + 1  # all chains have done the same
     if update in problem.draw_steps and bool((new.seen >= WINDOW).all()):
         _require_room(new, problem, name)
-    return per_element(left.clamp_min(0).sqrt(), problem.sizes), new.field
+    return per_element(left.clamp_min(0).sqrt(), problem.sizes), state._replace(account=new.field)
 
 
 def _require_room(account: Account, problem: Problem, name: str) -> None:

@@ -134,16 +134,9 @@ class SGHMCConfig(CorrectedLangevinConfig):
                 step_size = h * layerwise.scale(state.mass)
                 variance = None if variance is None else variance / state.mass
             if self.correct_gradient_noise:
-                noise_std, account = remaining_std(
-                    state.account,
-                    variance,
-                    problem,
-                    name=self.name,
-                    update=int(state.step[0]) + 1,
-                    injected=injected,
-                    squared_step=h**2,
+                noise_std, state = remaining_std(
+                    state, variance, problem, name=self.name, injected=injected, squared_step=h**2
                 )
-                state = state._replace(account=account)
             momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
             moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
             ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)

@@ -86,16 +86,9 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
             if self.correct_gradient_noise:
-                noise_std, account = remaining_std(
-                    state.account,
-                    evaluation.grad_variance,
-                    problem,
-                    name=self.name,
-                    update=int(state.step[0]) + 1,
-                    injected=injected,
-                    squared_step=h**2,
+                noise_std, state = remaining_std(
+                    state, evaluation.grad_variance, problem, name=self.name, injected=injected, squared_step=h**2
                 )
-                state = state._replace(account=account)
             theta = state.theta + h * state.momentum
             momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
             kinetic = momentum.square().mean(1)
