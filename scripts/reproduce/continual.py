@@ -72,13 +72,13 @@ class Settings:
     )
     characters: int = field(default=30_000, metadata={"help": "Of each text, from its middle."})
     updates: int = field(default=80, metadata={"help": "Of each episode; offline makes as many as all together."})
-    batch_size: int = field(default=4, metadata={"help": "Windows of an update."})
+    batch_size: int = field(default=1, metadata={"help": "Windows of an update."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Of Adam, all methods."})
     prior_std: float = field(
         default=1.0, metadata={"help": "Of the first prior; so wide that a MAP estimate is plain fine-tuning."}
     )
-    window: int = field(default=128, metadata={"help": "Tokens; what the base model was trained with."})
-    stride: int = field(default=96, metadata={"help": "New tokens in a window."})
+    window: int | None = field(default=None, metadata={"help": "Tokens; None is the model's context, 512."})
+    stride: int = field(default=384, metadata={"help": "New tokens in a window."})
     lora_layers: list[int] = field(default_factory=lambda: [2], metadata={"help": "Blocks; the last, as in the paper."})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Of LoRA's start and the batches."})
     strengths: list[float] = field(
