@@ -9,14 +9,14 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from hf_bayes.storage import disk
 from hf_bayes.storage.formats import decode_json, encode_json, encode_tensors
 from hf_bayes.storage.manifest import (
     FORMAT_VERSION,
@@ -36,7 +36,6 @@ from hf_bayes.storage.manifest import (
 
 # In a pending directory: the files that step 3 removes. No file of a save can have this name.
 OBSOLETE = f"{PREFIX}obsolete.json"
-_LOCK_SECONDS = 60
 
 T = TypeVar("T")
 
@@ -117,15 +116,15 @@ class _Save:
     def begin(self, files: Mapping[str, Content]) -> str:
         """Make a staging directory and return its name."""
         check_is_directory(self.root)
-        self.made = _make_directories(self.root)
-        self._resources.enter_context(_lock(self.root))
+        self.made = disk.make_directories(self.root)
+        self._resources.enter_context(disk.lock(self.root))
         _recover(self.root)
         self._began = True
         self.old = old = _own_manifest(self.root, self.format)
         _refuse_foreign(self.root, old)
         self.kept = [n for n, text in files.items() if isinstance(text, str) and not _is_ours(self.root, n, text, old)]
         staging = f"{STAGING}{secrets.token_hex(8)}"
-        with _explaining(self.root, 0):
+        with disk.explaining(self.root, 0):
             (self.root / staging).mkdir()
         return staging
 
@@ -136,25 +135,25 @@ class _Save:
         texts = {name: digest for part in written for name, digest in part.texts.items()}
         try:
             pending = self._seal(self.root / staging, entries, texts)
-            _fsync(self.root)
+            disk.fsync(self.root)
             os.replace(pending / MANIFEST, self.root / MANIFEST)
             committed = True
-            _fsync(self.root)  # before any rename of step 3: after a power cut the manifest must not be older
+            disk.fsync(self.root)  # before any rename of step 3: after a power cut the manifest must not be older
             _install(self.root, pending)
         except OSError as error:
             self.abandon()
             total = sum(entry["size"] for entry in entries.values())
-            raise _explain(error, self.root, total, committed=committed) from error
+            raise disk.explained(error, self.root, total, committed=committed) from error
 
     def _seal(self, staging: Path, entries: dict[str, Any], texts: dict[str, str]) -> Path:
         """The manifest and the directory's new name: returns the complete pending directory."""
         manifest = {"format": self.format, "format_version": FORMAT_VERSION, "files": entries, "texts": texts}
         data = encode_json(manifest, where=MANIFEST)
-        _write(staging / MANIFEST, data)
+        disk.write(staging / MANIFEST, data)
         obsolete = sorted(set(self.old.files) - set(entries) - set(texts)) if self.old else []
-        _write(staging / OBSOLETE, encode_json({"files": obsolete}, where=OBSOLETE))
+        disk.write(staging / OBSOLETE, encode_json({"files": obsolete}, where=OBSOLETE))
         for parent, _, _ in os.walk(staging, topdown=False):
-            _fsync(Path(parent))
+            disk.fsync(Path(parent))
         pending = self.root / (PENDING + hashlib.sha256(data).hexdigest())
         os.rename(staging, pending)
         return pending
@@ -167,7 +166,7 @@ class _Save:
 
     def close(self) -> None:
         self._resources.close()
-        _remove(self.made)  # those that a failed save has left empty
+        disk.remove_directories(self.made)  # those that a failed save has left empty
 
 
 class _Written(NamedTuple):
@@ -180,7 +179,7 @@ class _Written(NamedTuple):
 def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept: list[str]) -> _Written:
     """Step 1: the files of this process."""
     entries, texts = {}, {}
-    with _explaining(root, sum(_size(content) for content in files.values())):
+    with disk.explaining(root, sum(_size(content) for content in files.values())):
         for name, content in files.items():
             _destination(root, name)
             data = _encode(name, content)
@@ -192,7 +191,7 @@ def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept
                 continue
             path = root / staging / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, data)
+            disk.write(path, data)
     return _Written(entries, texts)
 
 
@@ -225,20 +224,20 @@ def write_plain(directory: str | os.PathLike[str], files: Mapping[str, Content])
     check_is_directory(root)
     if root.exists() and os.listdir(root):
         raise ValueError(f"{root} is not empty (holds {some(sorted(os.listdir(root)))}): choose a new directory")
-    made = _make_directories(root.parent)
+    made = disk.make_directories(root.parent)
     staging = root.parent / f"{STAGING}{secrets.token_hex(8)}"
     try:
         staging.mkdir()
         for name, content in files.items():
             check_name(name)
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            _write(staging / name, _encode(name, content))
+            disk.write(staging / name, _encode(name, content))
         os.rename(staging, root)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         total = sum(_size(content) for content in files.values())
-        explained = _explain(error, root, total, committed=False) if isinstance(error, OSError) else error
-        _remove(made)
+        explained = disk.explained(error, root, total, committed=False) if isinstance(error, OSError) else error
+        disk.remove_directories(made)
         raise explained from error
 
 
@@ -299,8 +298,8 @@ def _install(root: Path, pending: Path) -> None:
     for name in obsolete:
         _destination(root, name).unlink(missing_ok=True)
     for path in touched:
-        _fsync(path)
-    _remove_empty_directories(root, obsolete)
+        disk.fsync(path)
+    disk.remove_empty_directories(root, obsolete)
     shutil.rmtree(pending)
 
 
@@ -311,7 +310,7 @@ def recover(directory: str | os.PathLike[str]) -> None:
     """
     root = Path(directory)
     if any(root.glob(f"{PREFIX}*")):
-        with _lock(root):
+        with disk.lock(root):
             _recover(root)
 
 
@@ -384,91 +383,3 @@ def _size(content: Content) -> int:
     if isinstance(content, str):
         return len(content)
     return sum(value.nbytes for value in content.values() if isinstance(value, Tensor))
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-@contextlib.contextmanager
-def _explaining(root: Path, total: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _explain(error, root, total, committed=False) from error
-
-
-def _explain(error: OSError, root: Path, total: int, *, committed: bool) -> OSError:
-    free = shutil.disk_usage(root if root.exists() else root.parent).free
-    state = "the new save is complete, but was not tidied up" if committed else "what was there before is intact"
-    return type(error)(
-        error.errno,
-        f"cannot save to {root}: {error.strerror} at {error.filename or root}. The save needs about {total:,} bytes, "
-        f"{free:,} are free there; {state}. Free space or choose another directory, then save again",
-        str(root),
-    )
-
-
-def _fsync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _make_directories(path: Path) -> list[Path]:
-    """Like ``mkdir -p``; returns what it made, outermost first."""
-    made = []
-    for directory in (*reversed(path.parents), path):
-        if not directory.exists():
-            directory.mkdir(exist_ok=True)
-            made.append(directory)
-    return made
-
-
-def _remove(directories: list[Path]) -> None:
-    for directory in reversed(directories):
-        with contextlib.suppress(OSError):
-            directory.rmdir()
-
-
-def _remove_empty_directories(root: Path, names: list[str]) -> None:
-    parents = {parent for name in names for parent in PurePosixPath(name).parents if parent.name}
-    for parent in sorted(parents, key=lambda path: -len(path.parts)):
-        with contextlib.suppress(OSError):
-            (root / parent).rmdir()
-
-
-@contextlib.contextmanager
-def _lock(root: Path) -> Iterator[None]:
-    """One writer at a time; the kernel frees the lock of a killed one. Readers need none."""
-    import fcntl  # POSIX only: reading must work without
-
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has been saving to {root} for {_LOCK_SECONDS} s") from None
-                time.sleep(0.05)
-            except OSError:
-                break  # network file systems without locks on directories: one writer is then up to the caller
-        yield
-    finally:
-        os.close(handle)

@@ -1,0 +1,106 @@
+"""What saving asks of a disk: whole files, durable directories, one writer at a time, and errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+LOCK_SECONDS = 60
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a new file and put it on the disk; an error names the file."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def explaining(root: Path, total: int) -> Iterator[None]:
+    """Errors of the disk, in words: of a save of ``total`` bytes to ``root`` that has not been committed."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, root, total, committed=False) from error
+
+
+def explained(error: OSError, root: Path, total: int, *, committed: bool) -> OSError:
+    """The same error, saying what was to be written, what room there is and what state ``root`` is in."""
+    free = shutil.disk_usage(root if root.exists() else root.parent).free
+    state = "the new save is complete, but was not tidied up" if committed else "what was there before is intact"
+    return type(error)(
+        error.errno,
+        f"cannot save to {root}: {error.strerror} at {error.filename or root}. The save needs about {total:,} bytes, "
+        f"{free:,} are free there; {state}. Free space or choose another directory, then save again",
+        str(root),
+    )
+
+
+def fsync(directory: Path) -> None:
+    """Put the names in a directory on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_directories(path: Path) -> list[Path]:
+    """Like ``mkdir -p``; returns what it made, outermost first."""
+    made = []
+    for directory in (*reversed(path.parents), path):
+        if not directory.exists():
+            directory.mkdir(exist_ok=True)
+            made.append(directory)
+    return made
+
+
+def remove_directories(directories: list[Path]) -> None:
+    """Remove those that are empty, the last first."""
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def remove_empty_directories(root: Path, names: list[str]) -> None:
+    """Remove the directories of the files ``names`` that are empty now."""
+    parents = {parent for name in names for parent in PurePosixPath(name).parents if parent.name}
+    for parent in sorted(parents, key=lambda path: -len(path.parts)):
+        with contextlib.suppress(OSError):
+            (root / parent).rmdir()
+
+
+@contextlib.contextmanager
+def lock(root: Path) -> Iterator[None]:
+    """One writer at a time; the kernel frees the lock of a killed one. Readers need none."""
+    import fcntl  # POSIX only: reading must work without
+
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process has been saving to {root} for {LOCK_SECONDS} s") from None
+                time.sleep(0.05)
+            except OSError:
+                break  # network file systems without locks on directories: one writer is then up to the caller
+        yield
+    finally:
+        os.close(handle)
