@@ -1,0 +1,72 @@
+"""All of it, by a triangular factor; for few parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_bayes.covariance.base import Covariance, check_shapes, faults
+from hf_bayes.subspace import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Covariance):
+    """A dense covariance, by its precision.
+
+    Attributes:
+        precision_cholesky: [d, d] lower triangular C with C C' = Sigma^-1, its diagonal positive.
+    """
+
+    kind: ClassVar[str] = "full"
+    precision_cholesky: Tensor
+
+    def __post_init__(self) -> None:
+        factor = self.precision_cholesky
+        square = factor.ndim == 2 and factor.shape[0] == factor.shape[1]
+        if not square or not bool((factor.diagonal() > 0).all()) or bool(factor.triu(1).any()):
+            raise ValueError(
+                "a full covariance needs a lower triangular [d, d] factor of its precision with a positive diagonal, "
+                f"got {faults(factor.diagonal()) if square else list(factor.shape)}"
+            )
+
+    @property
+    def dim(self) -> int:
+        return len(self.precision_cholesky)
+
+    def root(self, noise: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.precision_cholesky, noise, upper=False, left=False)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self.root(torch.linalg.solve_triangular(self.precision_cholesky.mT, vectors, upper=True, left=False))
+
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        return (vectors @ self.precision_cholesky) @ self.precision_cholesky.mT
+
+    @cached_property
+    def variance(self) -> Tensor:
+        return torch.cholesky_inverse(self.precision_cholesky).diagonal()
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        return self.precision_cholesky.square().sum(1)
+
+    @property
+    def log_det(self) -> Tensor:
+        return -2 * self.precision_cholesky.diagonal().log().sum()
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        return {"precision_cholesky": self.precision_cholesky}
+
+    @classmethod
+    def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {"precision_cholesky": (layout.dim, layout.dim)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Full:
+        check_shapes(tensors, cls.shapes(tensors, layout))
+        return cls(tensors["precision_cholesky"])
