@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -186,6 +186,20 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         statistics = {name: torch.cat([piece[name] for piece, _ in found]) for name in found[0][0]}
         kept = [logits for _, logits in found if logits is not None]
         return statistics, torch.cat(kept) if kept else None
+
+    @predicts
+    def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        found = []
+        for rows in self._row_slices(inputs):
+            rows = {**rows, "use_cache": False}
+            targets = next_tokens(rows.pop("labels"), rows.get("attention_mask"))
+            hidden, output, _ = self._hidden(self.numbered(rows), None)
+            flat = targets.flatten()
+            wanted = self.likelihood.is_term(flat).nonzero()[:, 0]
+            with self.members.bind(self.current):
+                for index, logits in self.head.stream(hidden, output, len(targets), wanted):
+                    found.append(function(logits, flat[index]))
+        return found
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """``inputs`` with positions that count from a row's first token, as generate numbers left-padded rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -154,6 +155,15 @@ class BayesianClassifier(BayesianModel):
                 numbers = {"mse": squares, "covered": covered, **deviations}
                 statistics |= {name: value.mean(-1) for name, value in numbers.items()}
         return statistics, mixture if keep_logits else None
+
+    @predicts
+    def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        logits = self._member_logits(inputs)
+        self._check_labels(logits, labels[None])
+        terms = self.likelihood.is_term(labels)
+        return [function(logits[:, terms], labels[terms])]
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
         """From now on predict by outputs that are linear in theta, N(f(x, mean), J V J'), in place of members.

@@ -64,6 +64,9 @@ class MethodConfig:
     revises: ClassVar[bool] = False
     """True: the method passes over the data once more after its last update (``Rule.revise``)."""
 
+    draws_are_states: ClassVar[bool] = True
+    """False: the method ends in something else than states that its chains were in."""
+
     takes_private_rows: ClassVar[bool] = False
     """True: batches that every process draws from rows of its own, summed, serve as well."""
 

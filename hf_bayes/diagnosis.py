@@ -2,8 +2,13 @@
 
 The probe is about ``PROBE_TERMS`` likelihood terms of the training data; of rows with one label it is fewer where their
 forwards would cost more than a fiftieth of the run's, and never below ``LEAST_ROWS`` rows. Of every chain, after every
-``probe_steps`` updates and at its draws, the log-probabilities of its labels are kept: functions that no symmetry of a
-LoRA blurs, and nothing of the vocabulary's size.
+``probe_steps`` updates and at its draws, the log-probabilities of its labels are kept and logits of its other classes:
+functions that no symmetry of a LoRA blurs, and nothing of the vocabulary's size.
+
+A term has all its logits where these are ``MAX_CLASSES`` or fewer, else those ``MOST_LIKELY`` of other classes than the
+label that are largest at the start of the run: what the model took for possible before any chain had a say, the same
+for all chains, processes and looks, and found again by a run that goes on. A look keeps 8 bytes a term of a chain and 4
+a logit: at most 256 * (8 + 4 * 8) = 10 kB, 80 MB of 8 chains and 1000 looks.
 """
 
 from __future__ import annotations
@@ -23,12 +28,13 @@ from hf_bayes.convergence import ess, rhat
 from hf_bayes.diagnostics import KINETIC_TOLERANCE, Diagnostics, distance_moved, share_within_interval, widened_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
+from hf_bayes.likelihood import Likelihood
 from hf_bayes.model import BayesianModel
+from hf_bayes.optimizer import Look
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.refusals import is_stream
 from hf_bayes.strata import Strata
 from hf_bayes.training_arguments import BayesianTrainingArguments
-from hf_bayes.types import Approximation
 
 if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
     from transformers import Trainer as _Trainer
@@ -36,6 +42,7 @@ else:
     _Trainer = object
 
 PROBE_TERMS, LEAST_ROWS = 256, 16
+MAX_CLASSES, MOST_LIKELY = 8, 4
 
 MAX_POINTS = 200
 """Of each curve in the trace: as many as a plot shows, and a small file."""
@@ -45,6 +52,7 @@ class DiagnosisMixin(_Trainer):
     """The trainer's diagnostics."""
 
     bayesian: BayesianModel
+    likelihood: Likelihood
     method: MethodConfig
     mesh: ChainMesh
     strata: Strata | None
@@ -57,6 +65,8 @@ class DiagnosisMixin(_Trainer):
     _posterior: Posterior | None
     _probe_inputs: list[dict[str, Any]] | None = None
     _draw_probe_inputs: list[dict[str, Any]] | None = None
+    _start: Tensor
+    _last_convergence: tuple[int, dict[str, float]] = (0, {})
 
     @property
     def _has_noise(self) -> bool:
@@ -66,35 +76,70 @@ class DiagnosisMixin(_Trainer):
 
     # -- the probe -----------------------------------------------------------------------------------------------
 
-    def _probe(self, theta: Tensor) -> Tensor:
-        """[M, q]: what a look while training finds under theta [M, d]."""
+    def _probe(self, theta: Tensor) -> Look:
+        """What a look while training finds under theta [M, d]."""
         if self._probe_inputs is None:
             self._probe_inputs = self._choose_probe(self.args.probe_steps or BayesianTrainingArguments.probe_steps)
-        return self._log_liks(theta, self._probe_inputs)
+            self._probe_columns = self._choose_columns(self._probe_inputs)
+        return self._look_at(theta, self._probe_inputs, self._probe_columns)
 
-    def _probe_of_draw(self, theta: Tensor) -> Tensor:
-        """[M, q]: the same of a draw, of which there are few."""
+    def _probe_of_draw(self, theta: Tensor) -> Look:
+        """The same of a draw, of which there are few."""
         if self._draw_probe_inputs is None:
             self._draw_probe_inputs = self._choose_probe(self._num_steps() // self.method.draws_per_chain)
-        return self._log_liks(theta, self._draw_probe_inputs)
+            self._draw_probe_columns = self._choose_columns(self._draw_probe_inputs)
+        return self._look_at(theta, self._draw_probe_inputs, self._draw_probe_columns)
+
+    _probe_columns: Tensor | None
+    _draw_probe_columns: Tensor | None
+
+    def _look_at(self, theta: Tensor, batches: list[dict[str, Any]], columns: Tensor | None) -> Look:
+        """Log-probabilities and logits under theta [M, d]; of private rows the mean of the former by process."""
+        seen = 0
+
+        def of_terms(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal seen
+            first, seen = seen, seen + len(labels)
+            chosen = None if columns is None else columns[first:seen]
+            log_lik = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape)).double()
+            if self.strata is not None:
+                return log_lik, log_lik.new_zeros(len(logits), 0)
+            return log_lik, self.likelihood.identified(logits, chosen).float()
+
+        log_liks, logits = zip(*self._of_terms(theta, batches, of_terms), strict=True)
+        found = torch.cat(log_liks, 1)[:, :PROBE_TERMS]
+        if self.strata is None:
+            return Look(found.cpu(), torch.cat(logits, 1)[:, :PROBE_TERMS].flatten(1).cpu())
+        # of rows that stay where they are all hear a mean, one number a process; a mean logit of each class would tell
+        # which classes a process has, and is not sent
+        means = torch.zeros(len(found), len(self.strata.sizes), dtype=found.dtype, device=self.args.device)
+        means[:, self.strata.rank] = found.mean(1)
+        return Look(self.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
+
+    def _choose_columns(self, batches: list[dict[str, Any]]) -> Tensor | None:
+        """[n, k]: the outputs of each term that looks tell of; None: all."""
+
+        def of_terms(logits: Tensor, labels: Tensor) -> Tensor | None:
+            if logits.shape[-1] <= MAX_CLASSES or self.strata is not None:
+                return None
+            start = logits[0].float()
+            if not self.likelihood.labels_per_output:  # log p of the label is looked at anyway
+                start = start.scatter(1, labels[:, None], -math.inf)
+            return start.topk(MOST_LIKELY, dim=1).indices
+
+        found = self._of_terms(self._start[None], batches, of_terms)
+        columns = [part for part in found if part is not None]
+        return torch.cat(columns) if columns else None
 
     @torch.no_grad()
-    def _log_liks(self, theta: Tensor, batches: list[dict[str, Any]]) -> Tensor:
-        """[M, q]: log-probabilities of labels under theta [M, d]; of private rows their mean by process."""
+    def _of_terms(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable) -> list[Any]:
         model = self.bayesian
         model.show(theta.to(self.args.device))
         try:
             with self.accelerator.autocast():
-                parts = [model.evaluate_batch(batch)[0]["member_log_lik"] for batch in batches]
+                return [part for batch in batches for part in model.each_term(batch, function)]
         finally:
             model.show(None)
-        found = torch.cat(parts)[:PROBE_TERMS].T.double()
-        if self.strata is None:
-            return found.cpu()
-        # of rows that stay where they are all hear a mean, one number a process
-        means = torch.zeros(len(found), len(self.strata.sizes), dtype=found.dtype, device=self.args.device)
-        means[:, self.strata.rank] = found.mean(1)
-        return self.mesh.sum_over_data(means).cpu()
 
     def _choose_probe(self, interval: int) -> list[dict[str, Any]]:
         """First rows of the training data, until they hold ``PROBE_TERMS`` terms, in batches as training has them.
@@ -119,23 +164,45 @@ class DiagnosisMixin(_Trainer):
         probes = self._chains_optimizer.probes
         return {"probe_log_lik": probes[-1].mean(1)} if probes else {}
 
-    def _watched(self, draws: Tensor, approximation: Approximation) -> tuple[Tensor, str] | None:
-        """[K, S, q] log-probabilities of the probe, S >= 4, and what they are of; None where there are too few.
+    def _watched(self, draws: Tensor) -> tuple[Look, str] | None:
+        """A look of [K, S, n] and [K, S, q], S >= 4, and what it is of; None where there are too few.
 
-        Optimisers are not compared, their points are meant to differ. Chains are looked at while training only if they
-        stand for draws: not where they go in cycles.
+        Optimisers are not compared, their points are meant to differ.
         """
         if self.method.temperature == 0:
             return None
         if draws.shape[1] >= 4:
-            rows = torch.stack([self._probe_of_draw(theta) for theta in draws.unbind(1)], 1)
-            return self._gather(rows), "draws"
-        sampled = isinstance(approximation, Draws) and self.method.schedule is None
-        chains, args = self._chains_optimizer, self.args
-        burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
-        if not sampled or len(chains.probes) - burned < 4:
+            looks = [self._probe_of_draw(theta) for theta in draws.unbind(1)]
+            return Look(*(self._gather(torch.stack(part, 1)) for part in zip(*looks, strict=True))), "draws"
+        chains, burned = self._chains_optimizer, self._num_burned_looks
+        if burned is None:
             return None
-        return self._gather(torch.stack(chains.probes[burned:], 1)), "looks while training"
+        kept = (chains.probes[burned:], chains.probe_logits[burned:])
+        return Look(*(self._gather(torch.stack(part, 1)) for part in kept)), "looks while training"
+
+    @property
+    def _num_burned_looks(self) -> int | None:
+        """Looks while training that are burn-in's, where at least 4 others stand for draws; else None.
+
+        They do not where chains go in cycles, or are not themselves what the run ends in.
+        """
+        chains, args, method = self._chains_optimizer, self.args, self.method
+        sampled = method.draws_are_states and not method.revises and method.temperature > 0 and method.schedule is None
+        burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
+        return burned if sampled and len(chains.probes) - burned >= 4 else None
+
+    def _convergence_so_far(self) -> dict[str, float]:
+        """R-hat and ESS of the probe's log-likelihood over the looks after burn-in; all processes ask together."""
+        burned = self._num_burned_looks
+        if burned is None:
+            return {}
+        probes = self._chains_optimizer.probes
+        if len(probes) != self._last_convergence[0]:  # logs may be written more often than looks are taken
+            totals = self._gather(torch.stack([probe.sum(1) for probe in probes[burned:]], 1)[..., None])
+            found = {"probe_rhat": float(rhat(_halves(totals))), "probe_ess": float(ess(totals))}
+            told = {name: value for name, value in found.items() if math.isfinite(value)}
+            self._last_convergence = len(probes), told
+        return self._last_convergence[1]
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.mesh.gather_chains(values.to(self.args.device)).cpu()
@@ -156,13 +223,8 @@ class DiagnosisMixin(_Trainer):
         diffusion = (2 * self.method.temperature * rates / self.num_data).sqrt()
         return {"distance_in_noise": distance_moved(theta, self._chains_optimizer.origin, diffusion[:, None])}
 
-    def _diagnose(self, draws: Tensor, approximation: Approximation) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The run's own account of itself, and its trace.
-
-        Args:
-            draws: [M, S, d].
-            approximation: what the method made of them.
-        """
+    def _diagnose(self, draws: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The run's own account of itself, and its trace, of draws [M, S, d]."""
         chains = self._chains_optimizer
         tensors = self._kinetic_of_tensors()
         unmoved = {name: chains.totals[name] for name in ("unmoved",) if name in chains.totals and self._has_noise}
@@ -173,8 +235,8 @@ class DiagnosisMixin(_Trainer):
         means: dict[str, Any] = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, chains.num_updates - chains.burn_in)
-        watched = self._watched(draws, approximation)
-        convergence, of_terms = ({}, {}) if watched is None else _convergence(*watched)
+        watched = self._watched(draws)
+        convergence, ratios = ({}, {}) if watched is None else _convergence(*watched)
         same = (
             "kinetic_temperature", "kinetic_share", "kinetic_inside", "configurational_temperature",
             "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped", "noise_ratio",
@@ -191,7 +253,14 @@ class DiagnosisMixin(_Trainer):
             **{name: means.get(name) for name in same},
             **convergence,
         )
-        trace = {"burn_in": chains.burn_in, "logs": self._logs(), "probe": self._probes(), "terms": of_terms}
+        trace = {
+            "burn_in": chains.burn_in,
+            "logs": self._logs(),
+            "probe": self._probes(),
+            "convergence": self._logged_convergence(),
+            "terms": ratios.get("terms", {}),
+            "logits": ratios.get("logits", {}),
+        }
         if tensors is not None:
             trace["kinetic_of_tensors"] = self._tensors_of_all(tensors)
         return diagnostics.summary(), trace
@@ -235,6 +304,14 @@ class DiagnosisMixin(_Trainer):
         curves = {name: [[entry.get(f"{name}/chain_{k}") for k in chains] for entry in entries] for name in names}
         return {"step": [entry["step"] for entry in entries], **{n: _rounded(curve) for n, curve in curves.items()}}
 
+    def _logged_convergence(self) -> dict[str, Any]:
+        """{"step", "rhat", "ess": [P]}: of the looks so far, as they were logged."""
+        entries = _thinned([entry for entry in self.state.log_history if "probe_rhat" in entry])
+        if not entries:
+            return {}
+        values = {name: _rounded([entry.get(f"probe_{name}") for entry in entries]) for name in ("rhat", "ess")}
+        return {"step": [entry["step"] for entry in entries], **values}
+
     def _probes(self) -> dict[str, Any]:
         """{"step": [P], "log_lik": [P, K]}: mean log-probability of a term of the probe."""
         probes = self._chains_optimizer.probes
@@ -255,24 +332,31 @@ class DiagnosisMixin(_Trainer):
         return None if found is None else {**dataclasses.asdict(found), "num_terms": len(log_lik)}
 
 
-def _convergence(values: Tensor, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of ``Diagnostics``, and R-hat and ESS of every term for the trace; values [K, S, q].
+def _convergence(look: Look, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of ``Diagnostics``, and R-hat and ESS of terms and logits for the trace; of [K, S, n] and [K, S, q].
 
     Of one chain R-hat compares the halves, as if they were chains: whether it has settled, not whether others agree.
     """
-    total = values.sum(2, keepdim=True)
-    of_terms = {"rhat": rhat(_halves(values)), "ess": ess(values)}
-    known = {name: found[~found.isnan()] for name, found in of_terms.items()}
+    total = look.log_lik.sum(2, keepdim=True)
     fields = {
         "rhat": float(rhat(_halves(total))),
         "ess": float(ess(total)),
-        "rhat_terms": _quantile(known["rhat"], 0.95),
-        "ess_terms": _quantile(known["ess"], 0.05),
-        "num_values": values.shape[1],
+        "num_values": look.log_lik.shape[1],
         "values": what,
-        "num_terms": values.shape[2],
     }
-    return fields, {name: _rounded(found.tolist()) for name, found in of_terms.items()}
+    ratios = {}
+    for kind, values in (("terms", look.log_lik), ("logits", look.logits)):
+        if values.shape[2] == 0:
+            continue
+        known = {"rhat": rhat(_halves(values)), "ess": ess(values)}
+        known = {name: found[~found.isnan()].sort().values for name, found in known.items()}
+        fields |= {
+            f"rhat_{kind}": _quantile(known["rhat"], 0.95),
+            f"ess_{kind}": _quantile(known["ess"], 0.05),
+            f"num_{kind}": values.shape[2],
+        }
+        ratios[kind] = {name: _rounded(_thinned(found.tolist())) for name, found in known.items()}
+    return fields, ratios
 
 
 def _halves(values: Tensor) -> Tensor:
@@ -283,7 +367,8 @@ def _halves(values: Tensor) -> Tensor:
 
 
 def _quantile(values: Tensor, probability: float) -> float | None:
-    return float(values.sort().values[round(probability * (len(values) - 1))]) if len(values) else None
+    """Of sorted ones."""
+    return float(values[round(probability * (len(values) - 1))]) if len(values) else None
 
 
 def _thinned(values: list[Any]) -> list[Any]:

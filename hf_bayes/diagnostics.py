@@ -134,10 +134,15 @@ class Diagnostics:
         ess: of the same, of all chains together.
         rhat_terms: of the log-probabilities of the probe's labels, one by one: the 95 % quantile over them.
         ess_terms: of the same: the 5 % quantile.
-        num_values: values of each chain that these four are of.
+        rhat_logits: of logits of the probe's terms, those of other classes than the label among them, freed of what no
+            likelihood sees (``Likelihood.identified``); of a regression, of predicted means: the 95 % quantile.
+        ess_logits: of the same: the 5 % quantile.
+        num_values: values of each chain that these six are of.
         values: what they are: "draws", or "looks while training", after burn-in.
         num_terms: likelihood terms of the probe that they are of.
-        noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain.
+        num_logits: logits that they are of.
+        noise_ratio: variance of the sampler's own noise over that of the minibatch gradients, of each chain: the
+            harmonic mean over the updates after burn-in that told it.
         ramped: whether the temperature rose from 0 in each cycle.
     """
 
@@ -162,9 +167,12 @@ class Diagnostics:
     ess: float | None = None
     rhat_terms: float | None = None
     ess_terms: float | None = None
+    rhat_logits: float | None = None
+    ess_logits: float | None = None
     num_values: int | None = None
     values: str | None = None
     num_terms: int | None = None
+    num_logits: int | None = None
     noise_ratio: Sequence[float] | None = None
     ramped: bool = False
 
@@ -334,12 +342,14 @@ class Diagnostics:
             return "convergence not measured: no R-hat"
         if math.isnan(self.rhat):
             return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary, or 1 of 8"
-        worst = max(self.rhat, self.rhat_terms or 0.0)
+        of_each = {"": self.rhat, " of single terms": self.rhat_terms, " of logits": self.rhat_logits}
+        where, worst = max(((name, value or 0.0) for name, value in of_each.items()), key=lambda item: item[1])
         if worst <= MAX_RHAT:
             return self._alone(worst)
         if math.isinf(worst):  # what moves them is told by those who saw them stand
             return f"R-hat inf over {_count(self.num_chains)}: each stands still in a place of its own"
-        where = "" if worst == self.rhat else " of single terms"
+        # quantiles, so that one bound serves for any number of quantities: of a twentieth of them to be above it by
+        # chance is rarer than of one
         groups = (self.num_chains, 1) if self.num_chains > 1 else (2, 2)  # a single chain's halves are compared
         if self.num_values is not None and worst <= rhat_by_chance(groups[0], self.num_values // groups[1]):
             return (
@@ -360,7 +370,8 @@ class Diagnostics:
 
     def _enough(self) -> str | None:
         needed = MIN_ESS_PER_CHAIN * self.num_chains
-        found = min((value for value in (self.ess, self.ess_terms) if value is not None), default=math.nan)
+        known = [value for value in (self.ess, self.ess_terms, self.ess_logits) if value is not None]
+        found = min(known, default=math.nan)
         if math.isnan(found) or found >= needed:
             return None
         count = self.num_chains * (self.num_values or 0)

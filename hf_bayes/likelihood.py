@@ -28,6 +28,14 @@ class Likelihood(Protocol):
         """Shapes that labels of logits of shape ``answers`` [..., C] may have."""
         ...
 
+    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
+        """logits [M, N, C] without what the likelihood does not see of them -> [M, N, C], or [M, N, k].
+
+        Args:
+            columns: [N, k], the outputs of each term that are wanted; None: all.
+        """
+        ...
+
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [n, C] and labels of n terms -> [n, C]: the gradient of ``log_prob`` in the logits."""
         ...
@@ -65,6 +73,16 @@ class Categorical:
 
     def is_term(self, labels: Tensor) -> Tensor:
         return labels != IGNORE
+
+    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
+        """A softmax does not see what is added to all logits: all of them less their mean, some as log-probabilities.
+
+        The mean over a vocabulary would be of words that nobody predicts, and each column would be about those.
+        """
+        logits = widened(logits)
+        if columns is None:
+            return logits - logits.mean(-1, keepdim=True)
+        return _gathered(logits, columns) - logits.logsumexp(-1, keepdim=True)
 
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers[:-1],)
@@ -117,6 +135,9 @@ class Bernoulli:
         logits = widened(logits)
         return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(-1)
 
+    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
+        return _gathered(widened(logits), columns)
+
     def is_term(self, labels: Tensor) -> Tensor:
         return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
 
@@ -158,6 +179,9 @@ class Normal:
         z = (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std
         return (-0.5 * z.square() - math.log(self.noise_std) - 0.5 * math.log(2 * math.pi)).sum(-1)
 
+    def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
+        return _gathered(widened(logits), columns)
+
     def is_term(self, labels: Tensor) -> Tensor:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
         return torch.ones(lead, dtype=torch.bool, device=labels.device)
@@ -185,6 +209,11 @@ class Normal:
     @property
     def labels_per_output(self) -> bool:
         return True
+
+
+def _gathered(logits: Tensor, columns: Tensor | None) -> Tensor:
+    """[M, N, C] -> [M, N, k] of ``columns`` [N, k]; all of them if there are none."""
+    return logits if columns is None else logits.gather(2, columns.expand(len(logits), -1, -1))
 
 
 def widened(logits: Tensor) -> Tensor:

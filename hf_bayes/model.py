@@ -301,6 +301,13 @@ class BayesianModel(PreTrainedModel):
         """
         raise AssertionError("the task's class defines evaluate_batch")
 
+    def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        """What ``function`` makes of the members' logits [M, n, C] and the labels [n] (or [n, C]) of likelihood terms.
+
+        It is handed all terms of a batch with ``labels``, in their order, a few at a time where C is a vocabulary.
+        """
+        raise AssertionError("the task's class defines each_term")
+
     def terms_per_row(self, inputs: Mapping[str, Any]) -> Tensor:
         """[B]: how many likelihood terms each row of a batch with ``labels`` [B, ...] has."""
         labels = inputs["labels"]

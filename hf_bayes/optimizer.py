@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,30 @@ from hf_bayes.spread import SpreadMembers
 from hf_bayes.subspace import per_tensor_mean
 from hf_bayes.types import Evaluate, Evaluation, Info, Kernel, Rule
 
+NOISE_PERIOD = 97
+"""Updates from one estimate of V by halves of a micro-batch to the next. It takes half a gradient, 0.5 % of them all;
+a prime number, so that no cycle of a schedule or of a preconditioner hides the same phase from all estimates."""
+
+NOISE_INFO = ("noise_ratio", "noise_temperature")
+"""What methods tell of ``Evaluation.grad_variance``, which not every update knows."""
+
+
+RECIPROCALS = ("noise_ratio",)
+"""Of which the reciprocals are averaged: a chain is 1 + 1 / r times as hot, and one estimate of V that happens to be
+near 0 would else count for more than all others."""
+
+
+class Look(NamedTuple):
+    """What a probe finds of the chains.
+
+    Attributes:
+        log_lik: [M, n] float64 log-probabilities of the labels of n terms.
+        logits: [M, q] float32 of their outputs, q = 0 where these are nobody's business.
+    """
+
+    log_lik: Tensor
+    logits: Tensor
+
 
 class ChainOptimizer(torch.optim.Optimizer):
     """The chains of one process, behind the interface of a torch optimizer with one group, theta.
@@ -24,6 +48,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         num_updates: updates done.
         draws: the draws taken so far, [M, d] each, on the CPU.
         info: what the last update told, name -> [M].
+        noise_info: what the last update told that knew the gradient's variance (``NOISE_INFO``).
     """
 
     def __init__(
@@ -38,7 +63,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         burn_in: int = 0,
         warm_start: int = 0,
         measure_noise: bool = False,
-        probe: Callable[[Tensor], Tensor] | None = None,
+        halve: bool = False,
+        probe: Callable[[Tensor], Look] | None = None,
         probe_steps: int = 0,
     ) -> None:
         super().__init__([model.theta], {"lr": lr})
@@ -51,6 +77,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.num_updates = 0
         self.draws: list[Tensor] = []
         self.info: Info = {}
+        self.noise_info: Info = {}
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
         """Of ``info`` over the updates after burn-in, name -> [M, 2]: the sum, and how many updates told it."""
@@ -64,7 +91,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         """[M, d]: where the method itself began, after its warm start. What AdamW moved is no sampler's distance."""
         self.probe, self.probe_steps = probe, probe_steps
         self.probes: list[Tensor] = []
-        """[M, q] each, on the CPU: what ``probe`` found of theta after every ``probe_steps`` updates."""
+        """[M, n] each, on the CPU: the log-probabilities that ``probe`` found after every ``probe_steps`` updates."""
+        self.probe_logits: list[Tensor] = []
+        """[M, q] each, likewise."""
         self.finished: Tensor | None = None
         """[M', d]: the posterior's members, once training is over."""
         self.spread: SpreadMembers | None = None
@@ -212,7 +241,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         if self.num_updates in self.draw_steps:
             self.draws.append(state.theta.detach().cpu().clone())
         if self.probe is not None and self.probe_steps and self.num_updates % self.probe_steps == 0:
-            self.probes.append(self.probe(state.theta).cpu())
+            look = self.probe(state.theta)
+            self.probes.append(look.log_lik.cpu())
+            self.probe_logits.append(look.logits.cpu())
 
     def _add(self, name: str, value: Tensor) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
@@ -288,9 +319,10 @@ class ChainOptimizer(torch.optim.Optimizer):
         device = self.model.theta.device
         rows = [tensors[chain] for chain in self.chains]
         template = self._template_state()
-        wanted = {f"state.{name}" for name in template._fields} | {"generator", "draws", "probes", "origin"}
+        wanted = {f"state.{name}" for name in template._fields}
+        wanted |= {"generator", "draws", "probes", "probe_logits", "origin"}
         for chain, row in zip(self.chains, rows, strict=True):
-            if {name for name in row if not name.startswith(("sum.", "total."))} != wanted:
+            if {name for name in row if not name.startswith(("sum.", "total.", "noise."))} != wanted:
                 raise ValueError(
                     f"chain {chain} of the checkpoint has tensors {sorted(row)}, expected {sorted(wanted)}: it was "
                     "written by another method"
@@ -302,15 +334,17 @@ class ChainOptimizer(torch.optim.Optimizer):
             rng.set_state(row["generator"])
         self.origin = torch.stack([row["origin"] for row in rows]).to(device)
         self.draws = list(torch.stack([row["draws"] for row in rows], 1))
-        # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
         self.probes = list(torch.stack([row["probes"] for row in rows], 1))
-        self.sums, self.totals = (
+        self.probe_logits = list(torch.stack([row["probe_logits"] for row in rows], 1))
+        # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
+        self.sums, self.totals, self.noise_info = (
             {
                 name.removeprefix(kind): torch.stack([row[name] for row in rows]).to(device)
                 for name in sorted(rows[0])
                 if name.startswith(kind)
             }
-            for kind in ("sum.", "total.")
+            for kind in ("sum.", "total.", "noise.")
+                "probe_logits": torch.stack([p[row] for p in self.probe_logits]) if self.probes else torch.zeros(0, 0),
         )
         self.model.theta.data = self.state_of_chains.theta.clone()
         self.num_updates, self.located = num_updates, False

@@ -397,7 +397,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             chains.draws = [chains.state_of_chains.theta.detach().cpu().clone()]
         draws = torch.stack(chains.draws, 1)
         approximation, report = self._approximate(draws)
-        summary, trace = self._diagnose(draws, approximation)
+        summary, trace = self._diagnose(draws)
         tell = self._warn if summary["converged"] is False and self.method.temperature > 0 else self._say
         tell("%s: %s", self.method.name, summary["verdict"])
         self._posterior = self._to_posterior(approximation, {**summary, **report}, trace)
@@ -405,6 +405,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             self._warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
+        self._last_convergence = (0, {})
             )
         chains.finished = self._posterior.sample(None, generator(self.args.seed, "members")).to(self.args.device)
         chains.eval()

@@ -69,7 +69,7 @@ class BayesianTrainingArguments(TrainingArguments):
         default=100,
         metadata={
             "help": "Updates between two looks at the probe, about 256 terms of the training data: R-hat and ESS come "
-            "from their log-likelihoods. 0: none but at the draws."
+            "from their log-likelihoods and logits. 0: none but at the draws."
         },
     )
     noise_std: float | None = field(

@@ -119,6 +119,13 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
             "configurational temperature 0.1 where 1 is expected: the positions are on their way",
         ),
         ({"rhat_terms": 1.3}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
+        ({"rhat_terms": 1.3, "rhat_logits": 1.6}, "R-hat 1.60 of logits over 4 chains: longer burn-in"),
+        ({"rhat_terms": 1.3, "rhat_logits": 1.2}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
+        (
+            {"rhat_logits": 1.3, "num_values": 4},
+            "convergence not known: R-hat 1.30 of logits is within chance for 4 values of each",
+        ),
+        ({"ess_logits": 15.0}, "ESS 15, 200 needed for 4 chains"),
         ({"rhat": 1.3, "num_values": 100}, "R-hat 1.30 over 4 chains: longer burn-in"),
         (
             {"rhat": 1.3, "num_values": 4},

@@ -84,6 +84,7 @@ class SWAGConfig(SWAConfig):
     """
 
     name: ClassVar[str] = "swag"
+    draws_are_states: ClassVar[bool] = False
     rank: int = 20
 
     def __post_init__(self) -> None:

@@ -74,6 +74,7 @@ class MeanFieldConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "mean_field"
+    draws_are_states: ClassVar[bool] = False
     num_chains: int = 1
     init_std: float = 0.01
     std_learning_rate: float = 0.01

@@ -124,6 +124,7 @@ class Worker:
         same += map(torch.equal, whole.optimizer_of_chains.probes, resumed.optimizer_of_chains.probes)
         self.numbers["resume/same"] = all(same)
         self.tensors["whole/theta"] = whole.optimizer_of_chains.state_of_chains.theta
+        self.numbers["whole/logits"] = [look.numel() for look in whole.optimizer_of_chains.probe_logits]
         self.tensors["whole/probes"] = torch.stack(whole.optimizer_of_chains.probes)
         self.refused("sizes", lambda: self.trainer("resumed", sizes=self.sizes[::-1], **settings).train(checkpoint))
 

@@ -111,6 +111,8 @@ def test_the_probe_is_a_mean_of_each_process(launch: Launch) -> None:
     probes = launch.tensors[0]["whole/probes"]
     assert probes.shape == (4, 3, len(launch.numbers))  # looks, chains, processes
     assert (probes != 0).all()
+    for numbers in launch.numbers:  # mean logits by class would tell which classes a process has
+        assert numbers["whole/logits"] == [0] * 4
 
 
 def test_what_does_not_fit_is_refused_by_every_process(launch: Launch) -> None:
