@@ -1,5 +1,5 @@
 """What a training step of ``BayesianTrainer`` costs beyond its gradient: update, guards, logging, collecting, data; the
-probe of its diagnostics.
+probe of its diagnostics and the noise of its gradient.
 
 On the last layer, where a step is shortest; every step is logged and every fourth one collected.
 """
@@ -15,6 +15,7 @@ from benchmarks.harness import Line, Settings, compare, synchronize, timed
 from benchmarks.models import WHERE
 from benchmarks.training import make_trainer
 from hf_bayes import BayesianTrainer
+from hf_bayes.optimizer import NOISE_PERIOD
 
 
 def measure(settings: Settings) -> list[Line]:
@@ -27,6 +28,7 @@ def measure(settings: Settings) -> list[Line]:
     return [
         compare("overhead", work, seconds, unit="% of a step", limit=3.0, times=100),
         _probe(settings, trainer, clock.gradient[1:]),
+        _noise(settings, trainer, clock.gradient[1:]),
     ]
 
 
@@ -38,6 +40,20 @@ def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
     work = f"the probe of the diagnostics every {interval} steps, LoRA on the last layer, M={settings.num_members}"
     seconds = {"ours": looks[1:], "single": gradients}
     return compare("overhead", work, seconds, unit="% of a step", limit=2.0, times=100 / interval)
+
+
+def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
+    """The gradient of half of a micro-batch's rows, spread over the steps from one to the next."""
+    trainer.bayesian.show(None)
+    trainer.bayesian.train()
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    chains = trainer.optimizer_of_chains
+    whole = trainer._gradient_of(trainer.model, inputs, 0)
+    chains.accumulate(slice(0, len(whole)), whole.new_zeros(len(whole)), whole)
+    seconds = [timed(lambda: trainer._observe_halves(trainer.model, inputs), settings.device) for _ in gradients]
+    work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
+    times = {"ours": seconds, "single": gradients}
+    return compare("overhead", work, times, unit="% of a step", limit=1.0, times=100 / NOISE_PERIOD)
 
 
 class ExtraClock(TrainerCallback):

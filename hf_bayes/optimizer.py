@@ -80,7 +80,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.noise_info: Info = {}
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
-        """Of ``info`` over the updates after burn-in, name -> [M, 2]: the sum, and how many updates told it."""
+        """Of ``info`` over the updates after burn-in, name -> [M, 2]: the sum, or that of reciprocals, and how
+        many updates told it."""
         self.totals: dict[str, Tensor] = {}
         """name -> [M], of those of a rule's updates after its warm start that move theta: ``rates``, the sum of their
         learning rates; ``unmoved``, the share of the numbers that the first of them left bitwise as they were. Of those
@@ -105,6 +106,9 @@ class ChainOptimizer(torch.optim.Optimizer):
         """[M, S]: sum over micro-batches of the mean squared gradient of each tensor."""
         self._micro_batches: Tensor | None = None
         """[M]: how many."""
+        self._halve = halve
+        self._of_halves: Tensor | None = None
+        """[M, S]: what the halves of a micro-batch tell of the variance of its gradient."""
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -127,6 +131,36 @@ class ChainOptimizer(torch.optim.Optimizer):
                 self._micro_batches = theta.new_zeros(len(theta))
             self._squares[members] += per_tensor_mean(grad.square(), sizes)
             self._micro_batches[members] += 1
+
+    @property
+    def wants_halves(self) -> bool:
+        """Whether V of this update is to be estimated from the halves of its one micro-batch.
+
+        Beside every ``NOISE_PERIOD``-th from the end of burn-in on (and before it) the last one is: a run may be short,
+        and updates that estimate a preconditioner, which begin with a cycle, tell nothing of noise.
+        """
+        if not self._halve or self.num_updates < self.warm_start:
+            return False
+        return (self.num_updates - self.burn_in) % NOISE_PERIOD == 0 or self.num_updates + 1 == self.draw_steps[-1]
+
+    def observe_halves(self, members: slice, halves: Sequence[Tensor], rows: tuple[int, int]) -> None:
+        """V of a micro-batch's gradient, from those of its halves; after ``accumulate``.
+
+        Gradients are sums over rows. With b and c of them in the halves, g / b - g' / c has 1 / b + 1 / c times the
+        variance of a row's, and the sum over all b + c rows has b + c times that: V = b c E (g / b - g' / c)^2.
+
+        Args:
+            halves: [m, d] of the first b rows and, unless it is what the first has left of the whole, of the other c.
+            rows: b and c.
+        """
+        assert self._grad is not None
+        first, *others = halves
+        second = others[0] if others else self._grad[members] - first
+        b, c = rows
+        if self._of_halves is None:
+            self._of_halves = self._grad.new_zeros(len(self._grad), len(self.model.layout.sizes))
+        difference = first / b - second / c
+        self._of_halves[members] = b * c * per_tensor_mean(difference.square_(), self.model.layout.sizes)
 
     @property
     def loss(self) -> Tensor:
@@ -163,12 +197,15 @@ class ChainOptimizer(torch.optim.Optimizer):
         variance = self._grad_variance(scale)
         grad = self._grad.mul_(-scale.to(self._grad.dtype).view(-1, 1))
         evaluation = Evaluation((-scale * self._loss).to(grad.dtype), grad, variance)
-        self._grad = self._loss = self._squares = self._micro_batches = None
+        self._grad = self._loss = self._squares = self._micro_batches = self._of_halves = None
         return evaluation
 
     def _grad_variance(self, scale: Tensor) -> Tensor | None:
         """[M, S]: of the sum of k micro-batches' gradients g_i, k / (k - 1) sum (g_i - mean g)^2; as if rows were drawn
-        with replacement, 1 / (1 - share of the data in an update) too large for an epoch's."""
+        with replacement, 1 / (1 - share of the data in an update) too large for an epoch's. Of a single micro-batch
+        what ``observe_halves`` has found."""
+        if self._of_halves is not None:
+            return scale.to(self._of_halves).view(-1, 1) ** 2 * self._of_halves
         if self._squares is None or self._micro_batches is None:
             return None
         assert self._grad is not None
@@ -228,6 +265,7 @@ class ChainOptimizer(torch.optim.Optimizer):
                     self._add("rates", torch.full_like(evaluation.log_lik, lr, dtype=torch.float64))
                 if moved and self.num_updates >= self.burn_in:
                     self._add_kinetic(state)
+        self.noise_info |= {name: self.info[name] for name in NOISE_INFO if name in self.info}
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.state_of_chains, self.located = state, False
         self.model.theta.data = state.theta.clone()
@@ -236,7 +274,7 @@ class ChainOptimizer(torch.optim.Optimizer):
             self.origin = state.theta.clone()
         if self.num_updates > self.burn_in:
             for name, value in self.info.items():
-                told = value.double()
+                told = 1 / value.double() if name in RECIPROCALS else value.double()
                 self.sums[name] = self.sums.get(name, 0.0) + torch.stack([told, torch.ones_like(told)], 1)
         if self.num_updates in self.draw_steps:
             self.draws.append(state.theta.detach().cpu().clone())
@@ -273,7 +311,8 @@ class ChainOptimizer(torch.optim.Optimizer):
 
     def mean_info(self) -> dict[str, Tensor]:
         """Means of ``info`` over the updates after burn-in that told it, name -> [M]."""
-        return {name: value[:, 0] / value[:, 1] for name, value in self.sums.items()}
+        means = {name: value[:, 0] / value[:, 1] for name, value in self.sums.items()}
+        return {name: 1 / mean if name in RECIPROCALS else mean for name, mean in means.items()}
 
     def eval(self) -> None:
         """Before evaluation: show where the chains are, or the finished posterior."""
@@ -303,7 +342,9 @@ class ChainOptimizer(torch.optim.Optimizer):
                 "generator": self.rngs[row].get_state(),
                 "draws": torch.stack([d[row] for d in self.draws]) if self.draws else torch.zeros(0, dim),
                 "probes": torch.stack([p[row] for p in self.probes]) if self.probes else torch.zeros(0, 0),
+                "probe_logits": torch.stack([p[row] for p in self.probe_logits]) if self.probes else torch.zeros(0, 0),
                 "origin": self.origin[row].cpu(),
+                **{f"noise.{name}": value[row].cpu() for name, value in self.noise_info.items()},
                 **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
                 **{f"total.{name}": value[row].cpu() for name, value in self.totals.items()},
             }
@@ -344,7 +385,6 @@ class ChainOptimizer(torch.optim.Optimizer):
                 if name.startswith(kind)
             }
             for kind in ("sum.", "total.", "noise.")
-                "probe_logits": torch.stack([p[row] for p in self.probe_logits]) if self.probes else torch.zeros(0, 0),
         )
         self.model.theta.data = self.state_of_chains.theta.clone()
         self.num_updates, self.located = num_updates, False

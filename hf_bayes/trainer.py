@@ -133,7 +133,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         """The method for this run, on all chains of this process."""
         if self.optimizer is None:
             args, config, bayesian = self.args, self.method, self.bayesian
-            steps = self._num_steps()
+            steps, micro_batches = self._num_steps(), args.gradient_accumulation_steps * self.mesh.data_size
             burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
             draws = draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin)
             inherited = None if self.inherited is None else self.inherited.gaussian
@@ -160,7 +160,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 chains=self.chains,
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
-                measure_noise=config.takes_grad_variance and args.gradient_accumulation_steps * self.mesh.data_size > 1,
+                measure_noise=config.takes_grad_variance and micro_batches > 1,
+                halve=config.takes_grad_variance and micro_batches == 1,
                 probe=self._probe,
                 probe_steps=args.probe_steps,
             )
@@ -250,10 +251,50 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 assert self._leaf.grad is not None
                 chains.accumulate(members, self._loss, self._leaf.grad)
                 del self._leaf
+        if chains.wants_halves:
+            self._observe_halves(model, self._prepare_inputs(inputs))
         if self.accelerator.sync_gradients:
             chains.complete(self.mesh.sum_over_data, self._likelihood_scale(self._terms))
             self._losses = chains.loss / self._terms.clamp_min(1)
         return total
+
+    def _observe_halves(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """The gradient of the first half of a micro-batch's rows, beside the update's own, which stays what it is.
+
+        Half a gradient: that of the other half is what is left. Not where masks are drawn, which the same rows would
+        find different in the two passes: there both are asked for, and what masks do is part of the noise.
+        """
+        first, second, sizes = self._halves(inputs)
+        if min(sizes) == 0:
+            return
+        chains, dropout = self._chains_optimizer, self.bayesian.members.trunk.has_dropout
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            grads = [
+                self._gradient_of(model, part, number) for number, part in enumerate((first, second)[: 1 + dropout])
+            ]
+        chains.observe_halves(slice(0, len(self.chains)), grads, sizes)
+
+    def _gradient_of(self, model: nn.Module, inputs: dict[str, Any], part: int) -> Tensor:
+        """[M, d]: of minus the log-likelihood of rows of all chains, as ``training_step`` takes it.
+
+        Args:
+            part: of the update, so that masks differ from those of another.
+        """
+        chains = self._chains_optimizer
+        found = torch.empty_like(self.bayesian.theta)
+        with self._trunk_once(inputs, shared=True):
+            for members in self._member_chunks(inputs):
+                self._seed_dropout(members, part)
+                rows = self._rows_of(inputs, members)
+                leaf = chains.leaf(members)
+                with self._trunk_once(rows, shared=False):
+                    with self.compute_loss_context_manager():
+                        loss = model(**rows, theta=leaf, folded=not self._shared).loss
+                    loss.sum().backward()
+                assert leaf.grad is not None
+                found[members] = leaf.grad
+        return found
 
     def compute_loss(
         self,
@@ -279,10 +320,10 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             return nullcontext()
         return trunk.once(inputs)
 
-    def _seed_dropout(self, members: slice) -> None:
+    def _seed_dropout(self, members: slice, part: int = 0) -> None:
         """Dropout masks are a function of seed, chain, step and micro-batch, so that a resumed run draws the same."""
         if self.bayesian.members.trunk.has_dropout:
-            place = (self.chains[members.start], self.mesh.data_rank, self.state.global_step, self._micro)
+            place = (self.chains[members.start], self.mesh.data_rank, self.state.global_step, self._micro + part)
             torch.manual_seed(seed_of(self.args.seed, "dropout", *place))
 
     # -- kernels -------------------------------------------------------------------------------------------------
@@ -364,6 +405,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
         self._kernel_batches, self._posterior, self._evaluated, self._losses = [], None, None, None
         self._risk = self._probe_inputs = self._draw_probe_inputs = None
+        self._last_convergence = (0, {})
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
@@ -405,7 +447,6 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             self._warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
-        self._last_convergence = (0, {})
             )
         chains.finished = self._posterior.sample(None, generator(self.args.seed, "members")).to(self.args.device)
         chains.eval()

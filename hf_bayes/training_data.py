@@ -220,6 +220,23 @@ class TrainingDataMixin(_Trainer):
         cut = slice(members.start * rows, members.stop * rows)
         return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
 
+    def _halves(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
+        """A micro-batch in two, the rows of each chain for itself, and how many of these are in each part."""
+        groups = 1 if self._shared else len(self.chains)
+        count = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
+        rows = count // groups
+        first = torch.arange(rows).repeat(groups) < rows // 2
+
+        def part(chosen: Tensor) -> dict[str, Any]:
+            return {
+                name: value[chosen.to(value.device)]
+                if isinstance(value, Tensor) and value.shape[:1] == (count,)
+                else value
+                for name, value in inputs.items()
+            }
+
+        return part(first), part(~first), (rows // 2, rows - rows // 2)
+
     def _rows_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """These rows of the training data, in this order, in batches of its size."""
         dataset, collate = self._training_data()

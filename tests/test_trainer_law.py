@@ -117,7 +117,6 @@ def train(
             momentum=MOMENTUM,
             prior_std=NOISE_STD / math.sqrt(num_rows),  # as strong as the likelihood: a prior counted twice shows
             init_jitter=0.0,
-            measure_gradient_noise=accumulation > 1,
             correct_gradient_noise=correct_gradient_noise,
         ),
         model=mean_model(),
@@ -251,6 +250,39 @@ def test_noise_of_the_gradient_is_measured(tmp_path):
     injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
     # 512 coordinates x 3 degrees of freedom x 16 chains: 4 standard errors are 4 * sqrt(2 / 24576) = 3.6 %
     assert float(inverse.mean()) == pytest.approx(gradient_variance(192, 16) / injected, rel=0.036)
+
+
+HALVES = [(8, "independent"), (8, "shared"), (5, "independent"), (5, "shared")]
+
+
+def inverse_ratio(tmp_path: Any, batch: int, minibatch: str) -> float:
+    """h^2 V over what is injected, as the halves of the last update's micro-batches tell it."""
+    trainer = train(tmp_path, 192, batch, 1, correct_gradient_noise=False, minibatch=minibatch)
+    assert len(trainer.posterior.config.diagnostics["noise_ratio"]) == CHAINS
+    return float((1 / trainer.optimizer_of_chains.noise_info["noise_ratio"].double()).mean())
+
+
+@pytest.mark.parametrize(("batch", "minibatch"), HALVES)
+def test_noise_of_the_gradient_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, minibatch):
+    """8 rows are 4 and 4, 5 are 2 and 3."""
+    injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
+    # 512 coordinates of 1 degree of freedom, of 16 chains or of one batch for all: 4 standard errors
+    error = 4 * math.sqrt(2 / COORDINATES / (CHAINS if minibatch == "independent" else 1))
+    expected = gradient_variance(192, batch) / injected
+    assert inverse_ratio(tmp_path, batch, minibatch) == pytest.approx(expected, rel=error)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
+def test_a_variance_of_halves_and_not_of_the_batch_is_caught(tmp_path, monkeypatch, factor):
+    observe = ChainOptimizer.observe_halves
+
+    def wrong(self: ChainOptimizer, *args: Any) -> None:
+        observe(self, *args)
+        self._of_halves *= factor
+
+    monkeypatch.setattr(ChainOptimizer, "observe_halves", wrong)
+    expected = gradient_variance(192, 8) / (2 * (1 - MOMENTUM) * 192 / LEARNING_RATE)
+    assert abs(inverse_ratio(tmp_path, 8, "shared") / expected - 1) > 4 * math.sqrt(2 / COORDINATES)
 
 
 def test_corrected_variance_is_that_of_the_law_with_less_noise_injected(tmp_path):

@@ -43,8 +43,8 @@ class SGDMCConfig(MethodConfig):
 
     Attributes:
         momentum: SGD's beta.
-        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)): 1 at the optimal rate. It takes
-            two micro-batches an update; None: where there are two.
+        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)): 1 at the optimal rate. True:
+            of each update, which takes two micro-batches; None: of about every hundredth, where there is only one.
     """
 
     name: ClassVar[str] = "sgd_mc"

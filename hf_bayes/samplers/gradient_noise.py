@@ -1,6 +1,7 @@
 """The noise that minibatches bring into the gradient of U: compared with what a sampler injects, or taken off it.
 
-``Evaluation.grad_variance`` holds its variance V, estimated from the micro-batches of the update. A sampler that adds
+``Evaluation.grad_variance`` holds its variance V, estimated from the micro-batches of the update or, now and then, from
+the halves of a single one. A sampler that adds
 noise of variance q to a momentum moved by -h grad U has q + h^2 V of it in truth; Chen, Fox and Guestrin (2014) inject
 the rest only, q - h^2 V (their 2 (C - B) epsilon with B = epsilon V / 2; ``beta`` in posteriors' code is V at T = 1).
 """
@@ -26,8 +27,9 @@ class LangevinConfig(MethodConfig):
 
     Attributes:
         measure_gradient_noise: report ``noise_ratio``, the variance of the sampler's own noise over that of its
-            gradient, estimated from the micro-batches of each update. It takes two of them (gradient_accumulation_steps
-            times processes that share a chain); None: where there are two.
+            gradient. True: of each update, from its micro-batches, of which it takes two (gradient_accumulation_steps
+            times processes that share a chain). None: where there is only one, of about every hundredth update, from
+            the halves of its rows, of which it takes two; half a gradient each. False: never.
     """
 
     measure_gradient_noise: bool | None = None
