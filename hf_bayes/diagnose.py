@@ -22,7 +22,7 @@ from rich.text import Text
 from hf_bayes import hub
 from hf_bayes.artifact import TRACE
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
-from hf_bayes.diagnostics import MAX_CAPPED
+from hf_bayes.diagnostics import MAX_CAPPED, MAX_UNMOVED
 from hf_bayes.posterior_config import CONFIG
 from hf_bayes.storage import POSTERIOR, read_directory
 
@@ -84,15 +84,18 @@ def table(config: Mapping[str, Any]) -> Table:
             expected = _number(found[expected]) if expected in found else expected
             result.add_row(words, expected, *map(_number, values[:shown]))
     rule = found.get("configurational_temperature") is not None and found.get("acceptance") is None
-    if rule and found.get("noise_ratio") is None:
-        result.add_row("injected over minibatch noise, variances", "above 1", *["not measured"] * shown)
+    if rule and found.get("temperature") and found.get("noise_ratio") is None:
+        words = "injected over minibatch noise, variances (takes 2 rows an update, and measure_gradient_noise)"
+        result.add_row(words, "above 1", *["not measured"] * shown)
     over = f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms"
     over += ", between halves" * (chains == 1)
     for name, words, limit in (
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
         ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),
+        ("rhat_logits", f"R-hat, {found.get('num_logits')} logits (95 % quantile)", f"below {MAX_RHAT}"),
         ("ess", "ESS, log-likelihood", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
         ("ess_terms", "ESS, single terms (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
+        ("ess_logits", "ESS, logits (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
     ):
         if found.get(name) is not None:
             result.add_row(words, limit, _number(found[name]))
@@ -107,7 +110,7 @@ def table(config: Mapping[str, Any]) -> Table:
 
 def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
     """One panel for everything the trace holds; None if it holds nothing."""
-    panels = [panel for wanted, panel in _PANELS if wanted(trace)]
+    panels = [panel for wanted, panel in _PANELS if wanted(config["diagnostics"], trace)]
     if not panels:
         return None
     columns = min(3, len(panels))
@@ -176,14 +179,52 @@ def _tensors(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> 
 
 
 def _terms(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
-    values = sorted(value for value in trace["terms"]["rhat"] if value is not None)
-    axis.plot(values, [(index + 1) / len(values) for index in range(len(values))], color="C0")
+    for kind, words in (("terms", "labels' log p"), ("logits", "logits")):
+        values = _rhats(trace, kind)
+        if values:
+            heights = [(index + 1) / len(values) for index in range(len(values))]
+            axis.plot(values, heights, label=f"{found.get(f'num_{kind}')} {words}")
     axis.axvline(MAX_RHAT, color="C3", linestyle="--", linewidth=1, label=f"limit: {MAX_RHAT}")
     axis.axhline(0.95, color="0.7", linewidth=0.8)
-    axis.set_title(f"R-hat of {len(values)} single terms ({found.get('num_values')} {found.get('values')})", fontsize=9)
+    axis.set_title(f"R-hat of single terms ({found.get('num_values')} {found.get('values')})", fontsize=9)
     axis.set_xlabel("R-hat")
-    axis.set_ylabel("share of terms below")
+    axis.set_ylabel("share of them below")
     axis.legend(fontsize=7, loc="lower right")
+
+
+def _rhats(trace: Mapping[str, Any], kind: str) -> list[float]:
+    return [value for value in trace.get(kind, {}).get("rhat", ()) if value is not None]
+
+
+def _convergence(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    looks, chains = trace["convergence"], found["num_chains"]
+    steps, count = looks["step"], len(looks["step"])
+    marker = "." if count < 40 else None
+    (ratio,) = axis.plot(steps, looks["rhat"], color="C0", marker=marker, markersize=4, label="R-hat")
+    axis.axhline(MAX_RHAT, color="C0", linestyle="--", linewidth=0.8)
+    axis.set_ylabel("R-hat")
+    axis.set_xlabel("update")
+    right = axis.twinx()
+    sizes = [math.nan if size is None else size for size in looks["ess"]]
+    (size,) = right.plot(steps, sizes, color="C1", marker=marker, markersize=4, label="ESS")
+    right.axhline(MIN_ESS_PER_CHAIN * chains, color="C1", linestyle="--", linewidth=0.8)
+    right.set_ylabel("ESS")
+    right.set_ylim(0, 1.35 * right.get_ylim()[1])  # room for the legend
+    axis.legend(handles=[ratio, size], fontsize=7, loc="upper right", ncols=2)
+    axis.set_title("log-likelihood of the looks so far (dashed: limits)", fontsize=9)
+
+
+def _unmoved(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    shares = found["unmoved"]
+    axis.bar(range(len(shares)), shares, color=_colours(len(shares)), width=0.6)
+    axis.plot(range(len(shares)), shares, ".", color="0.2", markersize=4)  # where a bar has no height
+    axis.axhline(MAX_UNMOVED, color="C3", linestyle="--", linewidth=1, label=f"limit: {MAX_UNMOVED}")
+    axis.set_ylim(-0.02 * max(1.2 * MAX_UNMOVED, *shares), 1.1 * max(1.2 * MAX_UNMOVED, *shares))
+    axis.set_xticks(range(len(shares)) if len(shares) <= 8 else [0, len(shares) - 1])
+    axis.set_xlabel("chain")
+    axis.set_ylabel("share of its numbers")
+    axis.set_title("numbers that the first noisy update left as they were", fontsize=9)
+    axis.legend(fontsize=7)
 
 
 def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
@@ -204,19 +245,20 @@ def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> Non
     axis.legend(fontsize=7)
 
 
-def _logged(name: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda trace: bool(trace.get("logs", {}).get(name))
+def _logged(name: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], bool]:
+    return lambda found, trace: bool(trace.get("logs", {}).get(name))
 
 
-_PANELS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable], ...] = (
-    (lambda trace: bool(trace.get("probe")), _probe),
-    (lambda trace: any(value is not None for value in trace.get("terms", {}).get("rhat", ())), _terms),
-    (lambda trace: bool(trace.get("risk")), _risk),
+_PANELS: tuple[tuple[Callable[[Mapping[str, Any], Mapping[str, Any]], bool], Callable], ...] = (
+    (lambda found, trace: bool(trace.get("probe")), _probe),
+    (lambda found, trace: bool(trace.get("convergence")), _convergence),
+    (lambda found, trace: bool(_rhats(trace, "terms") or _rhats(trace, "logits")), _terms),
+    (lambda found, trace: bool(trace.get("risk")), _risk),
     (
         _logged("kinetic_temperature"),
         _of_logs("kinetic_temperature", "kinetic temperature", lambda found: found.get("kinetic_temperature_law")),
     ),
-    (lambda trace: bool(trace.get("kinetic_of_tensors")), _tensors),
+    (lambda found, trace: bool(trace.get("kinetic_of_tensors")), _tensors),
     (
         _logged("configurational_temperature"),
         _of_logs("configurational_temperature", "configurational temperature", lambda found: found.get("temperature")),
@@ -233,9 +275,14 @@ _PANELS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable], ...] = (
         _logged("distance_moved"),
         _of_logs("distance_moved", "distance from the start", lambda found: None, "prior standard deviations"),
     ),
+    (
+        _logged("distance_in_noise"),
+        _of_logs("distance_in_noise", "distance over the reach of the noise alone", lambda found: None),
+    ),
+    (lambda found, trace: bool(found.get("unmoved")), _unmoved),
     (_logged("loss"), _of_logs("loss", "loss of each chain's minibatches", lambda found: None, "nats per term")),
 )
-"""Whether the trace holds it, and what draws it."""
+"""Whether diagnostics and trace hold it, and what draws it."""
 
 
 def _number(value: Any) -> str:

@@ -50,6 +50,8 @@ class ReportingMixin(_Trainer):
     _told_of_rounding = False
     _training_data: Callable[[], tuple[Any, Callable]]
     _distances: Callable[[], dict[str, Tensor]]
+    _distance_in_noise: Callable[[], dict[str, Tensor]]
+    _convergence_so_far: Callable[[], dict[str, float]]
     _kinetic_of_chains: Callable[[], dict[str, Tensor]]
     _last_probe: Callable[[], dict[str, Tensor]]
 
@@ -169,11 +171,12 @@ class ReportingMixin(_Trainer):
                     100 * lost, self.args.learning_rate,
                 )  # fmt: skip
         if chains is not None and "loss" in logs and self._losses is not None:
-            own = {**self._distances(), **self._kinetic_of_chains(), **self._last_probe()}
-            info = self._of_all_chains({"loss": self._losses, **chains.info, **own})
+            own = {**self._distances(), **self._distance_in_noise(), **self._kinetic_of_chains(), **self._last_probe()}
+            info = self._of_all_chains({"loss": self._losses, **chains.noise_info, **chains.info, **own})
             for name, values in info.items():
                 for chain, value in enumerate(values.tolist()):
                     logs[f"{name}/chain_{chain}"] = value
+            logs |= self._convergence_so_far()
         super().log(logs, *args, **kwargs)
 
     def _of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
+from transformers import default_data_collator
 
 from hf_bayes import (
     AGPSConfig,
@@ -20,15 +22,20 @@ from hf_bayes import (
     HMCConfig,
     MAPConfig,
     MCDropoutConfig,
+    MeanFieldConfig,
     PenaltyConfig,
     SGHMCConfig,
     SnapshotConfig,
+    SWAGConfig,
 )
 from hf_bayes.artifact import Posterior
 from hf_bayes.convergence import ess, rhat
-from hf_bayes.diagnose import main, plot
+from hf_bayes.diagnose import main, plot, table
 from hf_bayes.diagnosis import _thinned
 from hf_bayes.diagnostics import share_within_interval
+from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.posterior import Draws
+from hf_bayes.trainer import BayesianTrainer
 from tests import runs
 from tests.models import tiny_bert, tiny_llama, with_lora
 from tests.runs import token_rows
@@ -45,7 +52,13 @@ def run(directory: Path, method: Any = CONFIG, **changes: Any) -> Any:
 
 
 def direct(rows: list[dict[str, Any]], theta: Tensor) -> Tensor:
-    """[M, q]: log-probabilities of the labels, each member as a plain peft model."""
+    """[M, n]: log-probabilities of the labels, each member as a plain peft model."""
+    labels = torch.tensor([row["input_ids"] for row in rows])[:, 1:, None]
+    return torch.stack([found.gather(2, labels).flatten() for found in all_words(rows, theta)]).double()
+
+
+def all_words(rows: list[dict[str, Any]], theta: Tensor) -> list[Tensor]:
+    """[rows, T, V] log-probabilities of each member as a plain peft model."""
     found = []
     model = with_lora(tiny_llama())
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -57,9 +70,8 @@ def direct(rows: list[dict[str, Any]], theta: Tensor) -> Tensor:
             parameters[name].data = row[begin : begin + size].view(parameters[name].shape)
             begin += size
         ids = torch.tensor([row["input_ids"] for row in rows])
-        log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-        found.append(log_probs.gather(2, ids[:, 1:, None]).flatten())
-    return torch.stack(found).detach().double()
+        found.append(model(input_ids=ids).logits[:, :-1].log_softmax(-1).detach())
+    return found
 
 
 def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> None:
@@ -68,13 +80,115 @@ def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> 
     found = trainer._probe(theta)
     assert [len(batch["input_ids"]) for batch in trainer._probe_inputs] == [3] * 12  # those of evaluation
     # 900 updates of 2 rows allow for 36 rows of 7 terms
-    torch.testing.assert_close(found, direct(token_rows(40)[:36], theta), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.log_lik, direct(token_rows(40)[:36], theta), rtol=1e-4, atol=1e-4)
 
 
 def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100, train=token_rows(10, length=100))
-    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).shape == (3, 256)
+    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).log_lik.shape == (3, 256)
     assert sum(len(batch["input_ids"]) for batch in trainer._probe_inputs) == 3  # of 99 terms
+
+
+def test_of_a_vocabulary_the_words_are_looked_at_that_were_likely_at_the_start(tmp_path: Path) -> None:
+    trainer = run(tmp_path, ONE_DRAW, learning_rate=0.3, train=token_rows(10))
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    look = trainer._probe(theta)
+    (start,) = all_words(token_rows(10), trainer._start[None])
+    labels = torch.tensor([row["input_ids"] for row in token_rows(10)])[:, 1:, None]
+    words = start.scatter(2, labels, -1.0e9).topk(4).indices  # beside the label, whose log p is known
+    expected = torch.stack([found.gather(2, words).flatten() for found in all_words(token_rows(10), theta)])
+    assert look.logits.dtype == torch.float32
+    torch.testing.assert_close(look.logits, expected, rtol=1e-4, atol=1e-4)
+    other = all_words(token_rows(10), theta)[0].scatter(2, labels, -1.0e9).topk(4).indices
+    assert not torch.equal(words, other)  # the chain's own favourites are others by now
+    assert torch.equal(look.logits, trainer.optimizer_of_chains.probe_logits[-1])  # of the last update
+
+
+def test_of_few_classes_all_logits_are_looked_at_less_their_mean(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(10)}
+    trainer = run(tmp_path, ONE_DRAW, max_steps=2, **fields)
+    trainer.bayesian.show(None)
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    (batch, *_) = trainer._probe_inputs
+    logits = torch.stack([_member(trainer.bayesian, row, batch) for row in theta])
+    expected = (logits - logits.mean(-1, keepdim=True)).flatten(1)
+    torch.testing.assert_close(trainer._probe(theta).logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
+    found = trainer._probe(theta + 0).logits.unflatten(1, (-1, 3))
+    assert found.sum(2).abs().max() < 1e-5  # a softmax does not see what is added to all of them
+
+
+def _member(model: Any, theta: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    model.show(theta[None])
+    try:
+        with torch.no_grad():
+            return model._member_logits({name: value for name, value in batch.items() if name != "labels"})[0]
+    finally:
+        model.show(None)
+
+
+def test_of_a_regression_the_predicted_means_are_looked_at(tmp_path: Path) -> None:
+    rows = [{**row, "label": float(row["label"])} for row in runs.label_rows(10)]
+    model = tiny_bert(num_labels=1, problem_type="regression")
+    trainer = run(tmp_path, ONE_DRAW, max_steps=2, noise_std=0.5, model=model, subspace="last_layer", train=rows)
+    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    expected = [_member(trainer.bayesian, theta[0], batch)[:, 0] for batch in trainer._probe_inputs]
+    torch.testing.assert_close(trainer._probe(theta).logits[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_chains_that_differ_in_the_wrong_classes_only_are_told_by_their_logits(tmp_path: Path) -> None:
+    """Planted draws: log p of the label is of one law, how the rest is shared among the others each chain's own."""
+    rows = [{**row, "label": 0} for row in runs.label_rows(10)]
+    config = SGHMCConfig(num_chains=4, prior_std=1.0, draws_per_chain=1)
+    trainer = run(tmp_path, config, model=tiny_bert(), subspace="last_layer", train=rows, max_steps=1)
+    for apart in (True, False):
+        draws = torch.zeros(4, 100, trainer.bayesian.layout.dim)
+        generator = torch.Generator().manual_seed(0)
+        label, share = (torch.rand(4, 100, generator=generator) * 0.1 for _ in range(2))
+        share += 0.2 * torch.arange(1, 5)[:, None] if apart else 0.5
+        probs = torch.stack([0.5 + label, (0.5 - label) * share, (0.5 - label) * (1 - share)], 2)
+        draws[..., -3:] = probs.log()  # biases, beside weights of 0
+        found, trace = trainer._diagnose(draws)
+        assert found["values"] == "draws"
+        assert max(found["rhat"], found["rhat_terms"]) < 1.05
+        assert min(found["ess"], found["ess_terms"]) > 200
+        assert (found["num_terms"], found["num_logits"]) == (10, 30)
+        assert (found["rhat_logits"] > 1.5) == apart
+        assert (f"R-hat {found['rhat_logits']:.2f} of logits over 4 chains" in found["verdict"]) == apart
+        assert ("R-hat" in found["verdict"]) == apart
+        assert len(trace["logits"]["rhat"]) == 30
+
+
+def test_logs_tell_rhat_of_the_looks_so_far(tmp_path: Path) -> None:
+    trainer = run(tmp_path, ONE_DRAW)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries if "probe_rhat" in entry] == [21, 24]  # looks at 14, 16, 18, 20
+    looks = torch.stack(trainer.optimizer_of_chains.probes[6:], 1).sum(2, keepdim=True)
+    for entry, count in zip(entries[-2:], (4, 6), strict=True):
+        assert entry["probe_rhat"] == pytest.approx(float(rhat(looks[:, :count])))
+        assert entry["probe_ess"] == pytest.approx(float(ess(looks[:, :count])))
+    assert entries[-1]["probe_rhat"] == pytest.approx(trainer.posterior.config.diagnostics["rhat"])
+    assert trainer.posterior.trace["convergence"]["step"] == [21, 24]
+
+
+@pytest.mark.filterwarnings("ignore:sghmc at temperature 0")
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(ONE_DRAW, temperature=0.0),
+        dataclasses.replace(CONFIG, schedule={"name": "cyclical"}),
+        MeanFieldConfig(num_chains=2),
+    ],
+)
+def test_looks_that_stand_for_no_draws_have_no_rhat_in_the_logs(tmp_path: Path, config: Any) -> None:
+    trainer = run(tmp_path, config, probe_steps=1)
+    assert not any("probe_rhat" in entry for entry in trainer.state.log_history)
+    assert trainer.posterior.trace["convergence"] == {}
+
+
+@pytest.mark.parametrize("config", [MeanFieldConfig(num_chains=1), SWAGConfig(rank=2), ONE_DRAW])
+def test_methods_that_end_in_states_of_their_chains_say_so(tmp_path: Path, config: Any) -> None:
+    approximation = run(tmp_path, config).posterior.approximation
+    assert isinstance(approximation, Draws) == config.draws_are_states
 
 
 def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
@@ -145,10 +259,119 @@ def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path:
     assert trainer.optimizer_of_chains.sums["noise_ratio"][:, 1].tolist() == [moved / 2] * 3  # after burn-in
 
 
-def test_noise_of_minibatches_is_reported_wherever_an_update_has_two(tmp_path: Path) -> None:
-    for accumulation, measured in ((1, False), (2, True)):
-        found = run(tmp_path, max_steps=6, gradient_accumulation_steps=accumulation).posterior.config.diagnostics
-        assert (found["noise_ratio"] is not None) == measured
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "wanted", "measured"),
+    [(2, 1, None, True), (1, 2, None, True), (1, 1, None, False), (2, 1, False, False), (1, 2, False, False)],
+)
+def test_noise_of_minibatches_is_reported_wherever_an_update_has_two_rows(
+    tmp_path: Path, rows: int, accumulation: int, wanted: bool | None, measured: bool
+) -> None:
+    fields = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    config = dataclasses.replace(CONFIG, measure_gradient_noise=wanted)
+    trainer = run(tmp_path, config, max_steps=6, logging_steps=6, **fields)
+    posterior = trainer.posterior
+    assert (posterior.config.diagnostics["noise_ratio"] is not None) == measured
+    assert ("noise_ratio/chain_2" in trainer.state.log_history[0]) == measured
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table(posterior.config.to_dict()))
+    assert ("takes 2 rows an update" in capture.get()) != measured
+
+
+def test_the_noise_of_updates_is_averaged_and_not_its_reciprocal(tmp_path: Path) -> None:
+    trainer = run(tmp_path, max_steps=12, logging_steps=1, gradient_accumulation_steps=2)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > 6]
+    for chain, found in enumerate(trainer.posterior.config.diagnostics["noise_ratio"]):
+        inverses = [1 / entry[f"noise_ratio/chain_{chain}"] for entry in entries]
+        assert len(inverses) == 6
+        assert 1 / found == pytest.approx(sum(inverses) / 6)
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_measuring_noise_by_halves_does_not_change_the_chains(tmp_path: Path, minibatch: str, dropout: float) -> None:
+    """Nor what is drawn beside them: the collator draws from torch's own generator."""
+    draws, drawn = [], []
+    for wanted in (None, False):
+        seen: list[float] = []
+
+        def collate(rows: list[Any], seen: list[float] = seen) -> Any:
+            seen.append(float(torch.rand(())))
+            return default_data_collator(rows)
+
+        config = dataclasses.replace(CONFIG, measure_gradient_noise=wanted, burn_in=2)
+        model = with_lora(tiny_llama(), lora_dropout=dropout)
+        trainer = run(tmp_path, config, max_steps=6, model=model, minibatch=minibatch, collator=collate)
+        assert ("noise_ratio" in trainer.optimizer_of_chains.noise_info) == (wanted is None)
+        draws.append(trainer.posterior.approximation.theta)
+        drawn.append(seen)
+    assert torch.equal(*draws)
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+@pytest.mark.parametrize(("subspace", "dropout"), [("trainable", 0.0), ("last_block", 0.0), ("trainable", 0.3)])
+def test_halves_of_a_micro_batch_add_up_to_its_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch: str, subspace: str, dropout: float
+) -> None:
+    """Rows of many lengths, an odd number of them, chains in passes of two."""
+    found = []
+
+    def watch(self: ChainOptimizer, members: slice, halves: Any, rows: tuple[int, int]) -> None:
+        found.append((self._grad.clone(), halves, rows))
+
+    monkeypatch.setattr(ChainOptimizer, "observe_halves", watch)
+    gradient_of, seen = BayesianTrainer._gradient_of, []
+
+    def keep(self: Any, model: Any, inputs: Any, part: int) -> Tensor:
+        seen.append((model, self._halves(self._whole)[1]))
+        return gradient_of(self, model, inputs, part)
+
+    halve = BayesianTrainer._observe_halves
+
+    def whole(self: Any, model: Any, inputs: Any) -> None:
+        self._whole = inputs
+        halve(self, model, inputs)
+
+    monkeypatch.setattr(BayesianTrainer, "_gradient_of", keep)
+    monkeypatch.setattr(BayesianTrainer, "_observe_halves", whole)
+    model = tiny_llama() if subspace == "last_block" else with_lora(tiny_llama(), lora_dropout=dropout)
+    changes: dict[str, Any] = {
+        "subspace": subspace, "minibatch": minibatch, "train": token_rows([8, 5, 7, 8, 3, 8, 6]), "members_per_pass": 2,
+        "collator": runs.padding_collator(), "per_device_train_batch_size": 5, "model": model, "max_steps": 1,
+    }  # fmt: skip
+    trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0), **changes)
+    ((whole_gradient, halves, rows),) = found
+    assert rows == (2, 3)
+    assert len(halves) == (2 if dropout else 1)  # masks differ: neither is what the other leaves
+    if dropout:
+        return
+    module, second = seen[0]
+    trainer.bayesian.theta.data = trainer._origin.clone()
+    trainer.bayesian.show(None)
+    trainer.bayesian.train()
+    rest = gradient_of(trainer, module, second, 1)
+    assert float(rest.norm()) > 0.1 * float(whole_gradient.norm()) > 0
+    # float32, sums of 35 terms in another order
+    torch.testing.assert_close(
+        halves[0] + rest, whole_gradient, rtol=1e-4, atol=1e-4 * float(whole_gradient.abs().max())
+    )
+
+
+def test_a_resumed_run_logs_the_noise_that_was_told_before_it_was_cut(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, burn_in=2)  # told by the third update, and by the last
+    whole = run(tmp_path / "whole", config, max_steps=12)
+    run(tmp_path / "cut", config, max_steps=12, save_strategy="steps", save_steps=5)
+    resumed = runs.trainer(tmp_path / "cut", config, max_steps=12, probe_steps=2, logging_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-5"))
+    told = [
+        [{name: value for name, value in entry.items() if "/chain_" in name or "probe_" in name} for entry in history]
+        for history in (whole.state.log_history, resumed.state.log_history)
+    ]
+    assert told[0] == told[1]
+    assert "noise_ratio/chain_0" in told[0][1]  # update 6
+    looks = [trainer.optimizer_of_chains.probe_logits for trainer in (whole, resumed)]
+    assert torch.equal(*map(torch.stack, looks))
 
 
 def test_a_penalty_run_stores_how_often_its_noise_was_too_large(tmp_path: Path) -> None:
@@ -199,8 +422,9 @@ def test_what_is_stored_is_small_and_shown_by_one_command(
     assert figure is not None
     titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
     assert [title.split(":")[0].split(" of ")[0] for title in titles] == [
-        "probe", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature", "configurational temperature",
-        "distance from the start", "loss",
+        "probe", "log-likelihood", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature",
+        "configurational temperature", "injected over minibatch noise (variances)", "distance from the start",
+        "distance over the reach", "numbers that the first noisy update left as they were", "loss",
     ]  # fmt: skip
 
 
@@ -288,8 +512,8 @@ def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(300)}
     trainer = run(tmp_path, ONE_DRAW, probe_steps=700, max_steps=1, **fields)
     theta = trainer.optimizer_of_chains.state_of_chains.theta
-    assert trainer._probe(theta).shape == (3, 28)
-    assert trainer._probe_of_draw(theta).shape == (3, 16)  # of a run of one update
+    assert trainer._probe(theta).log_lik.shape == (3, 28)
+    assert trainer._probe_of_draw(theta).log_lik.shape == (3, 16)  # of a run of one update
     for interval, rows in ((5, 16), (5000, 200), (10_000, 256)):
         found = trainer._choose_probe(interval)
         assert sum(len(batch["input_ids"]) for batch in found) == rows

@@ -171,6 +171,12 @@ def test_what_is_reported_does_not_depend_on_the_layout(launches, processes, nam
         assert_close(numbers[name], expected, 1e-6, name)
 
 
+def test_what_is_compared_between_layouts_has_noise_and_convergence_in_it(launches):
+    last = [entry for entry in launches[1].numbers[0]["train/logs"] if "loss" in entry][-1]
+    assert {"probe_rhat", "probe_ess", "noise_ratio/chain_3", "distance_in_noise/chain_3"} <= last.keys()
+    assert launches[1].numbers[0]["train/diagnostics"]["num_logits"] == 4 * 7 * 16
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_predictions_are_those_of_all_members(launches, processes):
     expected = launches[1].find("predictions")["predictions"][0]

@@ -142,6 +142,7 @@ class Worker:
             processing_class=tiny_tokenizer(),
             eval_strategy="steps",
             eval_steps=10,
+            probe_steps=2,
         )
         self.numbers["before/metrics"] = trainer.evaluate()
         trainer.train()
