@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ def guard(model: nn.Module) -> list[Any]:
     from its prior alone, and nobody told. Layers made for inference do this (activations in int8, kernels for
     packed weights); below the first random layer they do no harm.
     """
-    handles = []
+    return [module.register_forward_hook(_Passing(path)) for path, module in foreign_linears(model)]
+
+
+def foreign_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers that are not torch's own, or whose numbers are packed, and their names."""
     for path, module in model.named_modules():
         foreign = "Linear" in type(module).__name__ and type(module) is not nn.Linear
         quantised = any(not is_dense(parameter) for parameter in module.parameters(recurse=False))
         if (foreign or quantised) and not isinstance(module, BaseTunerLayer):
-            handles.append(module.register_forward_hook(_Passing(path)))
-    return handles
+            yield path, module
 
 
 class _Passing:
