@@ -17,7 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes.covariance import moved
 from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
-from hf_bayes.linearised import gaussian_outputs
+from hf_bayes.linearised import gaussian_of, gaussian_outputs
 from hf_bayes.members.trunk import num_positions_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.model import BayesianModel, MemberLogLik, predicts, term_statistics
@@ -177,15 +177,7 @@ class BayesianClassifier(BayesianModel):
         if link is None:
             self._linearised = None
             return self
-        if link not in LINKS:
-            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
-        if self.posterior is None or not isinstance(self.posterior.approximation, Gaussian):
-            found = "none" if self.posterior is None else f"one of {self.posterior.config.approximation}"
-            raise ValueError(
-                f"linearise needs a Gaussian posterior, got {found}: load one that fit_laplace or mean_field has made, "
-                "or predict by members"
-            )
-        self._linearised = self.posterior.approximation, link
+        self._linearised = gaussian_of(self, link), link
         return self
 
     def _predict_linearised(

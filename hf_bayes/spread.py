@@ -13,7 +13,13 @@ from hf_bayes.uncertainty import Partial, Prediction, finish, partial, predict
 
 
 class LocalMembers:
-    """All members are in this process."""
+    """All members are in this process.
+
+    Attributes:
+        rank: which of the shares this process holds.
+    """
+
+    rank = 0
 
     def predict(self, logits: Tensor) -> Prediction:
         """[M, n, C] logits -> the mixture and its uncertainties."""

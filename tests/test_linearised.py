@@ -407,8 +407,6 @@ def test_unknown_links_are_refused(link: str, classifier: Path) -> None:
 def test_what_cannot_be_linearised_is_refused(classifier: Path) -> None:
     with attach(lora_bert()) as bayesian, pytest.raises(ValueError, match="needs a Gaussian posterior, got none"):
         bayesian.linearise()
-    with attach(with_lora(tiny_llama())) as language, pytest.raises(ValueError, match="predicts by members drawn"):
-        language.linearise()
 
 
 @pytest.mark.parametrize("link", LINKS)
