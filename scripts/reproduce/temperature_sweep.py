@@ -8,8 +8,9 @@ Without a model it runs the CNN-LSTM of cold_posteriors app. A.3 on descriptions
 method at one temperature and seed; each leaves ``output_dir/cells/NAME.json``, and is not run again if it is there.
 
 Methods: ``mle`` and ``map`` (AdamW; no temperature), ``laplace_ef`` and ``laplace_ggn`` (around that MAP; members and
-linearised), ``mean_field``, ``sghmc_serial`` (one chain), ``sghmc_parallel`` (one draw of each of several chains) and
-``phases`` (SGD, then SGHMC, then SGD again, section 5.3: the single model after each).
+linearised, of a language model by as many draws), ``mean_field``, ``sghmc_serial`` (one chain), ``sghmc_parallel`` (one
+draw of each of several chains) and ``phases`` (SGD, then SGHMC, then SGD again, section 5.3: the single model after
+each). What a model does not allow is left out, and said.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ from hf_bayes import (
     SGHMCConfig,
     fit_laplace,
 )
-from hf_bayes.classification import BayesianClassifier
 from hf_bayes.cli import parse_arguments
 from hf_bayes.config import MethodConfig
 from hf_bayes.data import labelled_text, load_splits, token_windows
@@ -116,6 +116,9 @@ class Arguments:
     num_members: int = field(default=10, metadata={"help": "Draws of a Gaussian."})
 
 
+Loaded = BayesianModelForCausalLM | BayesianModelForSequenceClassification
+
+
 @dataclass
 class Problem:
     """What all cells share."""
@@ -143,7 +146,7 @@ class Problem:
         model.config.pad_token_id = self.tokenizer.pad_token_id
         return model
 
-    def load_posterior(self, directory: Path, members: int | None = None) -> BayesianModel:
+    def load_posterior(self, directory: Path, members: int | None = None) -> Loaded:
         kind = BayesianModelForCausalLM if self.causal else BayesianModelForSequenceClassification
         return kind.from_pretrained(directory, members=members, base_model=self.load())
 
@@ -268,14 +271,13 @@ def _batches(problem: Problem, rows: Dataset, size: int) -> Iterator[dict[str, A
         yield dict(problem.collate([rows[i] for i in range(start, min(start + size, len(rows)))]))
 
 
-def run_cell(
-    problem: Problem, name: str, temperature: float | None, seed: int
-) -> tuple[dict[str, dict[str, float]], dict[str, Any] | None]:
-    """{label of a line: its metrics}, and what the run said of itself, of a sampler."""
+def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) -> dict[str, Any]:
+    """What a cell holds: ``lines``, {label: metrics}; of a sampler ``diagnostics``, what the run said of itself; and
+    where a label is missing ``left_out``, {label: why}."""
     root = Path(problem.args.output_dir)
     if name == "phases":
         assert temperature is not None
-        return _phases(problem, temperature, seed), None
+        return {"lines": _phases(problem, temperature, seed)}
     with tempfile.TemporaryDirectory() as scratch:
         of_map = root / f"{_settings_key(problem.args)}-map-{seed}"  # which Laplace approximations are around
         directory = of_map if name == "map" else Path(scratch)
@@ -283,16 +285,18 @@ def run_cell(
         if not name.startswith("laplace"):
             said = train(problem, method, seed, directory, problem.load())
             lines = {name: score(problem, problem.load_posterior(directory, _members(problem, method)))}
-            return lines, said if name.startswith("sghmc") else None
+            return {"lines": lines, **({"diagnostics": said} if name.startswith("sghmc") else {})}
         around = problem.load_posterior(of_map)
         options = {"collate": problem.collate, "batch_size": 64, "tokenizer": problem.tokenizer, "seed": seed}
         fit_laplace(around, problem.train, method, **options).save_pretrained(directory)
         around.detach()
         model = problem.load_posterior(directory, problem.args.num_members)
-        lines = {name: score(problem, model)}
-        if isinstance(model, BayesianClassifier):
-            lines[f"{name}_linearised"] = score(problem, model.linearise())
-        return lines, None
+        lines, linearised = {name: score(problem, model)}, f"{name}_linearised"
+        try:
+            model.linearise()
+        except ValueError as error:  # the model has an operation that cannot be differentiated forwards
+            return {"lines": lines, "left_out": {linearised: str(error)}}
+        return {"lines": {**lines, linearised: score(problem, model)}}
 
 
 def _members(problem: Problem, method: MethodConfig) -> int | None:
@@ -335,16 +339,22 @@ def sweep(args: Arguments) -> dict[str, Any]:
             file = cells / f"{_settings_key(args)}-{name}-{temperature}-{seed}.json"
             if not file.exists():
                 start = time.perf_counter()
-                lines, said = run_cell(problem, name, temperature, seed)
-                cell = {"method": name, "temperature": temperature, "seed": seed, "lines": lines}
-                cell |= {} if said is None else {"diagnostics": said}
+                found = run_cell(problem, name, temperature, seed)
+                cell = {"method": name, "temperature": temperature, "seed": seed, **found}
                 file.write_text(json.dumps({**cell, "seconds": round(time.perf_counter() - start, 1)}))
             record.append(json.loads(file.read_text()))
+    for line, why in left_out(record):
+        print(f"left out: {line}: {why}")
     data = hashlib.sha256(json.dumps(problem.train[:], sort_keys=True).encode()).hexdigest()[:12]
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k != "output_dir"}
     about = {"num_train": len(problem.train), "num_held_out": len(problem.held_out), "names": problem.names}
     about |= {"num_parameters": sum(p.numel() for p in problem.load().parameters()), "sha256_of_train": data}
     return {"settings": settings, "problem": about, "cells": record}
+
+
+def left_out(cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Lines that cells do not have, each with why; once for all temperatures and seeds."""
+    return list(dict.fromkeys(found for cell in cells for found in cell.get("left_out", {}).items()))
 
 
 def _ordered(methods: list[str]) -> list[str]:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hf_bayes.attaching import attach
 from scripts.reproduce import cnn_lstm, cold_posteriors_ablation, cold_posteriors_mlp, temperature_sweep
-from tests.models import TEXTS
+from tests.members.subjects import CAUSAL
+from tests.models import TEXTS, tiny_llama, tiny_tokenizer
 
 SIZES = {"vocab_size": 40, "embedding_size": 3, "num_filters": 4, "hidden_size": 5}
 
@@ -136,22 +137,37 @@ def test_a_layer_that_a_file_lacks_begins_with_torchs_values(folder: str) -> Non
         assert 0.5 * bound < value.abs().max() <= bound, name
 
 
-def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path) -> None:
-    from tests.models import tiny_llama, tiny_tokenizer
+def language_settings(settings: dict, model: PreTrainedModel, tmp_path: Path, **changes: object) -> dict:
+    model.save_pretrained(tmp_path / "language")
+    tiny_tokenizer().save_pretrained(tmp_path / "language")
+    language = {"model_name_or_path": str(tmp_path / "language"), "task": "causal_lm", "laplace_structure": "diagonal"}
+    return {**settings, **language, "temperatures": [1.0], "learning_rate": 1e-4, **changes}
 
-    tiny_llama().save_pretrained(tmp_path / "llama")
-    tiny_tokenizer().save_pretrained(tmp_path / "llama")
-    changes = {
-        **{
-            "model_name_or_path": str(tmp_path / "llama"),
-            "task": "causal_lm",
-            "depth": 1,
-            "laplace_structure": "diagonal",
-        },
-        **{"methods": ["laplace_ef", "sghmc_serial"], "temperatures": [1.0], "learning_rate": 1e-4},
-    }
-    record = temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, **changes}))
-    assert set(temperature_sweep.lines_of(record)) == {"map", "laplace_ef", "sghmc_serial"}
+
+def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = ["laplace_ef", "laplace_ggn", "sghmc_serial"]
+    changed = language_settings(settings, tiny_llama(), tmp_path, depth=1, methods=methods, num_members=4, seeds=[0])
+    lines = temperature_sweep.lines_of(temperature_sweep.sweep(temperature_sweep.Arguments(**changed)))
+    linearised = {f"{name}_linearised" for name in methods[:2]}
+    assert set(lines) == {"map", *methods, *linearised}
+    assert "left out" not in capsys.readouterr().out
+    for name in linearised:
+        (nll,), (members,) = lines[name][1.0]["nll"], lines[name.removesuffix("_linearised")][1.0]["nll"]
+        # of draws as wide as the prior N(0, 1) nothing agrees
+        assert math.isfinite(nll)
+        assert abs(nll - members) > 0.01
+
+
+def test_a_sweep_says_what_it_leaves_out(settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bloom = CAUSAL["bloom-last-block"].make(torch.float32)  # whose activation cannot be differentiated forwards
+    changed = language_settings(settings, bloom, tmp_path, methods=["laplace_ef"], num_members=2, seeds=[0, 1])
+    args = temperature_sweep.Arguments(**changed)
+    record = temperature_sweep.sweep(args)
+    assert set(temperature_sweep.lines_of(record)) == {"map", "laplace_ef"}
+    said = "left out: laplace_ef_linearised: linearised predictions differentiate Bloom"
+    assert capsys.readouterr().out.count(said) == 1
+    assert temperature_sweep.sweep(args) == record  # from the cells that are there
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_unknown_methods_are_refused(settings: dict) -> None:
