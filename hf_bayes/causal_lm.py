@@ -141,7 +141,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Whatever generates."""
         return isinstance(core, PreTrainedModel) and core.can_generate()
 
-    def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
+    def log_lik(
+        self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
+    ) -> MemberLogLik:
         inputs = {**inputs, "use_cache": False}
         labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
         inputs.pop("logits_to_keep", None)
@@ -154,7 +156,14 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             labels = labels.reshape(members if folded else 1, -1)
             wanted = self.likelihood.is_term(labels).any(0).nonzero()[:, 0]
             labels = labels[:, wanted].expand(members, -1)
-            log_lik = self.head.log_lik(hidden[:, wanted], output, labels, self.likelihood.log_prob)
+            places = torch.arange(labels.shape[1], device=labels.device).expand(members, -1)
+
+            def log_prob(logits: Tensor, places: Tensor) -> Tensor:
+                """Of some terms, by their places: the head runs on a few at a time."""
+                found = self.likelihood.log_prob(logits, labels.gather(1, places))
+                return found if weights is None else found * weights.gather(1, places)
+
+            log_lik = self.head.log_lik(hidden[:, wanted], output, places, log_prob)
             self.members.check_all_read()
         return MemberLogLik(-log_lik, self.likelihood.is_term(labels).sum(1))
 

@@ -81,7 +81,9 @@ class BayesianClassifier(BayesianModel):
             return Normal(noise_std)
         return Bernoulli() if problem == "multi_label_classification" else Categorical()
 
-    def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
+    def log_lik(
+        self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
+    ) -> MemberLogLik:
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
         with self.members.bind(theta):
@@ -89,9 +91,11 @@ class BayesianClassifier(BayesianModel):
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
         self._check_labels(logits, labels)
-        terms = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1).sum(1)
+        is_term = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1)
         log_prob = self.likelihood.log_prob(logits.flatten(1, -2), labels.flatten(1, logits.ndim - 2))
-        return MemberLogLik(-log_prob.sum(1), terms)
+        if weights is not None:
+            log_prob = log_prob[is_term].view(members, -1) * weights
+        return MemberLogLik(-log_prob.sum(1), is_term.sum(1))
 
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any

@@ -112,6 +112,16 @@ class MethodConfig:
         return False
 
     @property
+    def needs_heldout(self) -> bool:
+        """Whether the method, when it revises, asks for held-out rows."""
+        return False
+
+    @property
+    def joins_chains(self) -> bool:
+        """Whether it revises all chains together, and so in every process the same."""
+        return False
+
+    @property
     def takes_grad_variance(self) -> bool:
         """Whether it has a use for ``grad_variance``, where that is to be had."""
         return self.needs_grad_variance

@@ -284,8 +284,14 @@ class BayesianModel(PreTrainedModel):
 
     # -- members ------------------------------------------------------------------------------------------------
 
-    def log_lik(self, theta: Tensor, inputs: dict[str, Any], *, folded: bool) -> MemberLogLik:
-        """Sums of log-likelihoods of a batch with ``labels`` for the members ``theta`` [m, d], differentiable in it."""
+    def log_lik(
+        self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
+    ) -> MemberLogLik:
+        """Sums of log-likelihoods of a batch with ``labels`` for the members ``theta`` [m, d], differentiable in it.
+
+        Args:
+            weights: [m, n] of the n terms of a batch that is not folded; None counts each once.
+        """
         raise AssertionError("the task's class defines log_lik")
 
     def evaluate_batch(

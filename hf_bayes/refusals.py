@@ -148,6 +148,24 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
         raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
 
 
+def require_heldout(dataset: Any, method: MethodConfig) -> None:
+    """A method that fits something by held-out rows needs two of them or more, that can be asked for by number."""
+    what = f"{method.name} with fit_prior='heldout' fits by the rows of eval_dataset"
+    if isinstance(dataset, dict):
+        if "heldout" not in dataset:
+            raise ValueError(
+                f"{what}, and of several by those of 'heldout', got {', '.join(dataset)}: name one so; the figures of "
+                "the others stay held out"
+            )
+        dataset = dataset["heldout"]
+    if dataset is None:
+        raise ValueError(f"{what}, got None: give eval_dataset=, or use fit_prior='evidence'")
+    if is_stream(dataset):
+        raise ValueError(f"{what}, and {type(dataset).__name__} has no length: materialise it")
+    if len(dataset) < 2:
+        raise ValueError(f"{what} and needs at least 2, got {len(dataset)}: half of them may decide for the others")
+
+
 def require_batches(method: MethodConfig, count: int) -> None:
     """Methods that compare the batches of an update need more than one.
 

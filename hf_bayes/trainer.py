@@ -27,7 +27,10 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
+from hf_bayes.heldout import HeldOutRows
 from hf_bayes.inheritance import inherit
+from hf_bayes.laplace.heldout import HeldOut
+from hf_bayes.likelihood import Normal
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
@@ -48,7 +51,7 @@ from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
 from hf_bayes.storage import check_writable
-from hf_bayes.survey import Survey, survey
+from hf_bayes.survey import survey
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.training_data import TrainingDataMixin
 from hf_bayes.types import Approximation, Evaluation, Kernel, Problem, Rule
@@ -123,6 +126,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]
             if self.train_dataset is not None:
                 self._prepare_data()
+            if method.needs_heldout:
+                self._prepare_heldout()
             if self.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
                 model.show(model.theta.detach(), SpreadMembers(self.mesh.chain_group))
             on_error.pop_all()
@@ -149,6 +154,8 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
                 batch_fraction=self._batch_fraction,
                 most_terms=self.most_terms,
                 root_columns=bayesian.num_root_columns,
+                noise_std=getattr(self.likelihood, "noise_std", None),
+                seed=args.seed,
             )
             self.prior = prior
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
@@ -381,6 +388,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         return self._losses.mean().float()
 
     _kernel_batches: list[dict[str, Any]]
+    _heldout: HeldOutRows | None = None
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -404,6 +412,7 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}: there is nothing to resume from")
         self._kernel_batches, self._posterior, self._evaluated, self._losses = [], None, None, None
+        self.bayesian.likelihood = self.likelihood  # and not one that an earlier run has learnt
         self._risk = self._probe_inputs = self._draw_probe_inputs = None
         self._last_convergence = (0, {})
         self.optimizer = self.optimizer_of_chains = None
@@ -455,9 +464,17 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         """What the method makes of its chains, and its report. One that stores no members is whole in every process."""
         chains, method = self._chains_optimizer, self._chains_optimizer.method
         if isinstance(method, Rule) and method.revise is not None:
-            # for the chains of this process; processes that share chains share the rows and find the same
-            parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
+            parts: list[Any]
+            if self.method.joins_chains:
+                parts = [method.revise(chains.state_of_chains, self.mesh.gather_chains(draws), self._look)]
+            else:  # for the chains of this process; processes that share chains share the rows and find the same
+                parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
             chains.spread = None
+            if self._heldout is not None:
+                self._heldout.close()
+                self._heldout = None
+            if parts[0].noise_std is not None:
+                self.bayesian.likelihood = Normal(parts[0].noise_std)
             names = parts[0].report
             return joined([p.approximation for p in parts]), {n: [v for p in parts for v in p.report[n]] for n in names}
         approximation = method.finish(chains.state_of_chains, draws)
@@ -469,8 +486,14 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         chains.spread = None
         return method.finish(state, draws), {}
 
-    def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Survey:
-        """One pass over the training data at ``theta`` [d], for a method that asks for it."""
+    def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        """One pass over the training data or over held-out rows, for a method that asks for it (``types.Look``)."""
+        if isinstance(what, HeldOut):
+            rows = len(self._heldout_rows)
+            hide = self.args.disable_tqdm or not self.is_world_process_zero()
+            options: dict[str, Any] = {"mesh": self.mesh, "context": self.compute_loss_context_manager, "hide": hide}
+            self._heldout = self._heldout or HeldOutRows(self.bayesian, self._heldout_by_number, rows, **options)
+            return self._heldout(theta, what, gradient=gradient)
         assert self.num_terms is not None, "streams are refused for such a method"
         return survey(
             self.bayesian,

@@ -16,7 +16,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
+from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_heldout, require_rows
 from hf_bayes.rng import seed_of
 from hf_bayes.strata import Strata
 
@@ -123,9 +123,12 @@ class TrainingDataMixin(_Trainer):
 
     def _training_data(self) -> tuple[Any, Callable]:
         """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
-        if isinstance(self.train_dataset, (datasets.Dataset, datasets.IterableDataset)):
-            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
-        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return self._without_unused(self.train_dataset, "training")
+
+    def _without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable]:
+        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+            return self._remove_unused_columns(dataset, description=what), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=what)
 
     @property
     def _shared(self) -> bool:
@@ -241,6 +244,26 @@ class TrainingDataMixin(_Trainer):
         """These rows of the training data, in this order, in batches of its size."""
         dataset, collate = self._training_data()
         size = self.args.per_device_train_batch_size
+        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
+            yield self._prepare_inputs(batch)
+
+    @property
+    def _heldout_rows(self) -> Any:
+        """What a method fits by that asks for held-out rows: the eval_dataset, of several the one named "heldout"."""
+        return self.eval_dataset["heldout"] if isinstance(self.eval_dataset, dict) else self.eval_dataset
+
+    def _prepare_heldout(self) -> None:
+        """Refuse held-out rows that cannot be counted or have no labels, before anything runs."""
+        require_heldout(self.eval_dataset, self.method)
+        dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
+        classes = self._num_classes()
+        options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_classes": classes, "progress": False}
+        count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
+
+    def _heldout_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """As ``_rows_by_number``, of the held-out rows."""
+        dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
+        size = self.args.per_device_eval_batch_size
         for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
             yield self._prepare_inputs(batch)
 

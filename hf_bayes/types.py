@@ -104,6 +104,8 @@ class Problem(NamedTuple):
         batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
         most_terms: likelihood terms of the row of the data that has most; None where nobody has counted.
         root_columns: of a root of the Fisher information of a term in the model's outputs; None where it is not known.
+        noise_std: of a regression's labels; None of other likelihoods.
+        seed: of draws that a method compares priors by.
     """
 
     num_data: float
@@ -116,6 +118,8 @@ class Problem(NamedTuple):
     batch_fraction: float | None = None
     most_terms: int | None = None
     root_columns: int | None = None
+    noise_std: float | None = None
+    seed: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -127,7 +131,9 @@ class Look(Protocol):
     """One more pass over the data after the last update, for a method that asks for it (``Rule.revise``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """What is found at ``theta`` [d]: of ``laplace.cells.CurvatureSpec`` a ``survey.Survey``."""
+        """What is found: of ``laplace.cells.CurvatureSpec`` at ``theta`` [d] a ``survey.Survey``; of
+        ``laplace.heldout.HeldOut`` at ``theta`` [M, d] the mixture's nats per held-out term, and their gradient.
+        """
         ...
 
 
@@ -137,10 +143,12 @@ class Revision(NamedTuple):
     Attributes:
         approximation: the result of the run.
         report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
+        noise_std: of a regression, learnt; None keeps it.
     """
 
     approximation: Approximation
     report: dict[str, list[Any]]
+    noise_std: float | None = None
 
 
 class Rule(NamedTuple):

@@ -279,5 +279,5 @@ def test_a_prior_of_another_task_is_refused() -> None:
     config = dataclasses.replace(posterior.config, task="token_classification")
     with pytest.raises(ValueError, match="is for token_classification, this model for sequence_classification"):
         fit_laplace(model, parts[1], LaplaceConfig(), prior=dataclasses.replace(posterior, config=config), **HEAD)
-    with pytest.raises(ValueError, match="prior= both choose the prior"):
-        fit_laplace(model, parts[1], LaplaceConfig(), prior=posterior, heldout=parts[0], **HEAD)
+    with pytest.raises(ValueError, match="would replace the posterior that is the prior"):
+        fit_laplace(model, parts[1], LaplaceConfig(fit_prior="heldout"), prior=posterior, heldout=parts[0], **HEAD)

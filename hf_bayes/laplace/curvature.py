@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +71,10 @@ class Curvature(ABC):
             NotPositiveDefinite: if H + tau is not.
         """
 
+    def draws(self, precision: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """[M, d]: what ``covariance(precision).root`` makes of standard normals [M, d], differentiable in tau."""
+        return self.covariance(precision, temperature=temperature).root(noise)
+
     def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
         """H' of this structure and tau [d] whose sum is H + Sigma^-1, as far as the structure can hold Sigma^-1.
 
@@ -90,6 +94,13 @@ def temper(curvature: Curvature, precision: Tensor | Covariance, *, temperature:
     if isinstance(precision, Covariance):
         curvature, precision = curvature.plus(precision)
     return curvature.covariance(precision, temperature=temperature)
+
+
+def temper_draws(curvature: Curvature, precision: Tensor, noise: Tensor, *, temperature: float, what: str) -> Tensor:
+    """[M, d]: what the root of ``temper(curvature, precision)`` makes of standard normals, differentiable in tau."""
+    if what == "likelihood":
+        curvature, temperature = curvature.scaled(1 / temperature), 1.0
+    return curvature.draws(precision, noise, temperature=temperature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +274,36 @@ class LowRankCurvature(Curvature):
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> LowRank:
         found = LowRank.less(_positive(precision.expand(self.dim)), self.columns)
         return replace(found, std=temperature**0.5 * found.std)
+
+    def draws(self, precision: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """S (I + B B')^-1/2 noise with S = tau^-1/2, B = S U: ``LowRank.root``, without the eigenvectors of B B'."""
+        std = precision.expand(self.dim).rsqrt()
+        columns = std[:, None] * self.columns
+        inner = _Shrinkage.apply(columns.mT @ columns)
+        return temperature**0.5 * std * (noise + (noise @ columns) @ inner @ columns.mT)
+
+
+class _Shrinkage(torch.autograd.Function):
+    """g(A) of a symmetric A [r, r] with g(x) = ((1 + x)^-1/2 - 1) / x, so that (I + B B')^-1/2 = I + B g(B'B) B'.
+
+    In s = (1 + x)^1/2 it is -1 / (s (s + 1)), and divided differences cancel nothing: the gradient (Daleckii and Krein
+    1965) knows no equal eigenvalues, of which that of an eigenvector makes 0 / 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        values, basis = torch.linalg.eigh(matrix)
+        root = (1 + values.clamp_min(0)).sqrt()
+        ctx.save_for_backward(root, basis)
+        return -(basis / (root * (root + 1))) @ basis.mT
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        root, basis = ctx.saved_tensors
+        one, other = root[:, None], root[None]
+        ratios = (one + other + 1) / ((one + other) * one * other * (one + 1) * (other + 1))
+        upstream = 0.5 * (upstream + upstream.mT)
+        return basis @ (ratios * (basis.mT @ upstream @ basis)) @ basis.mT
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
     reach = torch.full_like(log_tau, MAX_STEP)
     for _ in range(MAX_ROUNDS):
         step, left = step_from(log_tau, slope)
-        if left < tolerance:
+        if left < 1e-13 + 8 * eps * layout.dim:  # log tau is then as exact as rounding lets it be
             break
         trial = (log_tau + step.clamp(-reach, reach)).clamp(low, high)
         before, (value, slope) = slope, look(trial)
@@ -158,7 +158,7 @@ def _alone(log_tau: Tensor, slope: Tensor, squares: Tensor) -> Tensor:
     # the positive root of m^2 tau^2 + m^2 s tau - s = 0, in the form that cancels nothing
     product = squares * schur
     best = 2 * schur / (product + (product.square() + 4 * product).sqrt())
-    # a group that the data do not see goes to where its prior is flat, one that they leave at the mean to where it holds
+    # one that the data do not see goes to where its prior is flat, one that they leave at the mean to where it holds
     return torch.where(schur <= 0, -torch.inf, torch.where(squares <= 0, torch.inf, best.log()))
 
 

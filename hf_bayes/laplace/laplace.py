@@ -12,12 +12,14 @@ mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_bayes.baselines.map import BETA_1, MAPState, begin, descend
@@ -25,11 +27,13 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.covariance import Covariance, LowRank, log_normal
 from hf_bayes.energy import GaussianPrior
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
-from hf_bayes.laplace.curvature import NotPositiveDefinite, temper
+from hf_bayes.laplace.curvature import NotPositiveDefinite, temper, temper_draws
 from hf_bayes.laplace.estimators import ESTIMATORS
-from hf_bayes.laplace.evidence import SCOPES, Expansion, maximise
+from hf_bayes.laplace.evidence import BOUNDS, SCOPES, Expansion, fit_noise, groups, maximise
+from hf_bayes.laplace.heldout import NUM_MEMBERS, HeldOut, Judge, judge, search
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.posterior import Draws, Gaussian
+from hf_bayes.rng import generator
 from hf_bayes.subspace import Layout
 from hf_bayes.types import Evaluation, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
 
@@ -52,9 +56,13 @@ class LaplaceConfig(MethodConfig):
         max_rank: of "low_rank" with a low-rank posterior as the prior: directions that are kept of the sum, of the
             others the diagonal. None keeps all, which is exact; the ranks add up then.
         momentum: AdamW's beta_1 on the way to the MAP.
-        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, None keeps it. The MAP
-            stays where ``prior_std`` put it.
-        prior_scope: one fitted precision for the "model", for each "tensor" or each "element".
+        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, "heldout" by the one
+            whose draws predict held-out rows best (``laplace.heldout``), None keeps it. The MAP stays where
+            ``prior_std`` put it.
+        prior_scope: one fitted precision for the "model", for each "tensor" or each "element". Held-out rows fit, for
+            the model, one factor of ``prior_std`` or, of a mapping, one for each of its expressions.
+        fit_noise: replace the noise of a regression by the one with the largest evidence, the weights held fixed
+            (``evidence.fit_noise``).
         strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
             result holds fast to these data when it is the prior of others. The MAP does not depend on it.
         check_gradient: find the gradient at the MAP, of many rows and parameters from a part of the rows
@@ -76,6 +84,7 @@ class LaplaceConfig(MethodConfig):
     momentum: float = BETA_1
     fit_prior: str | None = None
     prior_scope: str = "model"
+    fit_noise: bool = False
     strength: float = 1.0
     check_gradient: bool = True
 
@@ -96,7 +105,7 @@ class LaplaceConfig(MethodConfig):
         self._check_choice("structure", self.structure, STRUCTURES)
         self._check_choice("sharing", self.sharing, ("expand", "reduce"))
         if self.fit_prior is not None:
-            self._check_choice("fit_prior", self.fit_prior, ("evidence",))
+            self._check_choice("fit_prior", self.fit_prior, ("evidence", "heldout"))
         self._check_choice("prior_scope", self.prior_scope, SCOPES)
         if self.num_samples is not None:
             self._check_count("num_samples", self.num_samples, minimum=1)
@@ -116,7 +125,40 @@ class LaplaceConfig(MethodConfig):
                 f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: there is no "
                 "evidence of data that count several times"
             )
+        if self.fit_prior == "heldout" and self.max_rank is not None:
+            raise ValueError(
+                f"{self.name}: max_rank={self.max_rank} is for a posterior as the prior, which fit_prior='heldout' "
+                "would replace: leave one out"
+            )
+        self._check_flag("fit_noise", self.fit_noise)
+        if self.fit_noise:
+            self._check_noise()
         self.spec.check()
+
+    def _check_noise(self) -> None:
+        if self.fit_prior == "heldout":
+            raise ValueError(
+                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise has the largest "
+                "evidence, and the prior another measure. Use fit_prior='evidence' or None, or give noise_std"
+            )
+        if self.temperature != 1 or self.strength != 1:
+            raise ValueError(
+                f"{self.name}: fit_noise=True needs temperature=1 and strength=1, got {self.temperature:g} and "
+                f"{self.strength:g}: there is no evidence of a tempered likelihood, or of data that count several times"
+            )
+        if self.estimator not in ("ggn", "hessian"):
+            raise ValueError(
+                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: it follows "
+                "the curvature as 1 / noise_std^2, and an empirical Fisher goes with residuals / noise_std^4"
+            )
+
+    @property
+    def needs_heldout(self) -> bool:
+        return self.fit_prior == "heldout"
+
+    @property
+    def joins_chains(self) -> bool:
+        return self.fit_noise or self.fit_prior == "heldout"
 
     @property
     def spec(self) -> CurvatureSpec:
@@ -156,18 +198,103 @@ class LaplaceConfig(MethodConfig):
     def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
         """As ``revise``, without a word: for candidates that are compared."""
         self._check_prior(problem)
+        surveys = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
+        noise_std, fitted, more = None, None, {}
+        if self.fit_noise:
+            surveys, noise_std = self._with_fitted_noise(theta, surveys, problem)
+        if self.fit_prior == "heldout":
+            fitted, more["heldout_nll"] = self._by_heldout(theta, surveys, look, problem)
         covariances, notes = [], []
-        for row in theta:
-            covariance, note = self._around(row, look, problem)
+        for row, found in zip(theta, surveys, strict=True):
+            covariance, note = self._around(row, found, problem, fitted)
             covariances.append(covariance)
-            notes.append(note)
-        return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes})
+            notes.append(note | more)
+        return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
 
     def _check_prior(self, problem: Problem) -> None:
-        if self.fit_prior is not None and isinstance(problem.prior, Gaussian):
+        if self.fit_noise and problem.noise_std is None:
+            raise ValueError(
+                f"{self.name}: fit_noise=True is for regressions: this likelihood has no noise_std. Leave it out"
+            )
+        if not isinstance(problem.prior, Gaussian):
+            return
+        if self.fit_prior is not None:
             raise ValueError(
                 f"{self.name}: fit_prior={self.fit_prior!r} would replace the posterior that is the prior: leave it out"
             )
+        if self.fit_noise:
+            raise ValueError(
+                f"{self.name}: fit_noise=True and a posterior as the prior do not go together, whose data had the "
+                "noise that they had: give noise_std, or leave prior= out"
+            )
+
+    def _with_fitted_noise(self, theta: Tensor, surveys: Sequence[Any], problem: Problem) -> tuple[list[Any], float]:
+        """The surveys as they would be with the learnt noise, and that; one for all rows of theta."""
+        assert problem.noise_std is not None
+        assert problem.root_columns is not None  # one for each number of a label
+        before, count = problem.noise_std, problem.num_data * problem.root_columns
+        constant = 0.5 * math.log(2 * math.pi)
+        squares = [-2 * before**2 * (one.log_lik + count * (math.log(before) + constant)) for one in surveys]
+
+        def at(sigma: float) -> list[Any]:
+            ratio = (before / sigma) ** 2
+            return [
+                one._replace(
+                    curvature=one.curvature.scaled(ratio),
+                    log_lik=-0.5 * square / sigma**2 - count * (math.log(sigma) + constant),
+                    slope=None if one.slope is None else one.slope.scaled(ratio),
+                )
+                for one, square in zip(surveys, squares, strict=True)
+            ]
+
+        def expand(sigma: float) -> list[tuple[Any, Any]]:
+            return [self.expand(row, one, problem) for row, one in zip(theta, at(sigma), strict=True)]
+
+        sigma = fit_noise(expand, sum(squares), count * len(theta))
+        return at(sigma), sigma
+
+    def _by_heldout(
+        self, theta: Tensor, surveys: Sequence[Any], look: Look, problem: Problem
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """[d]: the precision whose draws, of all rows of theta as one mixture, predict best; and what to report."""
+        _, given = prior_moments(problem.prior, theta[0])
+        assert isinstance(given, Tensor)
+        index = self._heldout_groups(problem)
+        low, high = BOUNDS
+
+        def precision(where: Tensor) -> Tensor:
+            return (given.double() * (-2 * where)[index].exp()).clamp(low, high)
+
+        def judge_by(part: str) -> Judge:
+            noise = torch.randn(
+                len(theta), NUM_MEMBERS, theta.shape[1], dtype=theta.dtype, generator=generator(problem.seed, part)
+            )
+
+            def draw(where: Tensor) -> Tensor:
+                tau = precision(where).to(theta)
+                rows = [
+                    row + temper_draws(one.curvature, tau, own, temperature=self.temperature, what=self.temper)
+                    for row, one, own in zip(theta, surveys, noise, strict=True)
+                ]
+                return torch.cat(rows)
+
+            return judge(draw, lambda draws, *, gradient: look(draws, HeldOut(part), gradient=gradient))
+
+        halves = self.prior_scope != "model"
+        descend, decide = (judge_by("even"), judge_by("odd")) if halves else (judge_by("all"), None)
+        part = "odd" if halves else "all"
+        found = search(
+            int(index.max()) + 1, descend, decide, at_map=lambda: look(theta, HeldOut(part), gradient=False)[0]
+        )
+        return precision(found.log_factors).to(theta), found.report
+
+    def _heldout_groups(self, problem: Problem) -> Tensor:
+        """[d]: which of the factors each element has; of a mapping, that of its expression."""
+        if self.prior_scope != "model" or not isinstance(self.prior_std, dict):
+            return groups(self.prior_scope, _layout(problem))
+        patterns = list(self.prior_std)
+        firsts = [next(k for k, pattern in enumerate(patterns) if re.search(pattern, name)) for name in problem.shapes]
+        return torch.tensor(firsts).unique(return_inverse=True)[1].repeat_interleave(torch.tensor(problem.sizes))
 
     @property
     def _power(self) -> float:
@@ -180,9 +307,8 @@ class LaplaceConfig(MethodConfig):
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
-            layout = Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
             with self._telling_how_far(found.slope, expansion, precision):
-                precision = maximise(expansion, precision, self.prior_scope, layout)
+                precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
         return expansion, precision
 
     @contextmanager
@@ -202,11 +328,14 @@ class LaplaceConfig(MethodConfig):
                 where = f"The gradient of log p(theta | D) has {said} here and 0 at a MAP: else train longer"
             raise NotPositiveDefinite(f"{error}. {where}") from error
 
-    def _around(self, theta: Tensor, look: Look, problem: Problem) -> tuple[Covariance, dict[str, Any]]:
-        found = look(theta, self.spec, gradient=self.check_gradient)
+    def _around(
+        self, theta: Tensor, found: Any, problem: Problem, fitted: Tensor | None
+    ) -> tuple[Covariance, dict[str, Any]]:
+        """Around one row [d], with the precision that held-out rows have ``fitted``."""
         expansion, precision = self.expand(theta, found, problem)
+        precision = precision if fitted is None else fitted
         note: dict[str, Any] = {"log_lik": found.log_lik}
-        if self.fit_prior == "evidence":
+        if self.fit_prior is not None:
             assert isinstance(precision, Tensor)
             note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
@@ -230,6 +359,10 @@ class LaplaceConfig(MethodConfig):
             assert isinstance(covariance, LowRank)
             covariance = covariance.truncated(self.max_rank)
         return covariance, note
+
+
+def _layout(problem: Problem) -> Layout:
+    return Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
 
 
 def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covariance]:
@@ -302,8 +435,8 @@ def _norm_in_words(slope: Slope, norm: float | None) -> str:
 
 def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:
     """For the report: the one, one for each tensor, or least, median and greatest of all elements."""
-    if scope == "model":
+    if scope == "model" and bool((precision == precision[0]).all()):
         return float(precision[0])
-    if scope == "tensor":
+    if scope != "element":  # of the model, too, where the given prior differs from tensor to tensor
         return [float(part[0]) for part in precision.split(sizes)]
     return [float(precision.min()), float(precision.median()), float(precision.max())]

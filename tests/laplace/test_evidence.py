@@ -73,7 +73,7 @@ def test_evidence_of_a_classifier_by_kfac_is_that_of_dense_matrices(
     slopes = torch.stack([part.sum() for part in slope.split(sizes)])
     values = torch.stack([part[0] for part in tau.split(sizes)])
     inside = (values < 0.99 * BOUNDS[1]) & (values > 1.01 * BOUNDS[0])
-    # the search ends where a step promises less than 1e-7 nats, the square of a slope over a second derivative <= |g| / 2
+    # it ends where steps promise less than 1e-7 nats: squares of slopes over second derivatives, which are <= |g| / 2
     assert bool((slopes.square() < 1e-7 * torch.tensor(sizes))[inside].all())
     best = highest(lambda log_tau: evidence(curvature, log_tau.repeat_interleave(torch.tensor(sizes))), values.log())
     assert best - expected.item() < 1e-6

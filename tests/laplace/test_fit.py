@@ -62,12 +62,10 @@ def fit(model: Any, data: Any, **changes: Any) -> Posterior:
         "subspace",
         "collate",
         "noise_std",
-        "fit_noise",
         "num_data",
         "data_unit",
         "batch_size",
         "heldout",
-        "prior_stds",
         "seed",
     )
     options = {name: changes.pop(name) for name in names if name in changes}
@@ -178,7 +176,7 @@ def test_learnt_noise_and_prior_are_those_of_regression_with_the_largest_evidenc
     [
         ({"estimator": "ef_sequence"}, "needs estimator='ggn' or 'hessian', got 'ef_sequence'"),
         ({"temperature": 0.5}, "needs temperature=1 and strength=1, got 0.5 and 1"),
-        ({"heldout": label_rows(2)}, "fit_noise=True and heldout= do not go together"),
+        ({"fit_prior": "heldout"}, "fit_noise=True and fit_prior='heldout' do not go together"),
     ],
 )
 def test_noise_without_an_evidence_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -188,71 +186,8 @@ def test_noise_without_an_evidence_is_refused(changes: dict[str, Any], message: 
 
 
 def test_noise_of_a_classifier_is_refused() -> None:
-    with pytest.raises(ValueError, match="fit_noise=True is for regressions: the likelihood of LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="fit_noise=True is for regressions: this likelihood has no noise_std"):
         fit(with_lora(tiny_llama()), token_rows(2), fit_noise=True)
-
-
-def test_heldout_rows_choose_a_prior_that_does_not_ruin_predictions() -> None:
-    model, rows = with_lora(tiny_llama()), token_rows(8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        posterior = fit(model, rows, heldout=token_rows(4, seed=1), prior_stds=(0.01, 10.0), seed=0)
-    found = posterior.config.diagnostics["heldout_nll"]
-    assert list(found) == ["0.01", "10"]
-    assert posterior.config.method["prior_std"] == float(min(found, key=found.__getitem__))
-
-
-@pytest.fixture
-def bowl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A held-out NLL known in advance, least where the head's weight has std 0.1 and its bias 10; and coupled."""
-    asked: list[Any] = []
-    problem = module._problem
-
-    def spy(model: Any, theta: Tensor, config: Any, *rest: Any) -> Any:
-        made = problem(model, theta, config, *rest)
-        parts = made.prior.std.expand(5).split(made.sizes)
-        asked.append(tuple(math.log10(float(part[0])) for part in parts))
-        return made
-
-    def nll(*args: Any) -> float:
-        weight, bias = asked[-1]
-        return (weight + 1) ** 2 + (bias - 1) ** 2 + 0.5 * (weight + 1) * (bias - 1)
-
-    monkeypatch.setattr(module, "_problem", spy)
-    monkeypatch.setattr(module, "_nll", nll)
-    return nll
-
-
-@pytest.mark.usefixtures("bowl")
-@pytest.mark.filterwarnings("ignore:the weights are no MAP")
-@pytest.mark.parametrize(
-    ("changes", "chosen"),
-    [
-        ({}, 1.0),
-        ({"prior_scope": "tensor"}, {"^classifier\\.weight$": 0.1, "^classifier\\.bias$": 10.0}),
-        ({"prior_std": {"weight": 3.0, "bias": 3.0}}, {"weight": 0.1, "bias": 10.0}),
-        ({"prior_std": {"classifier": 3.0}}, {"classifier": 1.0}),
-    ],
-)
-def test_heldout_rows_choose_one_prior_for_each_tensor_or_expression(changes: dict[str, Any], chosen: Any) -> None:
-    model, data, *_ = regression()
-    stds = (0.01, 0.1, 1.0, 10.0, 100.0)
-    posterior = fit(model, data, heldout=data, prior_stds=stds, **{**LAST, **changes})
-    assert posterior.config.method["prior_std"] == posterior.config.prior["std"] == chosen
-    found = posterior.config.diagnostics["heldout_nll"]
-    for name, best in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
-        around = found[name] if name else found
-        assert list(around) == ["0.01", "0.1", "1", "10", "100"]
-        assert float(min(around, key=around.__getitem__)) == best
-
-
-@pytest.mark.usefixtures("bowl")
-@pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_choice_at_the_end_of_the_candidates_is_told() -> None:
-    model, data, *_ = regression()
-    for stds, end in (((0.3, 1.0, 3.0), "0.3 for weight, 3 for bias"), ((1.0, 10.0, 0.1), "0.1 for weight, 10 for")):
-        with pytest.warns(UserWarning, match=rf"chose an end of prior_stds \(.*\): {end}.*give wider candidates"):
-            fit(model, data, heldout=data, prior_stds=stds, **{**LAST, "prior_std": {"weight": 1.0, "bias": 1.0}})
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -283,11 +218,11 @@ def test_what_kfac_keeps_by_its_diagonal_is_told_once_with_counts_and_reasons(st
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_candidate_priors_do_not_repeat_what_is_kept_by_its_diagonal() -> None:
+def test_a_search_for_the_prior_does_not_repeat_what_is_kept_by_its_diagonal() -> None:
     model, rows = tiny_bert(num_labels=3, hidden_size=4), label_rows(4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(model, rows, heldout=rows, prior_stds=(0.1, 1.0, 2.0), structure="kronecker", subspace="last_layer")
+        fit(model, rows, heldout=rows, fit_prior="heldout", structure="kronecker", subspace="last_layer")
     (text,) = told(caught)
     assert "1 of 2 tensors, with 3 of 15 parameters, in whole or on one side: 1: bias (first classifier.bias)" in text
 
@@ -534,13 +469,9 @@ def test_weights_with_nan_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prior_stds": (0.0,)}, "prior_stds must be finite and > 0, got 0.0"),
         ({"num_data": -1.0}, "num_data must be finite and > 0"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ({"data_unit": "word"}, "data_unit must be one of"),
-        ({"heldout": label_rows(2), "fit_prior": "evidence"}, "both choose the prior"),
-        ({"heldout": label_rows(2), "prior_scope": "element"}, "would choose a number for each weight by the same few"),
-        ({"heldout": label_rows(2), "prior_stds": ()}, "prior_stds is empty, and heldout= chooses among them"),
         ({"prior_mean": "initial"}, "a finished model no longer knows"),
         ({"noise_std": None}, "a regression head needs noise_std"),
     ],
@@ -572,7 +503,7 @@ def test_data_that_are_no_rows_are_refused_by_their_name(data: Any, message: str
         fit(model, data, subspace="last_layer")
     if data is not None:
         with pytest.raises(ValueError, match=message.replace("data", "heldout", 1).replace("data=", "heldout=")):
-            fit(model, rows, heldout=data, subspace="last_layer")
+            fit(model, rows, heldout=data, fit_prior="heldout", subspace="last_layer")
 
 
 TOO_LARGE: list[tuple[str, str, dict[str, Any], str]] = [
