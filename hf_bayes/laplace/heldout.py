@@ -3,7 +3,8 @@
 Draws theta_m(rho) = theta* + L(rho) eps_m, L L' = T (H + rho)^-1, move with the precision rho as long as eps_m stays
 what it is. So do the mixture's nats, whose gradient in theta_m the model gives:
 
-    NLL = -1/n sum_t log 1/M sum_m p(y_t | theta_m),   d NLL / d log rho = sum_m (d NLL / d theta_m) d theta_m / d log rho
+    NLL = -1/n sum_t log 1/M sum_m p(y_t | theta_m)
+    d NLL / d log rho = sum_m (d NLL / d theta_m) d theta_m / d log rho
 
 Of one precision all rows tell the best. As many as there are tensors or weights fit the rows that chose them, and the
 draws' noise: they descend on one half of the rows, and the other half, with noise of its own, says where to end.
@@ -26,7 +27,11 @@ FACTORS = tuple(10 ** (power / 2) for power in range(-4, 5))
 """Of the given prior's standard deviation: where the descent may begin."""
 
 MAX_STEPS = 50
+"""Of L-BFGS."""
+
 MAX_LOOKS = 20
+"""In one step of it."""
+
 PATIENCE = 5
 """Steps without a better value for the other half of the rows, after which the descent has ended."""
 
