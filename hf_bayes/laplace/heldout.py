@@ -95,7 +95,7 @@ def search(num_groups: int, descend: Judge, decide: Judge | None, *, at_map: Cal
     values = {name: _finite(judges(where, slope=False)[0]) for name, where in (("given", given), ("common", common))}
     best = common if values["common"] <= values["given"] else given
     least, waited = min(values.values()), 0
-    for where in _path(descend, common):
+    for where in _path(descend, best):
         nats = _finite(judges(where, slope=False)[0])
         waited = 0 if nats < least else waited + 1
         if nats < least:
