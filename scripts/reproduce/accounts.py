@@ -9,11 +9,14 @@ from typing import Any
 from scripts.reproduce.report import spread, table
 
 DIAGNOSTICS = (
-    *("verdict", "rhat", "rhat_terms", "ess", "ess_terms", "num_values", "num_terms", "acceptance", "beyond_series"),
-    *("capped", "divergences", "distance", "distance_in_noise", "kinetic_temperature", "kinetic_temperature_law"),
+    *("verdict", "rhat", "rhat_terms", "rhat_logits", "ess", "ess_terms", "ess_logits"),
+    *("num_values", "num_terms", "num_logits", "acceptance", "beyond_series", "capped", "divergences"),
+    *("distance", "distance_in_noise", "kinetic_temperature", "kinetic_temperature_law"),
     *("kinetic_inside", "noise_ratio"),
 )
 """What is kept of a run's account of itself, as means over its chains."""
+
+RHATS = ("rhat", "rhat_terms", "rhat_logits")
 
 
 def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accounts_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A line for each method, of the accounts of its seeds; R-hat is the worse of sum and single terms."""
+    """A line for each method, of the accounts of its seeds; R-hat is the worst of sum, single terms and logits."""
     rows = []
     for row, said in found.items():
         measured = {
@@ -34,7 +37,7 @@ def accounts_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
                 for o in said
                 if o.get("kinetic_temperature_law")
             ],
-            "rhat": [max(one["rhat"], one.get("rhat_terms", 0.0)) for one in said if "rhat" in one],
+            "rhat": [max(one.get(name, 0.0) for name in RHATS) for one in said if "rhat" in one],
             "acceptance": [one["acceptance"] for one in said if "acceptance" in one],
         }
         complaints = [part.split(":")[0] for part in said[0]["verdict"].split("; ")]
