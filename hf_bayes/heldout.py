@@ -12,13 +12,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.laplace.heldout import HeldOut
 from hf_bayes.members.modes import evaluating
 from hf_bayes.model import BayesianModel
+from hf_bayes.types import HeldOut
 
 
 class HeldOutRows:
-    """Answers ``laplace.heldout.HeldOut``.
+    """Answers ``types.HeldOut``.
 
     Args:
         batches: numbers of rows -> these rows, in this order, in batches.

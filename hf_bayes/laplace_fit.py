@@ -27,7 +27,6 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
 from hf_bayes.inheritance import Inherited, inherit
-from hf_bayes.laplace.heldout import HeldOut
 from hf_bayes.likelihood import Categorical, Normal
 from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
@@ -35,7 +34,7 @@ from hf_bayes.priors import build_prior
 from hf_bayes.refusals import is_stream, refuse_frozen_adapter
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import survey
-from hf_bayes.types import Problem
+from hf_bayes.types import HeldOut, Problem
 
 MODELS: Mapping[str, type[BayesianModel]] = {
     kind.task: kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
@@ -27,15 +26,12 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
-from hf_bayes.heldout import HeldOutRows
+from hf_bayes.halves import HalvesMixin
 from hf_bayes.inheritance import inherit
-from hf_bayes.laplace.heldout import HeldOut
-from hf_bayes.likelihood import Normal
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
-from hf_bayes.posterior import Draws, joined
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import (
     is_stream,
@@ -45,16 +41,16 @@ from hf_bayes.refusals import (
     refuse_other_weights,
 )
 from hf_bayes.reporting import ReportingMixin
+from hf_bayes.revision import RevisionMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
 from hf_bayes.saving import SavingMixin
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
 from hf_bayes.storage import check_writable
-from hf_bayes.survey import survey
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.training_data import TrainingDataMixin
-from hf_bayes.types import Approximation, Evaluation, Kernel, Problem, Rule
+from hf_bayes.types import Evaluation, Kernel, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,9 @@ SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training."""
 
 
-class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, SavingMixin):
+class BayesianTrainerMixin(
+    TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, HalvesMixin, RevisionMixin, SavingMixin
+):
     """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -265,44 +263,6 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             self._losses = chains.loss / self._terms.clamp_min(1)
         return total
 
-    def _observe_halves(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """The gradient of the first half of a micro-batch's rows, beside the update's own, which stays what it is.
-
-        Half a gradient: that of the other half is what is left. Not where masks are drawn, which the same rows would
-        find different in the two passes: there both are asked for, and what masks do is part of the noise.
-        """
-        first, second, sizes = self._halves(inputs)
-        if min(sizes) == 0:
-            return
-        chains, dropout = self._chains_optimizer, self.bayesian.members.trunk.has_dropout
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            grads = [
-                self._gradient_of(model, part, number) for number, part in enumerate((first, second)[: 1 + dropout])
-            ]
-        chains.observe_halves(slice(0, len(self.chains)), grads, sizes)
-
-    def _gradient_of(self, model: nn.Module, inputs: dict[str, Any], part: int) -> Tensor:
-        """[M, d]: of minus the log-likelihood of rows of all chains, as ``training_step`` takes it.
-
-        Args:
-            part: of the update, so that masks differ from those of another.
-        """
-        chains = self._chains_optimizer
-        found = torch.empty_like(self.bayesian.theta)
-        with self._trunk_once(inputs, shared=True):
-            for members in self._member_chunks(inputs):
-                self._seed_dropout(members, part)
-                rows = self._rows_of(inputs, members)
-                leaf = chains.leaf(members)
-                with self._trunk_once(rows, shared=False):
-                    with self.compute_loss_context_manager():
-                        loss = model(**rows, theta=leaf, folded=not self._shared).loss
-                    loss.sum().backward()
-                assert leaf.grad is not None
-                found[members] = leaf.grad
-        return found
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -388,7 +348,6 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
         return self._losses.mean().float()
 
     _kernel_batches: list[dict[str, Any]]
-    _heldout: HeldOutRows | None = None
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -459,54 +418,6 @@ class BayesianTrainerMixin(TrainingDataMixin, EvaluationMixin, ReportingMixin, D
             )
         chains.finished = self._posterior.sample(None, generator(self.args.seed, "members")).to(self.args.device)
         chains.eval()
-
-    def _approximate(self, draws: Tensor) -> tuple[Approximation, dict[str, Any]]:
-        """What the method makes of its chains, and its report. One that stores no members is whole in every process."""
-        chains, method = self._chains_optimizer, self._chains_optimizer.method
-        if isinstance(method, Rule) and method.revise is not None:
-            parts: list[Any]
-            if self.method.joins_chains:
-                parts = [method.revise(chains.state_of_chains, self.mesh.gather_chains(draws), self._look)]
-            else:  # for the chains of this process; processes that share chains share the rows and find the same
-                parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
-            chains.spread = None
-            if self._heldout is not None:
-                self._heldout.close()
-                self._heldout = None
-            if parts[0].noise_std is not None:
-                self.bayesian.likelihood = Normal(parts[0].noise_std)
-            names = parts[0].report
-            return joined([p.approximation for p in parts]), {n: [v for p in parts for v in p.report[n]] for n in names}
-        approximation = method.finish(chains.state_of_chains, draws)
-        if isinstance(approximation, Draws):
-            return dataclasses.replace(approximation, chain=approximation.chain + self.chains.start), {}
-        everywhere = self.mesh.gather_chains
-        state = chains.state_of_chains
-        state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
-        chains.spread = None
-        return method.finish(state, draws), {}
-
-    def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """One pass over the training data or over held-out rows, for a method that asks for it (``types.Look``)."""
-        if isinstance(what, HeldOut):
-            rows = len(self._heldout_rows)
-            hide = self.args.disable_tqdm or not self.is_world_process_zero()
-            options: dict[str, Any] = {"mesh": self.mesh, "context": self.compute_loss_context_manager, "hide": hide}
-            self._heldout = self._heldout or HeldOutRows(self.bayesian, self._heldout_by_number, rows, **options)
-            return self._heldout(theta, what, gradient=gradient)
-        assert self.num_terms is not None, "streams are refused for such a method"
-        return survey(
-            self.bayesian,
-            theta.to(self.args.device),
-            self._rows_by_number,
-            len(self.train_dataset),
-            what,
-            scale=self.num_data / self.num_terms,
-            gradient=gradient,
-            seed=self.args.seed,
-            mesh=self.mesh,
-            context=self.compute_loss_context_manager,
-        )
 
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):

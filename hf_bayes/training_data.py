@@ -16,7 +16,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_heldout, require_rows
+from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import seed_of
 from hf_bayes.strata import Strata
 
@@ -223,47 +223,10 @@ class TrainingDataMixin(_Trainer):
         cut = slice(members.start * rows, members.stop * rows)
         return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
 
-    def _halves(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
-        """A micro-batch in two, the rows of each chain for itself, and how many of these are in each part."""
-        groups = 1 if self._shared else len(self.chains)
-        count = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
-        rows = count // groups
-        first = torch.arange(rows).repeat(groups) < rows // 2
-
-        def part(chosen: Tensor) -> dict[str, Any]:
-            return {
-                name: value[chosen.to(value.device)]
-                if isinstance(value, Tensor) and value.shape[:1] == (count,)
-                else value
-                for name, value in inputs.items()
-            }
-
-        return part(first), part(~first), (rows // 2, rows - rows // 2)
-
     def _rows_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """These rows of the training data, in this order, in batches of its size."""
         dataset, collate = self._training_data()
         size = self.args.per_device_train_batch_size
-        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
-            yield self._prepare_inputs(batch)
-
-    @property
-    def _heldout_rows(self) -> Any:
-        """What a method fits by that asks for held-out rows: the eval_dataset, of several the one named "heldout"."""
-        return self.eval_dataset["heldout"] if isinstance(self.eval_dataset, dict) else self.eval_dataset
-
-    def _prepare_heldout(self) -> None:
-        """Refuse held-out rows that cannot be counted or have no labels, before anything runs."""
-        require_heldout(self.eval_dataset, self.method)
-        dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
-        classes = self._num_classes()
-        options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_classes": classes, "progress": False}
-        count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
-
-    def _heldout_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """As ``_rows_by_number``, of the held-out rows."""
-        dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
-        size = self.args.per_device_eval_batch_size
         for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
             yield self._prepare_inputs(batch)
 

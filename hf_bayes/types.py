@@ -127,12 +127,22 @@ class Problem(NamedTuple):
         return tuple(map(math.prod, self.shapes.values()))
 
 
+class HeldOut(NamedTuple):
+    """What draws [M, d] are asked for: their mixture's mean nats per held-out term, and the gradient [M, d].
+
+    Attributes:
+        part: which rows: "all", "even" or "odd" ones.
+    """
+
+    part: str
+
+
 class Look(Protocol):
     """One more pass over the data after the last update, for a method that asks for it (``Rule.revise``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """What is found: of ``laplace.cells.CurvatureSpec`` at ``theta`` [d] a ``survey.Survey``; of
-        ``laplace.heldout.HeldOut`` at ``theta`` [M, d] the mixture's nats per held-out term, and their gradient.
+        ``HeldOut`` at ``theta`` [M, d] the mixture's nats per held-out term, and their gradient.
         """
         ...
 

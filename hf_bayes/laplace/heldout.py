@@ -36,16 +36,6 @@ PATIENCE = 5
 """Steps without a better value for the other half of the rows, after which the descent has ended."""
 
 
-class HeldOut(NamedTuple):
-    """Asked of a ``types.Look`` at draws [M, d]: their mixture's mean nats per held-out term, and the gradient [M, d].
-
-    Attributes:
-        part: which rows: "all", "even" or "odd" ones.
-    """
-
-    part: str
-
-
 class Judge(Protocol):
     """log of stds relative to the prior's [G] -> nats, and the slope [G] where it is asked for."""
 

@@ -30,12 +30,12 @@ from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.laplace.curvature import NotPositiveDefinite, temper, temper_draws
 from hf_bayes.laplace.estimators import ESTIMATORS
 from hf_bayes.laplace.evidence import BOUNDS, SCOPES, Expansion, fit_noise, groups, maximise
-from hf_bayes.laplace.heldout import NUM_MEMBERS, HeldOut, Judge, judge, search
+from hf_bayes.laplace.heldout import NUM_MEMBERS, Judge, judge, search
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.rng import generator
 from hf_bayes.subspace import Layout
-from hf_bayes.types import Evaluation, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
+from hf_bayes.types import Evaluation, HeldOut, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
 
 MAX_DISPLACEMENT = 1.0
 """Root mean square distance from theta* to the Gaussian's own maximum, in its standard deviations, that is no MAP."""

@@ -26,7 +26,8 @@ from hf_bayes.laplace.curvature import (
     LowRankCurvature,
     temper_draws,
 )
-from hf_bayes.laplace.heldout import HeldOut, search
+from hf_bayes.laplace.heldout import search
+from hf_bayes.types import HeldOut
 from tests import models
 from tests.laplace import brute_force
 from tests.laplace.test_fit import NOISE, STD, regression
