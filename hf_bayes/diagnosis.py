@@ -33,6 +33,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import Look
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.refusals import is_stream
+from hf_bayes.rng import generator
 from hf_bayes.strata import Strata
 from hf_bayes.training_arguments import BayesianTrainingArguments
 
@@ -117,12 +118,18 @@ class DiagnosisMixin(_Trainer):
         return Look(self.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
 
     def _choose_columns(self, batches: list[dict[str, Any]]) -> Tensor | None:
-        """[n, k]: the outputs of each term that looks tell of; None: all."""
+        """[n, k]: the outputs of each term that looks tell of; None: all.
+
+        A resumed run finds the same ones: of a vocabulary by a head that comes with the base model, of many classes,
+        whose head may be drawn anew, by the seed.
+        """
+        rng = generator(self.args.seed, "probe")
 
         def of_terms(logits: Tensor, labels: Tensor) -> Tensor | None:
             if logits.shape[-1] <= MAX_CLASSES or self.strata is not None:
                 return None
-            start = logits[0].float()
+            drawn = torch.rand(logits.shape[1:], generator=rng).to(logits.device)
+            start = logits[0].float() if self.bayesian.shifts_labels else drawn
             if not self.likelihood.labels_per_output:  # log p of the label is looked at anyway
                 start = start.scatter(1, labels[:, None], -math.inf)
             return start.topk(MOST_LIKELY, dim=1).indices

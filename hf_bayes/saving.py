@@ -16,6 +16,7 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.inheritance import Inherited
 from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
@@ -104,6 +105,7 @@ class SavingMixin(_Trainer):
     strata: Strata | None
     problem: Problem
     inherited: Inherited | None
+    _start: Tensor
     _posterior: Posterior | None
     _asymptote: Callable[[], dict[str, Any] | None]
     _risk: dict[str, Any] | None = None
@@ -252,6 +254,7 @@ class SavingMixin(_Trainer):
         return {
             "method": self.method.to_dict(),
             "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
+            "prior_mean": self._centre(),
             "num_updates": self._chains_optimizer.num_updates,
             "num_rows": self.num_rows,
             "private_rows": None if self.strata is None else list(self.strata.sizes),
@@ -268,6 +271,12 @@ class SavingMixin(_Trainer):
             "data_seed": args.data_seed,
             "parameters": [[name, list(shape)] for name, shape in layout.named_shapes.items()],
         }
+
+    def _centre(self) -> str:
+        """What the prior is centred at: weights that were drawn anew would be those of another prior."""
+        if self.method.prior_mean == "zero" or self.inherited is not None:
+            return "zero"
+        return fingerprint_tensors([("prior_mean", self._start)])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

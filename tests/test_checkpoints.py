@@ -336,6 +336,18 @@ def test_resume_of_another_run_is_refused_with_a_diff(directory, other, path):
     assert sorted(str(file) for file in directory.rglob("*")) == before
 
 
+@pytest.mark.parametrize("prior_mean", ["initial", "zero"])
+def test_resume_with_a_prior_at_other_initial_weights_is_refused(tmp_path, prior_mean):
+    method = SGHMCConfig(**TWO, prior_mean=prior_mean)
+    run(tmp_path, method=method).train()
+    other = run(tmp_path, method=method, model=with_lora(tiny_llama(), seed=1))
+    if prior_mean == "zero":  # where theta began is no part of the law
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        return
+    with pytest.raises(ValueError, match="belongs to another run: prior_mean: saved"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
 def test_checkpoints_keep_to_their_limit(tmp_path):
     run(tmp_path, save_total_limit=1).train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]

@@ -117,6 +117,25 @@ def test_of_few_classes_all_logits_are_looked_at_less_their_mean(tmp_path: Path)
     assert found.sum(2).abs().max() < 1e-5  # a softmax does not see what is added to all of them
 
 
+def test_of_many_classes_four_are_looked_at_whatever_head_was_drawn(tmp_path: Path) -> None:
+    def columns(folder: str, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        model = tiny_bert(num_labels=12)
+        torch.nn.init.normal_(model.classifier.weight, std=5.0)
+        fields = {"model": model, "subspace": "last_layer", "train": runs.label_rows(10)}
+        trainer = run(tmp_path / folder, ONE_DRAW, max_steps=2, **fields)
+        trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta)
+        assert trainer._probe_columns is not None
+        return trainer._probe_columns
+
+    found = columns("one", 1)
+    assert found.shape == (10, 4)
+    labels = torch.tensor([row["label"] for row in runs.label_rows(10)])
+    assert not bool((found == labels[:, None]).any())  # whose log p is known
+    assert all(len(set(row)) == 4 for row in found.tolist())
+    assert torch.equal(found, columns("two", 2))  # as for a resumed run, whose head is drawn anew
+
+
 def _member(model: Any, theta: Tensor, batch: dict[str, Tensor]) -> Tensor:
     model.show(theta[None])
     try:
