@@ -19,8 +19,9 @@ y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 comes out ri
 deviation for lambda = 1 and 3, where without the walk it is 0.03 and 0.2 too large. There is a limit: lambda = 10
 needs 5000 updates of burn-in; 1500 leave E y^2 2.4 standard deviations too large (6.6 without).
 
-a-GPS is slow from afar: from 14 standard deviations away, 1500 updates of burn-in leave a twentieth of the chains with
-a mu by which they accept nothing (from 3, 400 leave none). Start at a MAP estimate, or with ``warm_start_steps``.
+a-GPS is slow from afar: of starts that scatter by 14 standard deviations of a normal law, 1500 updates of burn-in with
+lambda = 1 leave a twentieth with a mu by which they accept nothing (of starts that scatter by 3, none). Start at a MAP
+estimate, or with ``warm_start_steps``.
 
 One gradient a move; energy and gradient at theta are carried along. All coordinates move together: for tens of
 parameters at most, fewer if they are correlated.
