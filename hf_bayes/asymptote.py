@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class RiskAsymptote:
     slope: float
     curvature: float
     std_error: float
+
+    def at(self, risk: float) -> RiskAsymptote:
+        """The same fall towards the limit, from ``risk`` of all members."""
+        offset = risk - self.risks[-1]
+        risks = [value + offset for value in self.risks]
+        return replace(self, risks=risks, limit=self.limit + offset)
 
     @property
     def fitted_from(self) -> int:

@@ -63,6 +63,7 @@ class DiagnosisMixin(_Trainer):
     _training_data: Callable[[], tuple[Any, Callable]]
     _first_rows: Callable[[], dict[str, Any]]
     _member_log_lik: Tensor | None
+    _mixture_nll: float
     _posterior: Posterior | None
     _probe_inputs: list[dict[str, Any]] | None = None
     _draw_probe_inputs: list[dict[str, Any]] | None = None
@@ -329,14 +330,19 @@ class DiagnosisMixin(_Trainer):
         return {"step": _thinned(steps), "log_lik": _rounded(_thinned(means))}
 
     def _asymptote(self) -> dict[str, Any] | None:
-        """C(S) on the held-out data that were evaluated last, and its limit."""
+        """C(S) on the held-out data that were evaluated last, and its limit.
+
+        A part of the terms tells how C falls with S; all of them, where it stands at S = M: other terms are easier.
+        """
         assert self._posterior is not None
         log_lik, approximation = self._member_log_lik, self._posterior.approximation
         if log_lik is None or not isinstance(approximation, Draws):
             return None
         chains = [int(chain) for part in self.mesh.exchange(approximation.chain.tolist()) for chain in part]
         found = risk_asymptote(log_lik, chains)
-        return None if found is None else {**dataclasses.asdict(found), "num_terms": len(log_lik)}
+        if found is None:
+            return None
+        return {**dataclasses.asdict(found.at(self._mixture_nll)), "num_terms": len(log_lik)}
 
 
 def _convergence(look: Look, what: str) -> tuple[dict[str, Any], dict[str, Any]]:

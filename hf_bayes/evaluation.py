@@ -40,7 +40,9 @@ class EvaluationMixin(_Trainer):
     accelerator: Any
     _statistics: list[dict[str, Tensor]]
     _member_log_lik: Tensor | None = None
-    """[n, M] of the first terms of the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
+    """[n, M] of terms spread evenly over the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
+    _mixture_nll: float
+    """Of all its terms, nats per term."""
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._statistics, self._member_log_lik = [], None
@@ -53,7 +55,7 @@ class EvaluationMixin(_Trainer):
                     for name in self._statistics[0]
                 }
             )
-            metrics["loss"] = metrics["nll"]
+            metrics["loss"] = self._mixture_nll = metrics["nll"]
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
         self._statistics = []
         return output
@@ -61,7 +63,10 @@ class EvaluationMixin(_Trainer):
     def _pop_members(self) -> Tensor | None:
         """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""
         found = [batch.pop("member_log_lik").cpu() for batch in self._statistics if "member_log_lik" in batch]
-        return torch.cat(found)[: max(1, MAX_KEPT // found[0].shape[1])] if found else None
+        if not found:
+            return None
+        terms = torch.cat(found)
+        return terms[:: -(-terms.numel() // MAX_KEPT)]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import random
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ from hf_bayes import (
     SGHMCConfig,
     SnapshotConfig,
     SWAGConfig,
+    evaluation,
 )
 from hf_bayes.artifact import Posterior
 from hf_bayes.convergence import ess, rhat
@@ -411,6 +413,20 @@ def test_a_resumed_run_has_the_looks_of_the_whole_one(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- stored and shown
+
+
+def test_the_limit_of_a_part_of_the_terms_stands_beside_the_nll_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "MAX_KEPT", 9 * 8)  # 8 terms of 9 members
+    trainer = run(tmp_path, eval_dataset=token_rows(8, seed=1))
+    trainer.save_model()
+    risk, metrics = trainer.posterior.trace["risk"], trainer.posterior.config.metrics
+    assert risk["num_terms"] == 8  # of 56
+    assert risk["risks"][-1] == pytest.approx(metrics["nll"], rel=1e-6)
+    whole = trainer._member_log_lik
+    assert abs(float(-(whole.logsumexp(1) - math.log(9)).mean()) - metrics["nll"]) > 1e-3  # these 8 are not all
+    assert metrics["limit_nll"] < metrics["nll"]
 
 
 def test_what_is_stored_is_small_and_shown_by_one_command(
