@@ -15,13 +15,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_bayes.covariance import moved
 from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
-from hf_bayes.linearised import gaussian_of, gaussian_outputs
+from hf_bayes.linearised import Linearisation, gaussian_outputs, linearisation_of
 from hf_bayes.members.trunk import num_positions_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.model import BayesianModel, MemberLogLik, predicts, term_statistics
-from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS, log_density, moments
 from hf_bayes.subspace import Layout
 
@@ -57,11 +55,12 @@ class BayesianClassifierOutput(SequenceClassifierOutput):
 class BayesianClassifier(BayesianModel):
     """M models as one whose ``logits`` [B, ..., C] answer ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
 
+    _linearised: Linearisation | None = None
+
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
     ) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
-        self._linearised: tuple[Gaussian, str] | None = None
         try:
             self.likelihood = self._choose_likelihood(noise_std)
         except ValueError:
@@ -178,10 +177,7 @@ class BayesianClassifier(BayesianModel):
         Raises:
             ValueError: for another link, or a posterior that is no Gaussian.
         """
-        if link is None:
-            self._linearised = None
-            return self
-        self._linearised = gaussian_of(self, link), link
+        self._linearised = None if link is None else linearisation_of(self, link)
         return self
 
     def _predict_linearised(
@@ -192,11 +188,8 @@ class BayesianClassifier(BayesianModel):
         The NLL of several labels adds up those of each, whose dependence through the weights is left out.
         """
         assert self._linearised is not None
-        gaussian, link = self._linearised
-        if gaussian.means.device != self.theta.device:
-            gaussian = moved(gaussian, self.theta.device)
-            self._linearised = gaussian, link
-        mean, covariance = gaussian_outputs(self, gaussian, inputs)
+        link = LINKS[self._linearised.link]
+        mean, covariance = gaussian_outputs(self, self._linearised.gaussian_at(self.theta), inputs)
         if labels is not None:
             self._check_labels(mean, labels[None])
         if isinstance(self.likelihood, Normal):
@@ -208,10 +201,10 @@ class BayesianClassifier(BayesianModel):
         if isinstance(self.likelihood, Bernoulli):  # a label is a choice between 0 and z
             variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
             none = torch.zeros_like(mean)
-            no, yes = LINKS[link](torch.stack([none, mean], -1), torch.stack([none, variance], -1)).log_probs.unbind(-1)
+            no, yes = link(torch.stack([none, mean], -1), torch.stack([none, variance], -1)).log_probs.unbind(-1)
             logits = yes - no
             return logits, {}, None if labels is None else -self.likelihood.log_prob(logits[None], labels[None])[0]
-        prediction = LINKS[link](mean, covariance)
+        prediction = link(mean, covariance)
         nll = None
         if labels is not None:
             terms = self.likelihood.is_term(labels)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from hf_bayes import BayesianModelForCausalLM, LaplaceConfig, attach, fit_laplace, linearised, pipeline
+from hf_bayes import BayesianModelForCausalLM, LaplaceConfig, attach, fit_laplace, linearised, linearised_lm, pipeline
 from hf_bayes.covariance import COVARIANCES, dense
 from hf_bayes.linearised import head_covariance
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS
+from hf_bayes.spread import LocalMembers
 from hf_bayes.subspace import Layout, initial, select
 from hf_bayes.uncertainty import predict
 from tests import models
@@ -203,7 +204,7 @@ def test_members_in_passes_and_rows_in_slices_are_the_same_members(monkeypatch: 
         assert bayesian.members.num_trunk_blocks == 1
         whole = bayesian.evaluate_batch({**inputs, "labels": labels})[0]
         bayesian.members_per_pass = 2
-        monkeypatch.setattr("hf_bayes.causal_lm.HIDDEN_BYTES", 1)
+        monkeypatch.setattr("hf_bayes.causal_members.HIDDEN_BYTES", 1)
         monkeypatch.setattr("hf_bayes.members.head.CHUNK_BYTES", {"cpu": 4 * models.VOCABULARY * 10})
         pieces = bayesian.evaluate_batch({**inputs, "labels": labels})[0]
     for name, value in whole.items():
@@ -215,9 +216,9 @@ def test_slices_of_rows_leave_room_for_tangents(monkeypatch: pytest.MonkeyPatch)
     means, theta = draws_of(model, select(model))
     with attached(model, "trainable", means, theta) as bayesian:
         of_two_rows = 2 * 3 * 60 * 8 * 8  # rows, members, positions, hidden states, bytes
-        monkeypatch.setattr("hf_bayes.causal_lm.HIDDEN_BYTES", of_two_rows)
+        monkeypatch.setattr("hf_bayes.causal_members.HIDDEN_BYTES", of_two_rows)
         members = [len(piece["input_ids"]) for piece in bayesian._row_slices(inputs)]
-        monkeypatch.setattr(bayesian, "_linearised", (Gaussian.diagonal(means, torch.ones_like(means)), "monte_carlo"))
+        monkeypatch.setattr(bayesian, "_linearised", linearised.linearisation_of(bayesian, "monte_carlo"))
         linear = [len(piece["input_ids"]) for piece in bayesian._row_slices(inputs)]
     assert (members, linear) == ([2, 2], [1, 1, 1, 1])
 
@@ -274,7 +275,8 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
     means, theta = draws_of(model, select(model), 4)
     with attached(model, "trainable", means, theta) as bayesian:
         whole = linear_logits(bayesian.linearise(), inputs)
-        bayesian.show(theta[1:2].clone(), spread := type(bayesian.spread)())
+        # as spread_members leaves it
+        bayesian.theta, bayesian._spread = nn.Parameter(theta[1:2].clone()), (spread := LocalMembers())
         spread.rank = 1
         assert torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-12)
         with bayesian._tangents():
@@ -400,7 +402,7 @@ def test_positions_go_in_chunks_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs, seen = few_words(), []
     with head_model("kronecker") as bayesian:
         whole = bayesian.linearise("probit")(**inputs).logits
-        monkeypatch.setattr(linearised, "JACOBIAN_BUDGET", 2 * 2 * 12 * 12)  # two positions of two components
+        monkeypatch.setattr(linearised_lm, "JACOBIAN_BUDGET", 2 * 2 * 12 * 12)  # two positions of two components
         link = LINKS["probit"]
         monkeypatch.setitem(LINKS, "probit", lambda *outputs: seen.append(outputs[1].shape) or link(*outputs))
         pieces = bayesian(**inputs).logits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import causal_lm
+from hf_bayes import causal_members
 from hf_bayes.attaching import attach
 from tests.faults.children import told_by
 from tests.models import batch, tiny_llama, with_lora
@@ -58,7 +58,7 @@ def test_a_batch_in_pieces_gives_what_it_gives_at_once(monkeypatch: pytest.Monke
     labelled = {**inputs, "labels": inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)}
     found = []
     for held in (1 << 30, 0):
-        monkeypatch.setattr(causal_lm, "HIDDEN_BYTES", held)
+        monkeypatch.setattr(causal_members, "HIDDEN_BYTES", held)
         pieces = len([*model._row_slices(labelled)])
         with torch.no_grad():
             statistics, logits = model.evaluate_batch(labelled, keep_logits=True)

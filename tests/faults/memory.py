@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_bayes import causal_lm
+from hf_bayes import causal_members
 from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
 from hf_bayes.causal_lm import BayesianModelForCausalLM
@@ -53,7 +53,7 @@ def peak(batch_in: str) -> dict[str, Any]:
     core.config.max_position_embeddings = LENGTH
     model = attach(with_lora(core, r=8), num_members=MEMBERS).eval()
     if batch_in == "whole":  # the broken twin holds the hidden states of the whole batch
-        causal_lm.HIDDEN_BYTES = 1 << 40
+        causal_members.HIDDEN_BYTES = 1 << 40
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = torch.where(torch.arange(LENGTH) < LENGTH - TERMS, -100, ids)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

@@ -1,0 +1,145 @@
+"""Text from the mixture: ``generate`` with the uncertainty of every token, and scores of given text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, StoppingCriteriaList
+
+from hf_bayes.generation import (
+    GenerationTrace,
+    Scores,
+    TraceStreamer,
+    WatchedCriteria,
+    join,
+    record,
+    refuse,
+    refuse_unsupported,
+    to_scores,
+)
+from hf_bayes.linearised_lm import LinearisedCausalLM
+from hf_bayes.members.cache import reorder_cache
+from hf_bayes.model import predicts
+from hf_bayes.subspace import Layout
+
+
+class Decoding(LinearisedCausalLM, GenerationMixin):
+    """Members that write and score text together; their mixture's ``forward`` is the task's."""
+
+    _trace: GenerationTrace | None = None
+    """Of the ``generate`` that runs."""
+
+    def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
+        super().__init__(model, layout, theta, trunk=trunk)
+        self.generation_config = self.core.generation_config
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.core.prepare_inputs_for_generation(*args, **kwargs)
+
+    def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
+        """generate's own hook: beams permute sequences, and a layer holds B or M * B rows of them."""
+        members = 1 if self.head.alike else self.num_members
+        return reorder_cache(past_key_values, beam_idx, members, self.members.num_trunk_blocks)
+
+    @torch.no_grad()
+    @predicts
+    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """transformers' ``generate``, unchanged, from the mixture.
+
+        With ``return_dict_in_generate=True`` the output has six more fields (``generation.Scores``): ``total``,
+        ``aleatoric``, ``epistemic``, ``logprobs`` [rows, new tokens], NaN after the end of a row, and
+        ``sequence_logprob``, ``sequence_logprob_tokenwise`` [rows]; all of the raw mixture, before logits processors.
+        A linearised model reads the whole text anew for every token, and has no cache.
+
+        Raises:
+            ValueError: for assisted decoding, decoding loops from elsewhere and caches of other kinds (docs/models.md),
+                and for a linearised model whose link has a closed form.
+        """
+        refuse_unsupported(kwargs, self.generation_config)
+        self._refuse_closed("generate")
+        if self._linearised is not None:  # a cache would have to hold derivatives
+            kwargs["use_cache"] = False
+        self._trace = trace = GenerationTrace(self.spread)
+        self.spread.agree_on_randomness()
+        if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
+            streamer.watch(trace)
+        try:
+            output = super().generate(inputs, **kwargs)
+        finally:
+            self._trace = None
+        if isinstance(output, Tensor):
+            return output
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        if prompt is None:
+            prompt = output.sequences[:, :1]  # nothing was given: generate began with the bos token
+        new = output.sequences[:, prompt.shape[1] :]
+        # beams permute rows between steps: there, read the finished sequences once more
+        beams = output.get("beam_indices")
+        ends = trace.lengths if beams is None else (beams >= 0).sum(1)
+        scores = trace.scores(new, ends) if beams is None else None
+        if scores is None:
+            mask = trace.prompt_mask if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
+            scores = self._score_generated(output.sequences, prompt, ends, mask)
+        for name, value in scores._asdict().items():
+            output[name] = value
+        return output
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' way into ``generate_batch`` and its kin, whose paged cache holds tokens of many rows in one."""
+        refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
+
+    @torch.no_grad()
+    @predicts
+    def score(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1) -> Scores:
+        """What the posterior says of given text, teacher-forced.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], 0 at padding on either side.
+            first: the first position that is scored; the tokens before it are context.
+        Returns:
+            Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
+        Raises:
+            ValueError: for a linearised model whose link has a closed form.
+        """
+        self._refuse_closed("score")
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
+        return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
+
+    def _score_rows(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Scores:
+        mask = attention_mask
+        rows, length = input_ids.shape
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+        valid = (mask[:, first:] * mask[:, first - 1 : -1]).bool()
+        flat = torch.arange(rows * length, device=mask.device).view(rows, length)[:, first - 1 : -1][valid]
+        pieces = []
+        with self._tangents():
+            hidden, output, _ = self._hidden(self.numbered(inputs), None)
+            for index, logits in self._logits(hidden, output, rows, flat):
+                pieces.append(record(self.spread.predict(logits), logits, input_ids.flatten()[index + 1]))
+        return to_scores(join(pieces), valid, self.spread)
+
+    def _score_generated(self, sequences: Tensor, prompt: Tensor, ends: Tensor, mask: Tensor | None) -> Scores:
+        start = prompt.shape[1]
+        given = (torch.ones_like(prompt) if mask is None else mask).repeat_interleave(len(sequences) // len(prompt), 0)
+        step = torch.arange(sequences.shape[1] - start, device=sequences.device)
+        return self.score(sequences, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """generate's own hook: on GPUs it compiles the forward for static caches, which ours does not survive."""
+        return False
+
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """generate's own hook: called where no mask is given, to tell padding by its token."""
+        mask = super()._prepare_attention_mask_for_generation(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.prompt_mask = mask
+        return mask
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """generate's own hook: which row stops when is decided there and told to nobody else."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        return criteria if self._trace is None else WatchedCriteria(criteria, self._trace)
