@@ -28,6 +28,7 @@ from hf_bayes.members.taps import Taps
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS, GaussianPrediction
+from hf_bayes.spread import LocalMembers
 
 DIFFERENTIABLE_ATTENTION = ("eager", "sdpa")
 """Implementations of attention that PyTorch can differentiate forwards."""
@@ -198,11 +199,36 @@ class LinearisedCausalLM(CausalMembers):
             linearised.gaussian = moved(linearised.gaussian, self.theta)
             self._linearised, self._closed = linearised, closed
             if closed is None:
+                if self._shown is not None:
+                    self._refuse_unpaired()
                 refuse_backwards_only(self, self._try_tangents)
         except ValueError:
             self._linearised, self._closed = before
             raise
         return self
+
+    def show(self, theta: Tensor | None, spread: LocalMembers | None = None) -> None:
+        """As of every model; of a linearised mixture the members that it holds are the only ones.
+
+        Raises:
+            ValueError: for other members while they would have to be told apart by the components they are draws of.
+        """
+        if theta is not None:
+            self._refuse_unpaired()
+        super().show(theta, spread)
+
+    def _refuse_unpaired(self) -> None:
+        """Raise where shown members would be linear around one of several means, and nothing tells around which.
+
+        The components of those that the model holds are known by their order, that of ``Gaussian.sample``.
+        """
+        if self._linearised is None or self._closed is not None or len(self._linearised.gaussian.means) == 1:
+            return
+        raise ValueError(
+            f"the posterior is a mixture of {len(self._linearised.gaussian.means)} Gaussians, and a linearised member "
+            "belongs to the one it was drawn from, which members that are shown do not tell: predict by those that the "
+            "model was loaded with (show(None)), or by members themselves (linearise(None))"
+        )
 
     @property
     def _num_held(self) -> int:

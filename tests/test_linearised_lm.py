@@ -285,6 +285,31 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
         assert not torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-2)
 
 
+def test_members_of_a_mixture_are_paired_with_their_components_or_refused() -> None:
+    model, inputs = lora_gpt2(), few_words(words=WORDS)
+    means, theta = draws_of(model, select(model), 4)
+    with attached(model, "trainable", means, theta) as bayesian:
+        expected = bayesian.linearise()(**inputs).logits
+        with pytest.raises(ValueError, match=r"a mixture of 2 Gaussians.*which members that are shown do not tell"):
+            bayesian.show(theta.roll(1, 0))
+        assert torch.equal(bayesian(**inputs).logits, expected)
+        bayesian.linearise(None).show(theta.roll(1, 0))
+        with pytest.raises(ValueError, match=r"show\(None\)"):
+            bayesian.linearise()
+        assert bayesian._linearised is None
+        bayesian.show(None)
+        assert torch.equal(bayesian.linearise()(**inputs).logits, expected)
+
+
+def test_draws_of_one_gaussian_may_be_shown_in_any_order() -> None:
+    model, inputs = lora_gpt2(), few_words(words=WORDS)
+    means, theta = draws_of(model, select(model), 3)
+    with attached(model, "trainable", means[:1], theta) as bayesian:
+        expected = linear_logits(bayesian.linearise(), inputs)
+        bayesian.show(theta.flip(0))
+        assert (linear_logits(bayesian, inputs) - expected.flip(0)).abs().max() < 1e-12
+
+
 # -- a head alone -----------------------------------------------------------------------------------------------------
 
 
