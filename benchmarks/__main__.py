@@ -18,9 +18,10 @@ from benchmarks.harness import Line, Settings, machine
 from benchmarks.models import SHAPES, Subject
 
 GROUPS = {
-    "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace", "updates"),
+    "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace", "linearised",
+            "updates"),
     "cuda": ("accelerator",),
-}
+}  # fmt: skip
 SUBJECTS = {"cpu": ("30M", "float32", 8), "cuda": ("8B", "bfloat16", 10)}
 """Shape, dtype and M."""
 
