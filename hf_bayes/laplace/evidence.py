@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -182,42 +182,6 @@ def _polished(look: Callable, log_tau: Tensor, squares: Tensor, sizes: Tensor) -
     with torch.enable_grad():
         optimizer.step(closure)
     return scaled.detach() * unit
-
-
-def fit_noise(expand: Callable[[float], Sequence[tuple[Expansion, Tensor]]], squares: float, count: float) -> float:
-    """sigma of y = f + N(0, sigma^2) with the largest evidence, theta* held fixed (MacKay 1992).
-
-    sigma^2 = squares / (count - gamma), with gamma = sum_i (1 - tau_i [(H + tau)^-1]_ii) the number of parameters that
-    the data determine; the residuals alone would give squares / count, as if nothing had been fitted to them.
-
-    Args:
-        expand: sigma -> expansions with H at that sigma, and the prior precision of each.
-        squares: sum of squared residuals, over all expansions.
-        count: numbers observed, over all expansions.
-    Raises:
-        ValueError: if the residuals are 0, or the data determine as many parameters as there are numbers.
-    """
-    if not 0 < squares < math.inf:
-        raise ValueError(f"the squared residuals sum to {squares:.3g}: there is no noise to learn. Give noise_std")
-    sigma = math.sqrt(squares / count)
-    for _ in range(200):
-        gamma = sum(_num_determined(expansion, precision) for expansion, precision in expand(sigma))
-        if gamma >= count:
-            raise ValueError(
-                f"the data determine {gamma:.4g} parameters, and there are {count:.4g} numbers: noise cannot be told "
-                "from the model. Give noise_std, or lower prior_std"
-            )
-        before, sigma = sigma, math.sqrt(squares / (count - gamma))
-        if abs(math.log(sigma / before)) < 1e-8:
-            break
-    return sigma
-
-
-def _num_determined(expansion: Expansion, precision: Tensor) -> float:
-    leaf = precision.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        (diagonal,) = torch.autograd.grad(expansion.curvature.log_det(leaf), leaf)  # of (H + tau)^-1
-    return float((1 - precision * diagonal).double().sum())
 
 
 def _value_and_slope(expansion: Expansion, log_tau: Tensor, index: Tensor) -> tuple[float, Tensor]:

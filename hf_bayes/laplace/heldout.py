@@ -13,12 +13,16 @@ draws' noise: they descend on one half of the rows, and the other half, with noi
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from hf_bayes.laplace.evidence import BOUNDS
+from hf_bayes.rng import generator
 
 NUM_MEMBERS = 10
 """Draws of each Gaussian that a prior is judged by."""
@@ -53,6 +57,55 @@ class Found(NamedTuple):
 
     log_factors: Tensor
     report: dict[str, Any]
+
+
+def fit_by_heldout(
+    theta: Tensor,
+    given: Tensor,
+    index: Tensor,
+    spread: Callable[[int, Tensor, Tensor], Tensor],
+    ask: Callable[..., tuple[float, Tensor | None]],
+    *,
+    halves: bool,
+    seed: int,
+) -> tuple[Tensor, dict[str, Any]]:
+    """[d]: the precision whose draws, of all rows of ``theta`` as one mixture, predict best; and what to report.
+
+    Args:
+        theta: [M, d] the members' means.
+        given: [d] precision that is multiplied.
+        index: [d] which of the factors each element has.
+        spread: number of a member, precision [d], standard normal noise [S, d] -> its draws [S, d] less its mean.
+        ask: draws [M, d], which rows, gradient=... -> their mixture's nats and the gradient (``HeldOut``).
+        halves: whether half of the rows choose and the other half says where to end.
+        seed: of the noise.
+    """
+    low, high = BOUNDS
+
+    def precision(where: Tensor) -> Tensor:
+        return (given.double() * (-2 * where)[index].exp()).clamp(low, high)
+
+    def judge_by(part: str) -> Judge:
+        noise = torch.randn(len(theta), NUM_MEMBERS, theta.shape[1], dtype=theta.dtype, generator=generator(seed, part))
+
+        def draw(where: Tensor) -> Tensor:
+            tau = precision(where).to(theta)
+            rows = zip(theta, noise, strict=True)
+            return torch.cat([row + spread(number, tau, own) for number, (row, own) in enumerate(rows)])
+
+        return judge(draw, lambda draws, *, gradient: ask(draws, part, gradient=gradient))
+
+    descend, decide = (judge_by("even"), judge_by("odd")) if halves else (judge_by("all"), None)
+    part = "odd" if halves else "all"
+    found = search(int(index.max()) + 1, descend, decide, at_map=lambda: ask(theta, part, gradient=False)[0])
+    return precision(found.log_factors).to(theta), found.report
+
+
+def groups_by_expression(expressions: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """[d]: which of the factors each element has, that of the first expression that its tensor's name matches."""
+    firsts = [next(k for k, one in enumerate(expressions) if re.search(one, name)) for name in shapes]
+    sizes = torch.tensor([math.prod(shape) for shape in shapes.values()])
+    return torch.tensor(firsts).unique(return_inverse=True)[1].repeat_interleave(sizes)
 
 
 def judge(draw: Callable[[Tensor], Tensor], ask: Callable[..., tuple[float, Tensor | None]]) -> Judge:

@@ -12,33 +12,28 @@ mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_bayes.baselines.map import BETA_1, MAPState, begin, descend
 from hf_bayes.config import MethodConfig
 from hf_bayes.covariance import Covariance, LowRank, log_normal
 from hf_bayes.energy import GaussianPrior
+from hf_bayes.laplace import account
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
-from hf_bayes.laplace.curvature import NotPositiveDefinite, temper, temper_draws
+from hf_bayes.laplace.curvature import temper, temper_draws
 from hf_bayes.laplace.estimators import ESTIMATORS
-from hf_bayes.laplace.evidence import BOUNDS, SCOPES, Expansion, fit_noise, groups, maximise
-from hf_bayes.laplace.heldout import NUM_MEMBERS, Judge, judge, search
+from hf_bayes.laplace.evidence import SCOPES, Expansion, groups, maximise
+from hf_bayes.laplace.heldout import fit_by_heldout, groups_by_expression
+from hf_bayes.laplace.noise import with_fitted_noise
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.posterior import Draws, Gaussian
-from hf_bayes.rng import generator
 from hf_bayes.subspace import Layout
 from hf_bayes.types import Evaluation, HeldOut, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
-
-MAX_DISPLACEMENT = 1.0
-"""Root mean square distance from theta* to the Gaussian's own maximum, in its standard deviations, that is no MAP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +57,7 @@ class LaplaceConfig(MethodConfig):
         prior_scope: one fitted precision for the "model", for each "tensor" or each "element". Held-out rows fit, for
             the model, one factor of ``prior_std`` or, of a mapping, one for each of its expressions.
         fit_noise: replace the noise of a regression by the one with the largest evidence, the weights held fixed
-            (``evidence.fit_noise``).
+            (``laplace.noise``).
         strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
             result holds fast to these data when it is the prior of others. The MAP does not depend on it.
         check_gradient: find the gradient at the MAP, of many rows and parameters from a part of the rows
@@ -192,7 +187,7 @@ class LaplaceConfig(MethodConfig):
         found = self.around(theta, look, problem)
         # of all chains the same parts
         if fallbacks := found.report["laplace"][0].get("diagonal"):
-            warnings.warn(_in_words(fallbacks, self.structure, problem))
+            warnings.warn(account.what_is_diagonal(fallbacks, self.structure, problem.shapes))
         return found
 
     def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
@@ -201,7 +196,14 @@ class LaplaceConfig(MethodConfig):
         surveys = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
-            surveys, noise_std = self._with_fitted_noise(theta, surveys, problem)
+            assert problem.noise_std is not None
+            assert problem.root_columns is not None  # one for each number of a label
+            surveys, noise_std = with_fitted_noise(
+                surveys,
+                lambda number, one: self.expand(theta[number], one, problem),
+                noise_std=problem.noise_std,
+                count=problem.num_data * problem.root_columns,
+            )
         if self.fit_prior == "heldout":
             fitted, more["heldout_nll"] = self._by_heldout(theta, surveys, look, problem)
         covariances, notes = [], []
@@ -228,78 +230,34 @@ class LaplaceConfig(MethodConfig):
                 "noise that they had: give noise_std, or leave prior= out"
             )
 
-    def _with_fitted_noise(self, theta: Tensor, surveys: Sequence[Any], problem: Problem) -> tuple[list[Any], float]:
-        """The surveys as they would be with the learnt noise, and that; one for all rows of theta."""
-        assert problem.noise_std is not None
-        assert problem.root_columns is not None  # one for each number of a label
-        before, count = problem.noise_std, problem.num_data * problem.root_columns
-        constant = 0.5 * math.log(2 * math.pi)
-        squares = [-2 * before**2 * (one.log_lik + count * (math.log(before) + constant)) for one in surveys]
-
-        def at(sigma: float) -> list[Any]:
-            ratio = (before / sigma) ** 2
-            return [
-                one._replace(
-                    curvature=one.curvature.scaled(ratio),
-                    log_lik=-0.5 * square / sigma**2 - count * (math.log(sigma) + constant),
-                    slope=None if one.slope is None else one.slope.scaled(ratio),
-                )
-                for one, square in zip(surveys, squares, strict=True)
-            ]
-
-        def expand(sigma: float) -> list[tuple[Any, Any]]:
-            return [self.expand(row, one, problem) for row, one in zip(theta, at(sigma), strict=True)]
-
-        sigma = fit_noise(expand, sum(squares), count * len(theta))
-        return at(sigma), sigma
-
     def _by_heldout(
         self, theta: Tensor, surveys: Sequence[Any], look: Look, problem: Problem
     ) -> tuple[Tensor, dict[str, Any]]:
-        """[d]: the precision whose draws, of all rows of theta as one mixture, predict best; and what to report."""
+        """[d]: the prior precision, and what to report."""
         _, given = prior_moments(problem.prior, theta[0])
         assert isinstance(given, Tensor)
-        index = self._heldout_groups(problem)
-        low, high = BOUNDS
+        index = groups(self.prior_scope, _layout(problem))
+        if self.prior_scope == "model" and isinstance(self.prior_std, dict):
+            index = groups_by_expression(list(self.prior_std), problem.shapes)
 
-        def precision(where: Tensor) -> Tensor:
-            return (given.double() * (-2 * where)[index].exp()).clamp(low, high)
+        def spread(number: int, precision: Tensor, noise: Tensor) -> Tensor:
+            curvature = surveys[number].curvature
+            return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
 
-        def judge_by(part: str) -> Judge:
-            noise = torch.randn(
-                len(theta), NUM_MEMBERS, theta.shape[1], dtype=theta.dtype, generator=generator(problem.seed, part)
-            )
-
-            def draw(where: Tensor) -> Tensor:
-                tau = precision(where).to(theta)
-                rows = [
-                    row + temper_draws(one.curvature, tau, own, temperature=self.temperature, what=self.temper)
-                    for row, one, own in zip(theta, surveys, noise, strict=True)
-                ]
-                return torch.cat(rows)
-
-            return judge(draw, lambda draws, *, gradient: look(draws, HeldOut(part), gradient=gradient))
+        def ask(draws: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
+            return look(draws, HeldOut(part), gradient=gradient)
 
         halves = self.prior_scope != "model"
-        descend, decide = (judge_by("even"), judge_by("odd")) if halves else (judge_by("all"), None)
-        part = "odd" if halves else "all"
-        found = search(
-            int(index.max()) + 1, descend, decide, at_map=lambda: look(theta, HeldOut(part), gradient=False)[0]
-        )
-        return precision(found.log_factors).to(theta), found.report
-
-    def _heldout_groups(self, problem: Problem) -> Tensor:
-        """[d]: which of the factors each element has; of a mapping, that of its expression."""
-        if self.prior_scope != "model" or not isinstance(self.prior_std, dict):
-            return groups(self.prior_scope, _layout(problem))
-        patterns = list(self.prior_std)
-        firsts = [next(k for k, pattern in enumerate(patterns) if re.search(pattern, name)) for name in problem.shapes]
-        return torch.tensor(firsts).unique(return_inverse=True)[1].repeat_interleave(torch.tensor(problem.sizes))
+        return fit_by_heldout(theta, given, index, spread, ask, halves=halves, seed=problem.seed)
 
     @property
     def _power(self) -> float:
         """Of the likelihood."""
         return 1 / self.temperature if self.temper == "likelihood" else 1.0
+
+    def _slope(self, found: Any) -> Slope | None:
+        """Of the tempered likelihood."""
+        return None if found.slope is None else found.slope.scaled(self._power)
 
     def expand(self, theta: Tensor, found: Any, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
         """The log posterior around ``theta`` [d], from a ``survey.Survey``, and the prior's precision."""
@@ -307,26 +265,10 @@ class LaplaceConfig(MethodConfig):
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
-            with self._telling_how_far(found.slope, expansion, precision):
+            slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
+            with account.telling_how_far(slope, pull):
                 precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
         return expansion, precision
-
-    @contextmanager
-    def _telling_how_far(
-        self, slope: Slope | None, expansion: Expansion, precision: Tensor | Covariance
-    ) -> Iterator[None]:
-        """What is refused inside is so with the norm of the gradient: no MAP, no minimum."""
-        try:
-            yield
-        except NotPositiveDefinite as error:
-            if slope is None:
-                where = "Whether the weights are a MAP was not looked at: check_gradient=True tells"
-            else:
-                slope = slope.scaled(self._power)
-                square = slope.square(_pull(precision, expansion.offset), lambda rows: rows)
-                said = _norm_in_words(slope, _root(slope, square))
-                where = f"The gradient of log p(theta | D) has {said} here and 0 at a MAP: else train longer"
-            raise NotPositiveDefinite(f"{error}. {where}") from error
 
     def _around(
         self, theta: Tensor, found: Any, problem: Problem, fitted: Tensor | None
@@ -337,9 +279,10 @@ class LaplaceConfig(MethodConfig):
         note: dict[str, Any] = {"log_lik": found.log_lik}
         if self.fit_prior is not None:
             assert isinstance(precision, Tensor)
-            note["prior_precision"] = _summary(precision, self.prior_scope, problem.sizes)
+            note["prior_precision"] = account.summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
-        with self._telling_how_far(found.slope, expansion, precision):
+        slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
+        with account.telling_how_far(slope, pull):
             covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
         if isinstance(precision, Covariance):
@@ -350,9 +293,8 @@ class LaplaceConfig(MethodConfig):
             evidence = expansion.log_evidence(precision)
         if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
             note["log_evidence"] = float(evidence)
-        if found.slope is not None:
-            pull = _pull(precision, expansion.offset)
-            note |= _how_far(found.slope.scaled(self._power), pull, covariance, untempered)
+        if slope is not None:
+            note |= account.how_far(slope, pull, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         if self.max_rank is not None:
@@ -377,66 +319,3 @@ def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covarian
     if not isinstance(prior, GaussianPrior):
         raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
     return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
-
-
-def _how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: float) -> dict[str, Any]:
-    """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds.
-
-    From a part of the rows a square may come out below 0: its root is None then, and named in "below_noise". Zero
-    would be a claim that these rows cannot make.
-
-    Args:
-        pull: [d] grad log p(theta).
-    """
-    norm = _root(slope, slope.square(pull, lambda rows: rows))
-    step = _root(slope, slope.square(pull, covariance.product) / temperature / len(pull))
-    found = {"gradient_norm": norm, "displacement": step}
-    lost = [name for name, value in found.items() if value is None]
-    if step is not None and step > MAX_DISPLACEMENT:
-        said = _norm_in_words(slope, norm)
-        warnings.warn(
-            f"the weights are no MAP: the gradient of log p(theta | D) has {said}, and the Gaussian's maximum "
-            f"is {step:.2g} standard deviations away in root mean square (a MAP: below {MAX_DISPLACEMENT:g}). The "
-            "curvature is that of this point all the same. Train longer, lower the learning rate, or let prior_std fit "
-            "the weights"
-        )
-    return {**found, "gradient_rows": slope.num_rows} | ({"below_noise": lost} if lost else {})
-
-
-def _in_words(fallbacks: Mapping[str, str], structure: str, problem: Problem) -> str:
-    """What a structure cannot hold: how much of theta, and for which reasons."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in fallbacks.items():
-        reasons.setdefault(reason, []).append(name)
-    parts = [f"{len(names)}: {reason} (first {names[0]})" for reason, names in reasons.items()]
-    size = sum(math.prod(problem.shapes[name]) for name in fallbacks)
-    return (
-        f"structure={structure!r} keeps the diagonal of {len(fallbacks)} of {len(problem.shapes)} tensors, with {size} "
-        f"of {sum(problem.sizes)} parameters, in whole or on one side: {'; '.join(parts)}. Their names are in "
-        "diagnostics['laplace'][k]['diagonal']; structure 'low_rank' or 'full' holds all"
-    )
-
-
-def _pull(precision: Tensor | Covariance, offset: Tensor) -> Tensor:
-    """[d]: grad log p(theta) of a Gaussian prior."""
-    return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
-
-
-def _root(slope: Slope, square: float) -> float | None:
-    """Of an unbiased square of the gradient; None where some of the rows do not tell it from 0."""
-    if slope.num_rows == slope.num_data_rows:  # what is below 0 there is rounding
-        square = max(square, 0.0)
-    return None if square < 0 else math.sqrt(square)
-
-
-def _norm_in_words(slope: Slope, norm: float | None) -> str:
-    return f"a norm that {slope.num_rows} rows do not tell from 0" if norm is None else f"norm {norm:.3g}"
-
-
-def _summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:
-    """For the report: the one, one for each tensor, or least, median and greatest of all elements."""
-    if scope == "model" and bool((precision == precision[0]).all()):
-        return float(precision[0])
-    if scope != "element":  # of the model, too, where the given prior differs from tensor to tensor
-        return [float(part[0]) for part in precision.split(sizes)]
-    return [float(precision.min()), float(precision.median()), float(precision.max())]

@@ -120,7 +120,7 @@ def linear(num_rows: int = 12, num_heldout: int = 40) -> tuple[Any, list[dict], 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 def test_the_search_finds_the_best_spread_of_bayesian_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data, rows, phi, residuals = linear()
-    monkeypatch.setattr("hf_bayes.laplace.laplace.NUM_MEMBERS", 1000)
+    monkeypatch.setattr("hf_bayes.laplace.heldout.NUM_MEMBERS", 1000)
     posterior = fit_laplace(
         model, data, LaplaceConfig(structure="full", num_samples=None, fit_prior="heldout", prior_std=0.5),
         heldout=rows, subspace="last_layer", noise_std=NOISE, batch_size=40,
