@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -150,6 +151,26 @@ def test_a_laplace_pass_whose_rows_are_shared_is_that_of_one_process(launches, p
     for name, values in launches[processes].find("deaf/").items():  # the twin: without sums it sees its own rows
         whole = expected[name.replace("deaf", "look")][0]
         assert min(float((value - whole).norm() / whole.norm()) for value in values) > 0.1, name
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", ["heldout2", "heldout1", "noise2", "noise1"])
+def test_a_prior_by_held_out_rows_and_learnt_noise_are_those_of_one_process(launches, processes, name):
+    expected = launches[1].numbers[0][name]
+    for numbers in launches[processes].numbers:
+        # weights agree to 1e-6 after Adam, as above; where the search ends is as smooth in them
+        assert_close(numbers[name], expected, 1e-5, name)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_held_out_rows_of_one_process_or_one_chain_would_give_another_prior_and_noise(launches, processes):
+    """The twins: processes without sums over the rows of all, and chains that are not gathered."""
+    (expected,) = launches[1].numbers[0]["heldout1"]
+    for numbers in launches[processes].numbers:
+        (note,) = numbers["deaf_heldout1"]
+        assert abs(math.log(note["prior_precision"] / expected["prior_precision"])) > 1e-2
+    alone, both = (launches[1].numbers[0][f"noise{chains}"] for chains in (1, 2))
+    assert abs(math.log(alone / both)) > 1e-3
 
 
 @pytest.mark.parametrize("chains", [4, 2])

@@ -5,6 +5,7 @@ Run by torchrun: ``worker.py OUT CHECKPOINTS``; the second is where an earlier l
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -35,6 +36,7 @@ from hf_bayes import (
 from hf_bayes.attaching import attach
 from hf_bayes.covariance import dense
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.heldout import HeldOutRows
 from hf_bayes.laplace import slope
 from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
 from hf_bayes.optimizer import ChainOptimizer
@@ -96,6 +98,13 @@ class Writes:
             return
         if isinstance(args[0], (str, os.PathLike)) and Path(args[0]).is_relative_to(self.root):
             self.names.add(Path(args[0]).relative_to(self.root).as_posix())
+
+
+def deaf(rows: HeldOutRows, theta: Tensor, what: Any, *, gradient: bool, call: Any = HeldOutRows.__call__) -> Any:
+    """Held-out rows of which every process is told its own."""
+    rows.mesh = copy.copy(rows.mesh)
+    rows.mesh.sum_over_data = lambda tensor: tensor
+    return call(rows, theta, what, gradient=gradient)
 
 
 class Worker:
@@ -226,6 +235,40 @@ class Worker:
         trainer.train()
         self.keep("laplace", trainer)
 
+    def fitted(self) -> None:
+        """A prior by held-out rows, and learnt noise: of two chains, which are gathered, and of one, which shares rows.
+
+        And, for the twin, held-out rows without a word between processes.
+        """
+        heldout = runs.token_rows(5, seed=5)
+        for chains, scope in ((2, "tensor"), (1, "model")):
+            size = max(1, dist.get_world_size() // chains)
+            method = LaplaceConfig(
+                num_chains=chains, structure="kronecker", fit_prior="heldout", prior_scope=scope, init_jitter=0.1
+            )
+            for name, call in (("heldout", HeldOutRows.__call__), ("deaf_heldout", deaf)):
+                if name == "heldout" or chains == 1:
+                    with unittest.mock.patch.object(HeldOutRows, "__call__", call):
+                        trainer = self.trainer(
+                            f"{name}{chains}", method, data_size=size, per_device_train_batch_size=4,
+                            eval_dataset=heldout,
+                        )  # fmt: skip
+                        trainer.train()
+                    self.numbers[f"{name}{chains}"] = trainer.posterior.config.diagnostics["laplace"]
+            labels = torch.randn(12, generator=torch.Generator().manual_seed(0)).tolist()
+            rows = [{**row, "label": label} for row, label in zip(runs.label_rows(12), labels, strict=True)]
+            trainer = runs.trainer(
+                self.out / f"noise{chains}",
+                LaplaceConfig(num_chains=chains, structure="full", num_samples=None, fit_noise=True, init_jitter=0.1),
+                model=tiny_bert(dtype=torch.float64, num_labels=1, hidden_size=4),
+                train=rows,
+                subspace="last_layer",
+                noise_std=2.0,
+                per_device_train_batch_size=4 // size,
+            )
+            trainer.train()
+            self.numbers[f"noise{chains}"] = trainer.posterior.config.head["noise_std"]
+
     def look(self) -> None:
         """The Laplace pass, its nine rows shared; and, for the twin, without a word between processes."""
         rows = runs.token_rows([8, 5, 7, 8, 3, 8, 6, 4, 7])
@@ -320,6 +363,7 @@ def main() -> None:
     worker.shared_chains()
     worker.gaussian()
     worker.laplace()
+    worker.fitted()
     worker.look()
     worker.generate()
     worker.refuse()
