@@ -40,7 +40,7 @@ def accounts_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             "rhat": [max(one.get(name, 0.0) for name in RHATS) for one in said if "rhat" in one],
             "acceptance": [one["acceptance"] for one in said if "acceptance" in one],
         }
-        complaints = [part.split(":")[0] for part in said[0]["verdict"].split("; ")]
+        complaints = dict.fromkeys(part.split(":")[0] for part in said[0]["verdict"].split("; "))
         told = "; ".join(part for part in complaints if part != "convergence not measured") or "-"
         rows.append([row, *(spread(values, 2) if values else "-" for values in measured.values()), told])
     return table(["method", "moved", "kinetic temperature / law", "R-hat", "acceptance", "verdict, first seed"], rows)
