@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,23 +36,30 @@ class HalvesMixin(_Trainer):
         if min(sizes) == 0:
             return
         chains, dropout = self._chains_optimizer, self.bayesian.members.trunk.has_dropout
+        chunks = self._member_chunks(inputs)  # those of the update: more of half the rows would need more memory
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            grads = [
-                self._gradient_of(model, part, number) for number, part in enumerate((first, second)[: 1 + dropout])
+            if not dropout:  # a few chains at a time: gradients of all would be as much memory again
+                for members, grad in self._gradients_of(model, first, chunks, 0):
+                    chains.observe_halves(members, [grad], sizes)
+                return
+            both = [
+                list(self._gradients_of(model, part, chunks, number)) for number, part in enumerate((first, second))
             ]
-        chains.observe_halves(slice(0, len(self.chains)), grads, sizes)
+        for (members, one), (_, other) in zip(*both, strict=True):
+            chains.observe_halves(members, [one, other], sizes)
 
-    def _gradient_of(self, model: nn.Module, inputs: dict[str, Any], part: int) -> Tensor:
-        """[M, d]: of minus the log-likelihood of rows of all chains, as ``training_step`` takes it.
+    def _gradients_of(
+        self, model: nn.Module, inputs: dict[str, Any], chunks: list[slice], part: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Some chains and [m, d]: of minus the log-likelihood of their rows, as ``training_step`` takes it.
 
         Args:
             part: of the update, so that masks differ from those of another.
         """
         chains = self._chains_optimizer
-        found = torch.empty_like(self.bayesian.theta)
         with self._trunk_once(inputs, shared=True):
-            for members in self._member_chunks(inputs):
+            for members in chunks:
                 self._seed_dropout(members, part)
                 rows = self._rows_of(inputs, members)
                 leaf = chains.leaf(members)
@@ -61,8 +68,7 @@ class HalvesMixin(_Trainer):
                         loss = model(**rows, theta=leaf, folded=not self._shared).loss
                     loss.sum().backward()
                 assert leaf.grad is not None
-                found[members] = leaf.grad
-        return found
+                yield members, leaf.grad
 
     def _halves(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
         """A micro-batch in two, the rows of each chain for itself, and how many of these are in each part."""

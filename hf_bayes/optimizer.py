@@ -151,15 +151,18 @@ class ChainOptimizer(torch.optim.Optimizer):
 
         Args:
             halves: [m, d] of the first b rows and, unless it is what the first has left of the whole, of the other c.
+                They are used up.
             rows: b and c.
         """
         assert self._grad is not None
         first, *others = halves
-        second = others[0] if others else self._grad[members] - first
         b, c = rows
         if self._of_halves is None:
             self._of_halves = self._grad.new_zeros(len(self._grad), len(self.model.layout.sizes))
-        difference = first / b - second / c
+        if others:
+            difference = first.div_(b).sub_(others[0], alpha=1 / c)
+        else:  # g / b - (whole - g) / c
+            difference = first.mul_(1 / b + 1 / c).sub_(self._grad[members], alpha=1 / c)
         self._of_halves[members] = b * c * per_tensor_mean(difference.square_(), self.model.layout.sizes)
 
     @property

@@ -336,25 +336,18 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch: str, subspace: str, dropout: float
 ) -> None:
     """Rows of many lengths, an odd number of them, chains in passes of two."""
-    found = []
+    found, seen = [], []
 
     def watch(self: ChainOptimizer, members: slice, halves: Any, rows: tuple[int, int]) -> None:
-        found.append((self._grad.clone(), halves, rows))
-
-    monkeypatch.setattr(ChainOptimizer, "observe_halves", watch)
-    gradient_of, seen = BayesianTrainer._gradient_of, []
-
-    def keep(self: Any, model: Any, inputs: Any, part: int) -> Tensor:
-        seen.append((model, self._halves(self._whole)[1]))
-        return gradient_of(self, model, inputs, part)
+        found.append((members, self._grad[members].clone(), halves, rows))
 
     halve = BayesianTrainer._observe_halves
 
     def whole(self: Any, model: Any, inputs: Any) -> None:
-        self._whole = inputs
+        seen.append((model, inputs))
         halve(self, model, inputs)
 
-    monkeypatch.setattr(BayesianTrainer, "_gradient_of", keep)
+    monkeypatch.setattr(ChainOptimizer, "observe_halves", watch)
     monkeypatch.setattr(BayesianTrainer, "_observe_halves", whole)
     model = tiny_llama() if subspace == "last_block" else with_lora(tiny_llama(), lora_dropout=dropout)
     changes: dict[str, Any] = {
@@ -362,21 +355,24 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
         "collator": runs.padding_collator(), "per_device_train_batch_size": 5, "model": model, "max_steps": 1,
     }  # fmt: skip
     trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0), **changes)
-    ((whole_gradient, halves, rows),) = found
-    assert rows == (2, 3)
-    assert len(halves) == (2 if dropout else 1)  # masks differ: neither is what the other leaves
+    assert [members for members, *_ in found] == [slice(0, 2), slice(2, 3)]
+    assert all(rows == (2, 3) for *_, rows in found)
+    # masks differ: neither is what the other leaves
+    assert all(len(halves) == (2 if dropout else 1) for *_, halves, _ in found)
     if dropout:
         return
-    module, second = seen[0]
+    ((module, inputs),) = seen
     trainer.bayesian.theta.data = trainer._origin.clone()
     trainer.bayesian.show(None)
     trainer.bayesian.train()
-    rest = gradient_of(trainer, module, second, 1)
-    assert float(rest.norm()) > 0.1 * float(whole_gradient.norm()) > 0
-    # float32, sums of 35 terms in another order
-    torch.testing.assert_close(
-        halves[0] + rest, whole_gradient, rtol=1e-4, atol=1e-4 * float(whole_gradient.abs().max())
-    )
+    chunks = [members for members, *_ in found]
+    second = trainer._halves(inputs)[1]
+    for (_, gradient, (first,), _), (_, rest) in zip(
+        found, trainer._gradients_of(module, second, chunks, 1), strict=True
+    ):
+        assert float(rest.norm()) > 0.1 * float(gradient.norm()) > 0
+        # float32, sums of 35 terms in another order
+        torch.testing.assert_close(first + rest, gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
 
 
 def test_a_resumed_run_logs_the_noise_that_was_told_before_it_was_cut(tmp_path: Path) -> None:
