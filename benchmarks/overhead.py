@@ -48,8 +48,8 @@ def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
     trainer.bayesian.train()
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     chains = trainer.optimizer_of_chains
-    whole = trainer._gradient_of(trainer.model, inputs, 0)
-    chains.accumulate(slice(0, len(whole)), whole.new_zeros(len(whole)), whole)
+    for members, grad in trainer._gradients_of(trainer.model, inputs, trainer._member_chunks(inputs), 0):
+        chains.accumulate(members, grad.new_zeros(len(grad)), grad)
     seconds = [timed(lambda: trainer._observe_halves(trainer.model, inputs), settings.device) for _ in gradients]
     work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
     times = {"ours": seconds, "single": gradients}
