@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from accelerate import PartialState
 from peft import TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
@@ -76,3 +77,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # gloo's threads outlive a group that nobody ends, and abort the interpreter's end: a failure, after all was saved
+    PartialState().destroy_process_group()

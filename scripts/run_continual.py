@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from continual_arguments import ContinualArguments, LoraArguments, methods
 from continual_results import Results, figures, table, test_losses
 from datasets import concatenate_datasets
@@ -139,3 +140,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # gloo's threads outlive a group that nobody ends, and abort the interpreter's end: a failure, after all was saved
+    PartialState().destroy_process_group()
