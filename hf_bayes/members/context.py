@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Context:
@@ -83,14 +83,13 @@ class Context:
             self._copies, self._fresh = x, False
         return x[: len(x) // self.num_members] if x is self._copies else None
 
-    def members_of(self, parameter: nn.Parameter, name: str | None) -> Tensor:
-        """[M, *shape]: the members' values of a parameter, or the frozen one for all."""
-        if name is None:
-            return parameter.detach().expand(self.num_members, *parameter.shape)
-        if name not in self.tensors:
+    def members_of(self, name: str) -> Tensor:
+        """[M, *shape]: the members' values of a random parameter."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
             raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
         self.used.add(name)
-        return self.tensors[name]
+        return tensor
 
     def fold(self, x: Tensor) -> Tensor:
         """[M * R, ..., k] -> [M, R * ..., k]."""
@@ -109,4 +108,4 @@ def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype`` outside autocast, which casts by itself."""
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+    return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)

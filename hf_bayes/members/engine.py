@@ -124,7 +124,7 @@ class Members:
     def chunks(self, theta: Tensor, size: int) -> Iterator[Tensor]:
         """``theta`` in pieces of at most ``size`` members of nearly equal number."""
         count = -(-len(theta) // size)
-        yield from torch.tensor_split(theta, count)
+        yield from (theta,) if count == 1 else torch.tensor_split(theta, count)  # itself: its views are kept
 
     def check_all_read(self) -> None:
         """To be called after a whole forward: a random parameter that it did not read has no posterior.

@@ -53,11 +53,14 @@ class _Forward:
         self.module = module
 
     def __call__(self, input: Tensor) -> Tensor:  # named as nn.Linear's
-        weight, bias = self.module.weight, self.module.bias
-        outputs, inputs = weight.shape
+        parameters = self.module._parameters  # as attributes they are looked up in three places
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        inputs = input.shape[-1]
         rows = input.numel() // inputs
         if not MIN_ROWS <= rows <= MAX_ROWS or not _plain(input, weight):
             return F.linear(input, weight, bias)
+        outputs = len(weight)
         count = outputs // BLOCK
         y = torch.bmm(input.reshape(rows, inputs).expand(count, rows, inputs), weight.view(count, BLOCK, inputs).mT)
         y = y.transpose(0, 1).reshape(*input.shape[:-1], outputs)
@@ -71,9 +74,10 @@ def _fits(weight: Tensor) -> bool:
 def _plain(x: Tensor, weight: Tensor) -> bool:
     """float32 on a CPU, nothing to differentiate or to round, and no kind of tensor with products of its own."""
     return (
-        type(weight) in (nn.Parameter, Tensor)
-        and x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
+        x.dtype == weight.dtype == torch.float32
+        and x.is_cpu
+        and weight.is_cpu
+        and type(weight) in (nn.Parameter, Tensor)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )

@@ -54,8 +54,16 @@ class Stacked:
             )
 
     def tensor(self, attribute: str) -> Tensor:
-        """[M, *shape] of one of the module's own parameters."""
-        return self.context.members_of(getattr(self.module, attribute), self.names.get(attribute))
+        """[M, *shape] of one of the module's own parameters; of a frozen one its value for all."""
+        name = self.names.get(attribute)
+        if name is not None:
+            return self.context.members_of(name)
+        parameter = self.parameter(attribute).detach()
+        return parameter.expand(self.context.num_members, *parameter.shape)
+
+    def parameter(self, attribute: str) -> Tensor:
+        """One of the module's own parameters."""
+        return getattr(self.module, attribute)
 
     def install(self) -> None:
         self.module.forward = self.forward  # an instance attribute shadows the class's forward; deepcopy rebinds it
@@ -93,17 +101,22 @@ class StackedLora(Stacked):
 
     def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         super().__init__(module, names, context)
-        self.adapter = module.active_adapters[0]
+        self.adapter = adapter = module.active_adapters[0]
+        # looked up once: each of torch's containers takes its time, and a token passes through all layers
+        self.factors = {"lora_A": module.lora_A[adapter], "lora_B": module.lora_B[adapter]}
+        self.dropout = module.lora_dropout[adapter]
+
+    def parameter(self, attribute: str) -> Tensor:
+        return self.factors[attribute].weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer, context, adapter = self.module, self.context, self.adapter
-        a = context.members_of(layer.lora_A[adapter].weight, self.names.get("lora_A"))  # [M, r, in]
-        b = context.members_of(layer.lora_B[adapter].weight, self.names.get("lora_B"))  # [M, out, r]
-        scaling, dropout = layer.scaling[adapter], layer.lora_dropout[adapter]
+        layer, context, dropout = self.module, self.context, self.dropout
+        a, b = self.tensor("lora_A"), self.tensor("lora_B")  # [M, r, in], [M, out, r]
+        scaling = layer.scaling[self.adapter]
         single = self.single(x)
         source = x if single is None else single
         base = layer.base_layer(source, *args, **kwargs)
-        low = cast(dropout(source), a.dtype)
+        low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
             low, y = torch.bmm(context.fold(low), a.mT), context.fold(base)
         else:
