@@ -86,10 +86,10 @@ class BayesianClassifier(BayesianModel):
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
         with self.members.bind(theta):
-            logits = self._logits(inputs, members, folded=folded)
+            logits = self.members.logits(inputs, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
-        self._check_labels(logits, labels)
+        self.check_labels(logits, labels)
         is_term = self.likelihood.is_term(labels.flatten(0, 1)).view(members, -1)
         log_prob = self.likelihood.log_prob(logits.flatten(1, -2), labels.flatten(1, logits.ndim - 2))
         if weights is not None:
@@ -123,7 +123,7 @@ class BayesianClassifier(BayesianModel):
         logits = self._member_logits(inputs)
         loss = None
         if labels is not None:
-            self._check_labels(logits, labels[None])
+            self.check_labels(logits, labels[None])
             terms = self.likelihood.is_term(labels)
             loss = self._mixture_nll(logits[:, terms], labels[terms]).sum() / terms.sum().clamp_min(1)
         if isinstance(self.likelihood, Categorical):
@@ -140,7 +140,7 @@ class BayesianClassifier(BayesianModel):
         if self._linearised is not None:
             return self._evaluate_linearised(inputs, labels, keep_logits)
         logits = self._member_logits(inputs)
-        self._check_labels(logits, labels[None])
+        self.check_labels(logits, labels[None])
         if isinstance(self.likelihood, Categorical):
             prediction = self.spread.predict(logits)
             statistics, mixture = term_statistics(prediction, logits, labels, self.spread), prediction.log_probs
@@ -164,7 +164,7 @@ class BayesianClassifier(BayesianModel):
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         logits = self._member_logits(inputs)
-        self._check_labels(logits, labels[None])
+        self.check_labels(logits, labels[None])
         terms = self.likelihood.is_term(labels)
         return [function(logits[:, terms], labels[terms])]
 
@@ -191,7 +191,7 @@ class BayesianClassifier(BayesianModel):
         link = LINKS[self._linearised.link]
         mean, covariance = gaussian_outputs(self, self._linearised.gaussian_at(self.theta), inputs)
         if labels is not None:
-            self._check_labels(mean, labels[None])
+            self.check_labels(mean, labels[None])
         if isinstance(self.likelihood, Normal):
             noise = self.likelihood.noise_std
             center, variance = moments(mean, covariance)
@@ -238,18 +238,10 @@ class BayesianClassifier(BayesianModel):
         with self.members.trunk.once():
             for theta in self._passes(inputs):
                 with self.members.bind(theta):
-                    pieces.append(self._logits(inputs, len(theta)))
+                    pieces.append(self.members.logits(inputs))
         return torch.cat(pieces)
 
-    def _logits(self, inputs: dict[str, Any], num_members: int, *, folded: bool = False) -> Tensor:
-        """[m, B, ..., C] of the members now bound."""
-        output = self.members.forward(inputs, folded=folded)
-        if getattr(output, "logits", None) is None:
-            raise ValueError(f"{type(self.core).__name__} answers no logits: give a model with a head, such as "
-                             f"{self.auto_class.__name__} loads")  # fmt: skip
-        return output.logits.unflatten(0, (num_members, -1))
-
-    def _check_labels(self, logits: Tensor, labels: Tensor) -> None:
+    def check_labels(self, logits: Tensor, labels: Tensor) -> None:
         """Raise where labels [M or 1, B, ...] do not answer logits [M, B, ..., C]."""
         answers, found = tuple(logits.shape[1:]), tuple(labels.shape[1:])
         if found not in (expected := self.likelihood.label_shapes(answers)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from hf_bayes.diagnostics import KINETIC_TOLERANCE, Diagnostics, distance_moved,
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.likelihood import Likelihood
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import Look
 from hf_bayes.posterior import Draws, Gaussian
@@ -37,11 +38,6 @@ from hf_bayes.rng import generator
 from hf_bayes.strata import Strata
 from hf_bayes.training_arguments import BayesianTrainingArguments
 
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
 PROBE_TERMS, LEAST_ROWS = 256, 16
 MAX_CLASSES, MOST_LIKELY = 8, 4
 
@@ -49,7 +45,7 @@ MAX_POINTS = 200
 """Of each curve in the trace: as many as a plot shows, and a small file."""
 
 
-class DiagnosisMixin(_Trainer):
+class DiagnosisMixin(AnyTrainer):
     """The trainer's diagnostics."""
 
     bayesian: BayesianModel

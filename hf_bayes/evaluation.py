@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,21 +11,16 @@ from torch import Tensor, nn
 from hf_bayes.classification import Deviations
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.metrics import summarise
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.uncertainty import Uncertainty
-
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
 
 MAX_KEPT = 2**17
 """Numbers: 16 thousand terms of 8 members, from which C(S) is known better than from so many draws."""
 
 
-class EvaluationMixin(_Trainer):
+class EvaluationMixin(AnyTrainer):
     """Trainer's evaluation with the posterior's metrics.
 
     Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
-
-class HalvesMixin(_Trainer):
+class HalvesMixin(AnyTrainer):
     """The trainer's gradients of halves; ``ChainOptimizer.observe_halves`` makes a variance of them."""
 
     bayesian: BayesianModel

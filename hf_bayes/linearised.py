@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,10 @@ from hf_bayes.likelihood import widened
 from hf_bayes.members.plain import plain
 from hf_bayes.members.taps import Share, Tap, Taps, pieces
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS
 from hf_bayes.subspace import Layout
-
-if TYPE_CHECKING:
-    from hf_bayes.classification import BayesianClassifier
-    from hf_bayes.model import BayesianModel
 
 JACOBIAN_BUDGET = 1 << 26
 """Numbers of Jacobians held at once; a single row is never split."""
@@ -81,7 +78,7 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
     return Linearisation(model.posterior.approximation, link)
 
 
-def gaussian_outputs(model: BayesianClassifier, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
+def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
     """The outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
     Those of a tagger are found position by position: T times C backward passes, and no covariance between positions.
@@ -104,11 +101,11 @@ def gaussian_outputs(model: BayesianClassifier, gaussian: Gaussian, inputs: dict
 
 
 def _of_batch(
-    model: BayesianClassifier, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict
+    model: BayesianModel, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict
 ) -> tuple[Tensor, Tensor]:
     rows = num_rows_of(inputs)
     taps.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
-    logits = model._logits(inputs, 1)[0]
+    logits = model.members.logits(inputs)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(
             f"linearised predictions need outputs [B, C] for each example, or [B, T, C] for each token, got "

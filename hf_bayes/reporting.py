@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hf_bayes.diagnostics import MAX_UNMOVED
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.inheritance import Inherited
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
@@ -24,18 +25,13 @@ from hf_bayes.priors import lora_prior_ratio
 from hf_bayes.refusals import is_stream
 from hf_bayes.types import Kernel
 
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
 logger = logging.getLogger("hf_bayes.trainer")
 
 LOOKED_AT, LOOKS = 8, 4
 """Rows, spread over the training data, and how often each is looked at to see whether it changes."""
 
 
-class ReportingMixin(_Trainer):
+class ReportingMixin(AnyTrainer):
     """The trainer's announcement and logs."""
 
     bayesian: BayesianModel

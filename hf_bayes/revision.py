@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,19 +14,15 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
 from hf_bayes.likelihood import Likelihood, Normal
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Draws, joined
 from hf_bayes.refusals import require_heldout
 from hf_bayes.survey import survey
 from hf_bayes.types import Approximation, HeldOut, Rule
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
-
-class RevisionMixin(_Trainer):
+class RevisionMixin(AnyTrainer):
     """The trainer's answers to a method that revises its chains (``types.Rule.revise``)."""
 
     bayesian: BayesianModel

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import SchedulerType
@@ -20,16 +20,12 @@ from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.inheritance import Inherited
 from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.strata import Strata
 from hf_bayes.types import Approximation, Problem
-
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
 _KEPT_METRICS = (
     "nll",
@@ -89,7 +85,7 @@ def to_posterior(
     )
 
 
-class SavingMixin(_Trainer):
+class SavingMixin(AnyTrainer):
     """The trainer's posterior, its directory, and checkpoints with one file a chain."""
 
     bayesian: BayesianModel

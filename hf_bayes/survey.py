@@ -254,8 +254,8 @@ class _OutputPass(_Pass):
         labels = inputs.pop("labels")
         is_term = self.likelihood.is_term(labels)
         self._begin(inputs, is_term)
-        logits = self.model._logits(inputs, 1)[0]
-        self.model._check_labels(logits[None], labels[None])
+        logits = self.model.members.logits(inputs)[0]
+        self.model.check_labels(logits[None], labels[None])
         flat, index = logits.flatten(0, -2), is_term.flatten().nonzero()[:, 0]
         targets = labels.flatten(0, logits.ndim - 2)[index]
         ordinals = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import torch
@@ -15,18 +15,14 @@ from hf_bayes.batches import ChainBatches, FullPasses, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
+from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import seed_of
 from hf_bayes.strata import Strata
 
-if TYPE_CHECKING:  # a mixin: put before any Trainer, it finds that one's methods
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
-
-class TrainingDataMixin(_Trainer):
+class TrainingDataMixin(AnyTrainer):
     """The trainer's data: rows by chain for a data set that has a length, in the order they come for a stream."""
 
     bayesian: BayesianModel

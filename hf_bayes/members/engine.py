@@ -107,6 +107,16 @@ class Members:
             inputs = repeat_rows(inputs, rows, members)
         return self.run(module or self.core, inputs, rows, num_positions_of(inputs), trunk=not folded and members > 1)
 
+    def logits(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
+        """[M, B, ..., C] of a core with a head; arguments as of ``forward``."""
+        output = self.forward(inputs, folded=folded)
+        if getattr(output, "logits", None) is None:
+            raise ValueError(
+                f"{type(self.core).__name__} answers no logits: give a model with a head, such as "
+                "AutoModelForSequenceClassification loads"
+            )
+        return output.logits.unflatten(0, (self.context.num_members, -1))
+
     def run(
         self, module: nn.Module, inputs: dict[str, Any], num_rows: int, num_positions: int, *, trunk: bool = False
     ) -> Any:
