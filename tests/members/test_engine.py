@@ -234,3 +234,26 @@ def test_rows_wrongly_taken_for_copies_are_caught(monkeypatch: pytest.MonkeyPatc
     expected = separate_logits(model, layout, theta, batch())
     monkeypatch.setattr(Context, "single", lambda self, x: x[: self.num_rows])
     assert relative_error(folded_logits(model, layout, theta, batch()), expected) > 0.1
+
+
+def test_views_of_the_same_members_are_made_once_and_show_what_they_hold_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    own = Layout.unflatten
+
+    def counted(self: Layout, theta: Tensor) -> dict[str, Tensor]:
+        made.append(len(theta))
+        return own(self, theta)
+
+    with attach(with_lora(tiny_llama())) as bayesian, torch.no_grad():
+        bayesian.theta.data = bayesian.theta.detach().repeat(3, 1)
+        monkeypatch.setattr(Layout, "unflatten", counted)
+        before = bayesian.eval()(**batch()).logits
+        for _ in range(3):  # as decoding does, token after token
+            bayesian(**batch())
+        assert made == [3]
+        bayesian.theta.add_(0.1)
+        assert not torch.equal(bayesian(**batch()).logits, before)
+        assert made == [3]
+        bayesian.theta.data = bayesian.theta.detach()[:2].clone()
+        assert bayesian(**batch()).logits.shape == before.shape
+        assert made == [3, 2]
