@@ -134,7 +134,7 @@ class CausalMembers(BayesianModel):
     def _hidden(self, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any, Any]:
         """Hidden states of all members ([B, T, h] if alike), the backbone's last output, and the cache."""
         # where only the head is random, one member's hidden states are those of all
-        passes = [self.current[:1]] if self.head.alike else self._passes(inputs)
+        passes = [self.current[:1]] if self.head.alike else self.passes(inputs)
         if len(passes) > 1 and cache is None:
             wanted = inputs.get("use_cache")  # a cache that nobody asked for would hold all members
             cache = DynamicCache(config=self.config.get_text_config(decoder=True)) if wanted else None

@@ -236,7 +236,7 @@ class BayesianClassifier(BayesianModel):
         """[M, B, ..., C]"""
         pieces = []
         with self.members.trunk.once():
-            for theta in self._passes(inputs):
+            for theta in self.passes(inputs):
                 with self.members.bind(theta):
                     pieces.append(self.members.logits(inputs))
         return torch.cat(pieces)

@@ -138,12 +138,8 @@ class DiagnosisMixin(AnyTrainer):
     @torch.no_grad()
     def _of_terms(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable) -> list[Any]:
         model = self.bayesian
-        model.show(theta.to(self.args.device))
-        try:
-            with self.accelerator.autocast():
-                return [part for batch in batches for part in model.each_term(batch, function)]
-        finally:
-            model.show(None)
+        with model.showing(theta.to(self.args.device)), self.accelerator.autocast():
+            return [part for batch in batches for part in model.each_term(batch, function)]
 
     def _choose_probe(self, interval: int) -> list[dict[str, Any]]:
         """First rows of the training data, until they hold ``PROBE_TERMS`` terms, in batches as training has them.

@@ -59,19 +59,14 @@ class HeldOutRows:
             rows = rows[self.mesh.data_rank :: self.mesh.data_size]
         sums = torch.zeros(2, dtype=torch.float64, device=theta.device)
         grad = torch.zeros_like(theta) if gradient else None
-        shown = model._shown, model._spread_of_shown
-        model.show(theta)
-        try:
-            with evaluating(model):
-                for batch in self.batches(rows) if len(rows) else ():
-                    with torch.no_grad(), self.context():
-                        log_lik = model.evaluate_batch(batch)[0]["member_log_lik"]
-                    mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
-                    sums += torch.stack([-mixture.sum(), sums.new_tensor(len(mixture))])
-                    if grad is not None:
-                        self._add_gradient(grad, theta, batch, log_lik)
-        finally:
-            model.show(*shown)
+        with model.showing(theta), evaluating(model):
+            for batch in self.batches(rows) if len(rows) else ():
+                with torch.no_grad(), self.context():
+                    log_lik = model.evaluate_batch(batch)[0]["member_log_lik"]
+                mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
+                sums += torch.stack([-mixture.sum(), sums.new_tensor(len(mixture))])
+                if grad is not None:
+                    self._add_gradient(grad, theta, batch, log_lik)
         if self.mesh is not None:
             self.mesh.sum_over_data(sums)
             if grad is not None:
@@ -84,7 +79,7 @@ class HeldOutRows:
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
         """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""
         shares = log_lik.to(theta).softmax(1).T
-        size = len(next(iter(self.model._passes(batch))))
+        size = len(next(iter(self.model.passes(batch))))
         for start in range(0, len(theta), size):
             some = slice(start, start + size)
             leaf = theta[some].detach().requires_grad_()

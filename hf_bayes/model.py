@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
@@ -149,6 +150,16 @@ class BayesianModel(PreTrainedModel):
         """
         self._shown = None if theta is None else theta.to(self.theta.device)
         self._spread_of_shown = spread or LocalMembers()
+
+    @contextmanager
+    def showing(self, theta: Tensor, spread: LocalMembers | None = None) -> Iterator[None]:
+        """``show`` until the end of the block; then what was shown before."""
+        before = self._shown, self._spread_of_shown
+        self.show(theta, spread)
+        try:
+            yield
+        finally:
+            self._shown, self._spread_of_shown = before
 
     @property
     def spread(self) -> LocalMembers:
@@ -330,7 +341,8 @@ class BayesianModel(PreTrainedModel):
         """T: what a row of a batch costs, in positions."""
         return num_positions_of(inputs)
 
-    def _passes(self, inputs: dict[str, Any]) -> list[Tensor]:
+    def passes(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """The current members in the groups that go through the model together."""
         rows, length = num_rows_of(inputs), self.num_positions(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
