@@ -53,9 +53,7 @@ class _Forward:
         self.module = module
 
     def __call__(self, input: Tensor) -> Tensor:  # named as nn.Linear's
-        parameters = self.module._parameters  # as attributes they are looked up in three places
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
+        weight, bias = self.module.weight, self.module.bias
         inputs = input.shape[-1]
         rows = input.numel() // inputs
         if not MIN_ROWS <= rows <= MAX_ROWS or not _plain(input, weight):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from hf_bayes.attaching import attach
 from hf_bayes.members import few_rows
@@ -107,3 +108,17 @@ def test_weights_of_another_kind_keep_their_own_products(blocked: list[int]) -> 
     with torch.no_grad():
         layer(torch.randn(8, 32))
     assert blocked == []
+
+
+@needs_mkl
+def test_a_weight_that_is_made_anew_for_each_call_is_the_one_that_is_read(blocked: list[int]) -> None:
+    layer = nn.Linear(32, 64)
+    prune.random_unstructured(layer, "weight", amount=0.5)  # ``weight`` is no parameter now
+    x, layer = torch.randn(8, 32), lent(layer)
+    with torch.no_grad():
+        first = layer(x)
+        layer.weight_orig.mul_(2)  # type: ignore[operator]
+        layer.bias.mul_(2)
+        found = layer(x)
+    assert blocked == [8, 8]
+    assert torch.equal(found, 2 * first)
