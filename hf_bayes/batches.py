@@ -156,6 +156,7 @@ def count_terms(
     batch_size: int = 64,
     progress: bool = True,
     name: str = "train_dataset",
+    halves: bool = False,
 ) -> TermCount:
     """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
 
@@ -164,12 +165,13 @@ def count_terms(
         shift: whether labels are those of the next token.
         num_classes: labels must be below it.
         name: what the caller calls it.
+        halves: whether its even and its odd rows must each hold terms.
     Raises:
         ValueError: if there is no row, no label, no term at all, or a label out of range (naming a row).
     """
     if not isinstance(dataset, Sized) or len(dataset) == 0:
         raise ValueError(f"{name} has 0 rows; N is needed to scale the likelihood: give it data")
-    total, most = 0, 0
+    most, parts = 0, torch.zeros(2, dtype=torch.long)
     loader: DataLoader = DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -190,9 +192,16 @@ def count_terms(
                 )
         targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
         per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
-        total, most = total + int(per_row.sum()), max(most, int(per_row.max()))
+        most = max(most, int(per_row.max()))
+        parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
+    total = int(parts.sum())
     if total == 0:
         raise ValueError(
             f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
+        )
+    if halves and not bool(parts.all()):
+        raise ValueError(
+            f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
+            "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"
         )
     return TermCount(total, most)

@@ -117,6 +117,11 @@ class MethodConfig:
         return False
 
     @property
+    def heldout_halves(self) -> bool:
+        """Whether one half of the held-out rows judges what was fitted on the other."""
+        return False
+
+    @property
     def joins_chains(self) -> bool:
         """Whether it revises all chains together, and so in every process the same."""
         return False

@@ -102,9 +102,15 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         Returns:
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
         Raises:
-            ValueError: for a linearised model whose link has a closed form.
+            ValueError: for ids of another shape, for a first position that nothing precedes, and for a linearised
+                model whose link has a closed form.
         """
         self._refuse_closed("score")
+        if input_ids.ndim != 2 or not 1 <= first <= input_ids.shape[1]:
+            raise ValueError(
+                f"score needs input_ids [B, T] and 1 <= first <= T, got {list(input_ids.shape)} and first={first}: a "
+                "text is a row, and of its first token a causal model says nothing"
+            )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
         return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))

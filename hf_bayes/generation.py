@@ -228,6 +228,10 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> Non
         value = setting(name)
         if isinstance(value, (Tensor, nn.Module)) or value not in (None, False, _NEUTRAL.get(name)):
             refuse(f"{name}={type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)}", reason)
+    if isinstance(kwargs.get("streamer"), TraceStreamer) and (beams := setting("num_beams") or 1) > 1:
+        refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
+    if kwargs.get("inputs_embeds") is not None:
+        refuse("inputs_embeds", "records are of tokens, and this prompt has none: call the model itself")
     implementation = setting("cache_implementation")
     if implementation not in (None, *_CACHES):
         refuse(f"cache_implementation={implementation!r}", _CACHE)

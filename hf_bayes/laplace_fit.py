@@ -48,6 +48,7 @@ MODELS: Mapping[str, type[BayesianModel]] = {
 """Task of a posterior's directory -> what loads it."""
 
 
+@torch.inference_mode(False)  # a tensor of that mode cannot be differentiated
 def fit_laplace(
     model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
     data: Any,
@@ -108,11 +109,14 @@ def fit_laplace(
     if isinstance(model, (str, os.PathLike)):
         model = _load(model)
     owned = not isinstance(model, BayesianModel)
-    bayesian = (
-        model
-        if isinstance(model, BayesianModel)
-        else attach(model, subspace=subspace, noise_std=noise_std or (1.0 if config.fit_noise else None))
-    )
+    if not owned and noise_std is not None:
+        raise ValueError(
+            f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
+            f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+        )
+    if noise_std is None and config.fit_noise:
+        noise_std = 1.0
+    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
     if not owned and bayesian.posterior is not None:
         subspace = bayesian.posterior.config.subspace
     try:
@@ -145,7 +149,7 @@ def _fit(
     terms, most = count(data, name="data")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
-        count(heldout, name="heldout")
+        count(heldout, name="heldout", halves=config.heldout_halves)
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)

@@ -55,9 +55,10 @@ class Linearisation:
     link: str
 
     def gaussian_at(self, theta: Tensor) -> Gaussian:
-        """The Gaussian on the device of ``theta``, where it stays until the model moves on."""
-        if self.gaussian.means.device != theta.device:
-            self.gaussian = moved(self.gaussian, theta.device)
+        """The Gaussian where ``theta`` is and in its dtype, which it keeps until the model moves on."""
+        means = self.gaussian.means
+        if (means.device, means.dtype) != (theta.device, theta.dtype):
+            self.gaussian = moved(self.gaussian, theta)
         return self.gaussian
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -78,6 +79,17 @@ def load(
         warnings.warn(f"{directory_or_repo}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
     theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
     return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+
+
+def unwrapped(model: PeftModel) -> nn.Module:
+    """The model inside without its adapter, each of its modules the one it had before."""
+    base = model.get_base_model()
+    # peft would leave its copies of modules_to_save in their places
+    own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    model.unload()
+    for name, module in own.items():
+        base.set_submodule(name, module)
+    return base
 
 
 def load_tokenizer(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,11 +21,12 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.base_model import refuse_spread
 from hf_bayes.batches import next_tokens
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
-from hf_bayes.loading import load
+from hf_bayes.loading import load, unwrapped
 from hf_bayes.members import Members
 from hf_bayes.members.modes import evaluating
 from hf_bayes.members.quantised import guard
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.turns import Turns
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.spread import LocalMembers, SpreadMembers
 from hf_bayes.subspace import Layout
@@ -41,13 +42,13 @@ def predicts(method: Predicting) -> Predicting:
 
     A trainer leaves its model in training mode, as transformers' own does. What is predicted there would be random, of
     weights that are no member's, and its spread no uncertainty about the weights.
+
+    Threads wait for each other, also for a whole ``generate``: what one of them binds, the other would read.
     """
 
     @functools.wraps(method)
     def predicting(self: BayesianModel, *args: Any, **kwargs: Any) -> Any:
-        if not self.training:  # of every step of decoding: nothing to look at
-            return method(self, *args, **kwargs)
-        with evaluating(self):
+        with self.turns, nullcontext() if not self.training else evaluating(self):
             return method(self, *args, **kwargs)
 
     return cast(Predicting, predicting)
@@ -99,6 +100,8 @@ class BayesianModel(PreTrainedModel):
         self.members_per_pass: int | None = None
         self._shown: Tensor | None = None
         self._spread = self._spread_of_shown = LocalMembers()
+        self.turns = Turns()
+        self._lent: list[tuple[nn.Parameter, bool]] | None = None
         self.theta = nn.Parameter(theta)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -196,11 +199,19 @@ class BayesianModel(PreTrainedModel):
         return self
 
     def detach(self) -> nn.Module:
-        """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad."""
+        """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad.
+
+        A model that was given to ``from_pretrained`` as ``base_model`` comes back without the posterior's adapter.
+        """
         self.members.remove()
         for handle in self._guards:
             handle.remove()
         for parameter, requires_grad in self._frozen_before:
+            parameter.requires_grad_(requires_grad)
+        if self._lent is None or not isinstance(self.model, PeftModel):
+            return self.model
+        self.model = unwrapped(self.model)
+        for parameter, requires_grad in self._lent:
             parameter.requires_grad_(requires_grad)
         return self.model
 
@@ -264,6 +275,9 @@ class BayesianModel(PreTrainedModel):
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
+        lent = None
+        if isinstance(base_model, nn.Module):
+            lent = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
         model, layout, theta, posterior = load(
             directory_or_repo,
             cls.task,
@@ -279,7 +293,7 @@ class BayesianModel(PreTrainedModel):
             check_base=check_base,
         )
         bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
-        bayesian.posterior = posterior
+        bayesian.posterior, bayesian._lent = posterior, lent
         return bayesian.eval()
 
     @staticmethod
@@ -383,12 +397,23 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
             f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
             "sequences, tokens and images. Take one of these (docs/models.md)"
         )
-    if isinstance(model, PeftModel) and (prompt := model.peft_config[model.active_adapter]).is_prompt_learning:
+    if isinstance(model, PeftModel):
+        _refuse_adapter(model.peft_config[model.active_adapter])
+    refuse_spread(core)
+
+
+def _refuse_adapter(config: PeftConfig) -> None:
+    if config.is_prompt_learning:
         raise ValueError(
-            f"an adapter of peft's {prompt.peft_type.value} adds virtual tokens outside the model's layers, which a "
+            f"an adapter of peft's {config.peft_type.value} adds virtual tokens outside the model's layers, which a "
             "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
         )
-    refuse_spread(core)
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith("pissa_niter"):
+        raise ValueError(
+            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
+            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
+        )
 
 
 def _refuse_members(layout: Layout, theta: Tensor) -> None:

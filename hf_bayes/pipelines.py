@@ -211,7 +211,8 @@ class BayesianTextClassificationPipeline(TextClassificationPipeline):
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
             if "predictive_std" in model_outputs:
-                output = self.model.config.label2id[record["label"]]
+                # as transformers names outputs; label2id may say otherwise, or nothing
+                output = next(i for i, name in self.model.config.id2label.items() if name == record["label"])
                 record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
         return result
 

@@ -94,6 +94,7 @@ class RevisionMixin(AnyTrainer):
         dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
         classes = self._num_classes()
         options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_classes": classes, "progress": False}
+        options["halves"] = self.method.heldout_halves
         count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
 
     def _heldout_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -152,6 +152,10 @@ class LaplaceConfig(MethodConfig):
         return self.fit_prior == "heldout"
 
     @property
+    def heldout_halves(self) -> bool:
+        return self.needs_heldout and self.prior_scope != "model"
+
+    @property
     def joins_chains(self) -> bool:
         return self.fit_noise or self.fit_prior == "heldout"
 
@@ -247,8 +251,7 @@ class LaplaceConfig(MethodConfig):
         def ask(draws: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
             return look(draws, HeldOut(part), gradient=gradient)
 
-        halves = self.prior_scope != "model"
-        return fit_by_heldout(theta, given, index, spread, ask, halves=halves, seed=problem.seed)
+        return fit_by_heldout(theta, given, index, spread, ask, halves=self.heldout_halves, seed=problem.seed)
 
     @property
     def _power(self) -> float:

@@ -48,6 +48,10 @@ class Members:
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: views would hold each a whole theta, and be known by where the original's lies."""
+        return {**self.__dict__, "_viewed": None}
+
     @property
     def num_trunk_blocks(self) -> int:
         """Blocks that run once for all members, and whose caches hold B rows."""
