@@ -28,6 +28,7 @@ _REFUSED = {
         _OTHER_LOOP,
     ),
     **dict.fromkeys(("guidance_scale", "negative_prompt_ids"), _SECOND_PROMPT),
+    "inputs_embeds": "records are of tokens, and such a prompt has none: give input_ids, or call the model itself",
     "prefill_chunk_size": "pieces of the prompt would be recorded as tokens",
     "token_healing": "it generates the end of the prompt anew, and that would be recorded, too",
 }
@@ -230,8 +231,6 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> Non
             refuse(f"{name}={type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)}", reason)
     if isinstance(kwargs.get("streamer"), TraceStreamer) and (beams := setting("num_beams") or 1) > 1:
         refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
-    if kwargs.get("inputs_embeds") is not None:
-        refuse("inputs_embeds", "records are of tokens, and this prompt has none: call the model itself")
     implementation = setting("cache_implementation")
     if implementation not in (None, *_CACHES):
         refuse(f"cache_implementation={implementation!r}", _CACHE)

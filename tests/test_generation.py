@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -435,6 +437,7 @@ def test_one_member_has_no_epistemic_uncertainty() -> None:
         {"custom_generate": "someone/loop"},
         {"penalty_alpha": 0.5, "top_k": 4},
         {"prefill_chunk_size": 2},
+        {"inputs_embeds": torch.ones(1, 2, 16)},
         {"guidance_scale": 2.0},
         {"token_healing": True},
         {"use_mtp": True},
@@ -462,6 +465,39 @@ def test_decoding_that_knows_nothing_of_members_is_refused(options: dict[str, An
     sentence = rf"generate\({named}=.{{1,60}}\) is not supported for an ensemble: .*\. Supported are greedy search, "
     with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match=sentence):
         bayesian.generate(**batch(), **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "first"), [(torch.ones(4, dtype=torch.long), 1), (batch()["input_ids"], 0), (batch()["input_ids"], 99)]
+)
+def test_scores_of_what_nothing_precedes_are_refused(ids: Tensor, first: int) -> None:
+    model, _, theta = prepared("llama-lora")
+    with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match="1 <= first <= T, got"):
+        bayesian.score(ids, first=first)
+
+
+def test_threads_that_ask_one_model_take_turns() -> None:
+    model, _, theta = prepared("llama-lora")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and not inside.is_set():
+            inside.set()
+            go_on.wait(20)
+
+    with attached("llama-lora", model, theta) as bayesian, ThreadPoolExecutor(2) as pool:
+        prompt, text = {"input_ids": batch()["input_ids"][:1, :3]}, batch()["input_ids"]
+        options = {"do_sample": False, "max_new_tokens": 4}
+        expected, scores = bayesian.generate(**prompt, **options), bayesian.score(text)
+        bayesian.core.model.layers[1].register_forward_pre_hook(pause)
+        written = pool.submit(bayesian.generate, **prompt, **options)  # type: ignore[arg-type]
+        assert inside.wait(20)  # in the middle of a forward, its rows and members bound
+        scored = pool.submit(bayesian.score, text)
+        assert wait([scored], timeout=0.3).not_done
+        go_on.set()
+        assert torch.equal(written.result(20), expected)
+        for found, alone in zip(scored.result(20), scores, strict=True):
+            assert torch.equal(found.nan_to_num(), alone.nan_to_num())
 
 
 def test_assisted_decoding_is_refused_with_its_reason() -> None:

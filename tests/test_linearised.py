@@ -371,6 +371,16 @@ def load(directory: Path) -> BayesianModelForSequenceClassification:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_a_linearised_classifier_follows_its_model_to_another_dtype(classifier: Path) -> None:
+    bayesian, inputs = load(classifier / "kronecker").linearise("probit"), models.batch()
+    single = bayesian(**inputs)
+    double = bayesian.to(torch.float64)(**inputs)
+    assert double.total.dtype == torch.float64
+    # members and covariances were stored in float32
+    assert (double.total - single.total).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("link", LINKS)
 def test_a_saved_posterior_predicts_linearised(link: str, classifier: Path) -> None:
     bayesian, inputs = load(classifier / "kronecker"), models.batch()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.loading import load_tokenizer
+from hf_bayes.loading import load_tokenizer, unwrapped
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests.models import batch, tiny_llama, tiny_tokenizer, with_lora
 from tests.runs import trainer
@@ -84,6 +84,30 @@ def test_adapters_trained_elsewhere_become_an_ensemble(saved: Path, tmp_path: Pa
     first_three = BayesianModelForCausalLM.from_pretrained(saved / "posterior", members=3)
     with torch.no_grad():
         assert torch.equal(ensemble(input_ids=ids).logits, first_three(input_ids=ids).logits)
+
+
+def test_a_base_model_that_was_lent_comes_back_without_the_adapter(saved: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(saved / "base")
+    base.lm_head.requires_grad_(False)
+    modules, flags = dict(base.named_modules()), {n: p.requires_grad for n, p in base.named_parameters()}
+    expected = base(**batch()).logits
+    for _ in range(2):  # and can be lent again
+        model = BayesianModelForCausalLM.from_pretrained(saved / "posterior", base_model=base)
+        assert model.detach() is base
+        found = dict(base.named_modules())
+        assert found.keys() == modules.keys()
+        assert all(found[name] is module for name, module in modules.items())
+        assert {n: p.requires_grad for n, p in base.named_parameters()} == flags
+        assert torch.equal(base(**batch()).logits, expected)
+
+
+def test_modules_that_an_adapter_copied_are_the_models_own_again() -> None:
+    base = tiny_llama()
+    modules = dict(base.named_modules())
+    model = with_lora(base, modules_to_save=["lm_head"])
+    model.base_model.model.lm_head.modules_to_save["default"].weight.data.zero_()
+    assert unwrapped(model) is base
+    assert all(module is modules[name] for name, module in base.named_modules())
 
 
 @pytest.mark.reliability("F7")

@@ -420,6 +420,14 @@ class unchanged:
                 assert after[part] == before, part
 
 
+def test_an_adapter_that_nobody_could_load_again_is_refused() -> None:
+    # as peft leaves a model whose adapter began by a randomised decomposition of its weights
+    model = with_lora(tiny_llama())
+    model.peft_config["default"].init_lora_weights = "pissa_niter_4"
+    with pytest.raises(ValueError, match=r"'pissa_niter_4' takes a random decomposition .* Use 'pissa'"):
+        attach(model)
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_detach_gives_the_model_back_exactly(name: str) -> None:
     model, _, theta, subspace = prepared(name)

@@ -279,6 +279,11 @@ def test_an_abandoned_stream_stops_generating(generate: BayesianTextGenerationPi
     assert generate(PROMPTS[0], **GREEDY)  # and leaves the model usable
 
 
+def test_beams_cannot_be_streamed(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match=r"num_beams=2 of a stream\) is not supported .* when all of them have ended"):
+        list(generate.stream(PROMPTS[0], num_beams=2))  # sampled beams, which transformers lets pass
+
+
 def test_errors_in_a_stream_reach_the_reader(generate: BayesianTextGenerationPipeline) -> None:
     with pytest.raises(ValueError, match="one sequence, got 2"):
         list(generate.stream(PROMPTS[0], num_return_sequences=2, do_sample=True, max_new_tokens=2))
@@ -353,6 +358,7 @@ def test_a_regression_head_is_not_squashed() -> None:
 
 def test_each_output_of_a_regression_has_its_own_standard_deviations() -> None:
     plain = models.tiny_bert(num_labels=2, problem_type="regression")
+    plain.config.label2id = {}  # as checkpoints have it that name outputs by id2label alone
     model = attach(plain, scattered(plain, select(plain, "last_layer")), subspace="last_layer", noise_std=0.5).eval()
     regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
     records = {record["label"]: record for record in regress(models.TEXTS[0], top_k=None)}

@@ -589,6 +589,33 @@ def test_bad_configs_are_refused(changes: dict[str, Any], message: str) -> None:
         LaplaceConfig(**changes)
 
 
+def test_held_out_rows_of_which_one_half_has_no_terms_are_refused() -> None:
+    model, data = with_lora(tiny_bert()), label_rows(4)
+    odd = [{**row, "label": -100} if number % 2 else row for number, row in enumerate(data)]
+    for rows, half in ((odd, "odd"), (odd[1:], "even")):
+        with pytest.raises(ValueError, match=f"the {half} rows of heldout hold no likelihood term, .* shuffle them"):
+            fit(model, data, heldout=rows, fit_prior="heldout", prior_scope="tensor")
+    fit(model, data, heldout=odd, fit_prior="heldout", check_gradient=False)  # one precision: all rows tell it
+
+
+def test_noise_beside_a_model_that_has_its_own_is_refused() -> None:
+    model, data, *_ = regression()
+    words = rf"noise_std=2.0 is for a plain model: .* own \({NOISE}\)"
+    with attach(model, subspace="last_layer", noise_std=NOISE) as bayesian, pytest.raises(ValueError, match=words):
+        fit(bayesian, data, noise_std=2.0)
+    with pytest.raises(ValueError, match=r"a regression head needs noise_std > 0, .* got 0"):
+        fit(model, data, noise_std=0.0, fit_noise=True, subspace="last_layer")
+
+
+def test_inference_mode_around_a_fit_changes_nothing() -> None:
+    model, data, *_ = regression()
+    expected = fit(model, data, **LAST)
+    with torch.inference_mode():
+        found = fit(model, data, **LAST)
+    stds = [posterior.approximation.covariances[0].std for posterior in (found, expected)]
+    assert torch.equal(*stds)
+
+
 def test_another_method_is_refused() -> None:
     from hf_bayes import SGHMCConfig
 

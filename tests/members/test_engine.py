@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -257,3 +259,15 @@ def test_views_of_the_same_members_are_made_once_and_show_what_they_hold_now(mon
         bayesian.theta.data = bayesian.theta.detach()[:2].clone()
         assert bayesian(**batch()).logits.shape == before.shape
         assert made == [3, 2]
+
+
+def test_a_copy_lays_its_members_out_anew() -> None:
+    with attach(with_lora(tiny_llama())) as bayesian, torch.no_grad():
+        fresh = len(pickle.dumps(bayesian))
+        bayesian.eval()(**batch())
+        # of views, each would hold the whole of theta, and be told by the address of the original's
+        assert len(pickle.dumps(bayesian)) == pytest.approx(fresh, rel=0.01)
+        copied = copy.deepcopy(bayesian)
+        copied.theta.data = torch.zeros_like(copied.theta)
+        assert not torch.equal(copied(**batch()).logits, bayesian(**batch()).logits)
+        assert copied.members._viewed[0] is copied.theta

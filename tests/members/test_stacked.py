@@ -93,6 +93,34 @@ def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module]
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_disabled_adapter_leaves_the_base_model() -> None:
+    model = with_lora(tiny_llama())
+    base = model.get_base_model()(**batch()).logits if model.base_model.disable_adapter_layers() is None else None
+    model.base_model.enable_adapter_layers()
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    theta = scattered(model, select(model))
+    with torch.no_grad(), attach(model, theta) as bayesian:
+        adapted = bayesian(**batch()).logits
+        with model.disable_adapter():
+            found = bayesian(**batch())
+        assert relative_error(found.logits, base.log_softmax(-1)) < 1e-5
+        assert found.epistemic.max() < 1e-6
+        assert torch.equal(bayesian(**batch()).logits, adapted)
+
+
+def test_an_adapter_that_is_merged_later_is_refused() -> None:
+    model = with_lora(tiny_llama())
+    with torch.no_grad(), attach(model) as bayesian:
+        before = bayesian(**batch()).logits
+        model.merge_adapter()
+        with pytest.raises(ValueError, match=r"q_proj.*has been merged into the base model.*unmerge_adapter\(\)"):
+            bayesian(**batch())
+        model.unmerge_adapter()
+        assert relative_error(bayesian(**batch()).logits, before) < 1e-5
+
+
 def merged(model: nn.Module) -> nn.Module:
     model.merge_adapter()
     return model
