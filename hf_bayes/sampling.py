@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import warnings
@@ -69,8 +70,9 @@ def sample(
     float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ...
 
     Args:
-        energy: U(theta) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
-            ``batches`` an unbiased estimate of it. No prior is added to it. Row m may depend on row m of theta only.
+        energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
+            ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
+            may depend on row m of theta only.
         theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
             apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
@@ -93,6 +95,7 @@ def sample(
         FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. Inside a move of a
             Kernel non-finite energies are the kernel's affair (it rejects them); a chain's start must be finite.
     """
+    _check_energy(energy)
     _check_method(method, batches)
     _check_batches(method, batches, batches_per_step, batch_fraction)
     start = _starts(theta, method, seed)
@@ -277,6 +280,20 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
             "energy hold the data"
         )
+
+
+def _check_energy(energy: Energy) -> None:
+    try:
+        signature = inspect.signature(energy)
+    except (TypeError, ValueError):  # not callable, or written in another language
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"energy is called as energy(theta, batch), batch None where no batches are given; got a function of "
+            f"{signature} ({error}): give it a second argument"
+        ) from None
 
 
 def _check_batches(

@@ -372,6 +372,10 @@ def test_bad_arguments_are_refused_before_the_first_update(changes: dict[str, An
     [
         (lambda theta, batch: theta.square().sum(), r"a tensor of shape \[2\] for theta \[2, 3\]; got \[\]: sum over"),
         (lambda theta, batch: theta.square(), r"a tensor of shape \[2\] for theta \[2, 3\]; got \[2, 3\]"),
+        (
+            lambda theta: bowl(theta, None),
+            r"energy\(theta, batch\), .* a function of \(theta\) \(too many",
+        ),
         (lambda theta, batch: 1.0, r"one number per chain, .* got float"),
         (lambda theta, batch: bowl(theta.detach(), batch), r"energy must be differentiable in theta"),
     ],
