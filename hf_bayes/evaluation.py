@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DefaultFlowCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler
 
 from hf_bayes.classification import Deviations
 from hf_bayes.distributed import ChainMesh
@@ -33,6 +35,8 @@ class EvaluationMixin(AnyTrainer):
     bayesian: BayesianModel
     mesh: ChainMesh
     accelerator: Any
+    callback_handler: CallbackHandler
+    compute_metrics: Any
     _statistics: list[dict[str, Tensor]]
     _member_log_lik: Tensor | None = None
     """[n, M] of terms spread evenly over the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
@@ -54,6 +58,36 @@ class EvaluationMixin(AnyTrainer):
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
         self._statistics = []
         return output
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        """What ``evaluate`` finds on the trainer's own eval_dataset, told to nobody.
+
+        A save asks for these figures, and no run: a callback would take them for an evaluation of the run and stop it,
+        log them after its end, or miss the name that it reads, and then nothing would be saved.
+        """
+        several = isinstance(self.eval_dataset, dict)
+        names = list(self.eval_dataset) if several else [None]
+        kept = self.callback_handler, self.compute_metrics
+        # the one that shows how far it is; Trainer's handler warns if the other is not there
+        silent = [DefaultFlowCallback(), *([] if self.args.disable_tqdm else [ProgressCallback()])]
+        self.callback_handler = CallbackHandler(
+            silent, self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.compute_metrics = None
+        metrics: dict[str, float] = {}
+        try:
+            for name in names:
+                output = self.evaluation_loop(
+                    self.get_eval_dataloader(name),
+                    description="Evaluation",
+                    prediction_loss_only=True,
+                    metric_key_prefix=prefix if name is None else f"{prefix}_{name}",
+                )
+                metrics |= output.metrics
+                self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)  # ends the bar
+        finally:
+            self.callback_handler, self.compute_metrics = kept
+        return metrics
 
     def _pop_members(self) -> Tensor | None:
         """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""

@@ -104,6 +104,7 @@ class SavingMixin(AnyTrainer):
     _start: Tensor
     _posterior: Posterior | None
     _asymptote: Callable[[], dict[str, Any] | None]
+    _measure: Callable[[str], dict[str, float]]
     _risk: dict[str, Any] | None = None
     """C(S) of the same evaluation."""
     _evaluated: dict[str, float] | None
@@ -146,7 +147,10 @@ class SavingMixin(AnyTrainer):
 
     def _with_metrics(self, posterior: Posterior) -> Posterior:
         """Held-out metrics of the posterior, beside the NLL of a MAP estimate."""
-        metrics = self.evaluate() if self._evaluated is None else self._evaluated
+        if self._evaluated is None:
+            self._evaluated = self._measure("eval")
+            self._risk = self._asymptote()
+        metrics = self._evaluated
         sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         names = [name + metric for name in sets for metric in _KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
@@ -155,7 +159,7 @@ class SavingMixin(AnyTrainer):
             chains = self._chains_optimizer
             before, chains.finished, chains.spread = (chains.finished, chains.spread), point, None
             try:
-                alone = super().evaluate(metric_key_prefix="map")
+                alone = self._measure("map")
             finally:
                 chains.finished, chains.spread = before
                 chains.eval()
