@@ -251,12 +251,26 @@ class Posterior:
         private: bool | None = None,
         revision: str | None = None,
         commit_message: str | None = None,
-    ) -> str:
-        """Upload the directory, and nothing else. Returns the address of the commit."""
+        tags: str | Sequence[str] = (),
+    ) -> hub.CommitInfo:
+        """Upload the directory, and nothing else. Returns the commit: a text, its address.
+
+        Args:
+            repo_id: where to; made if it is not there.
+            token: of the Hub; it is used and kept nowhere.
+            private: whether a new repository is.
+            revision: a branch, made if it is not there; the main one by default.
+            commit_message: of the commit.
+            tags: of the model card, beside its own.
+        Raises:
+            ValueError, OSError: as ``hub.push_directory``; for tags that are no texts.
+        """
         import tempfile
 
         with tempfile.TemporaryDirectory() as directory:
             self.save_pretrained(directory, repo_id=repo_id)
+            if tags:
+                hub.add_tags(directory, tags)
             return hub.push_directory(
                 directory,
                 repo_id,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -107,6 +107,21 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
     return _HOME.sub("<local path>", str(card))
 
 
+def add_tags(directory: str | os.PathLike[str], tags: str | Sequence[str]) -> None:
+    """Put further tags into the card of a saved posterior, each once.
+
+    Raises:
+        ValueError: if one is no text.
+    """
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    if odd := [tag for tag in tags if not isinstance(tag, str)]:
+        raise ValueError(f"tags of a model card are texts, got {odd[0]!r}: give one text or a list of them")
+    file = Path(directory) / CARD
+    card = ModelCard.load(file)
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
+    card.save(file)
+
+
 def push_directory(
     directory: str | os.PathLike[str],
     repo_id: str,
@@ -115,12 +130,12 @@ def push_directory(
     private: bool | None = None,
     revision: str | None = None,
     commit_message: str | None = None,
-) -> str:
+) -> CommitInfo:
     """Upload a saved posterior: the files of its manifest and its card. Checkpoints, optimizers, ``training_args.bin``
     (a pickle that may hold a token) and whatever else lies there stay.
 
     Returns:
-        The address of the commit.
+        The commit: a text, its address.
     Raises:
         ValueError, OSError: if the posterior is damaged, or a text in it looks like an access token.
     """
@@ -144,7 +159,7 @@ def push_directory(
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None:
         api.create_branch(repository, branch=revision, exist_ok=True)
-    commit = api.upload_folder(
+    return api.upload_folder(
         repo_id=repository,
         folder_path=str(root),
         allow_patterns=names,
@@ -152,7 +167,6 @@ def push_directory(
         revision=revision,
         commit_message=commit_message or "Upload posterior",
     )
-    return str(commit)
 
 
 def is_local(name: str | None) -> bool:

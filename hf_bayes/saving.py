@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import SchedulerType
 
@@ -219,17 +222,51 @@ class SavingMixin(AnyTrainer):
             while update := list(itertools.islice(batches, accumulation)):
                 yield update
 
-    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any) -> str:
-        """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens."""
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        tags: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:
+        """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
+
+        Args:
+            commit_message: of the commit.
+            blocking: False returns at once, while the upload goes on.
+            token: of the Hub; ``args.hub_token`` by default.
+            revision: a branch, made if it is not there; ``args.hub_revision`` by default, or else the main one.
+            private: whether a new repository is; ``args.hub_private_repo`` by default.
+            tags: of the model card, beside its own.
+        Returns:
+            The commit, a text which is its address; what will be it, if not blocking; None in processes but the first.
+        Raises:
+            ValueError: for anything else: a posterior's card is written from what the run was.
+        """
+        if kwargs:
+            raise ValueError(
+                f"push_to_hub takes commit_message, blocking, token, revision, private and tags, got "
+                f"{', '.join(sorted(kwargs))}: leave it out. For another card, edit README.md in the directory that "
+                "save_model has written, and push that by hf_bayes.hub.push_directory"
+            )
         self.save_model()
         if not self.is_world_process_zero():
-            return ""
-        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-        whole = self.mesh.chain_size == 1
-        posterior = self.posterior if whole else Posterior.from_pretrained(self.args.output_dir)
-        return posterior.push_to_hub(
-            name, token=self.args.hub_token, private=self.args.hub_private_repo, commit_message=commit_message
+            return None
+        args, whole = self.args, self.mesh.chain_size == 1
+        posterior = self.posterior if whole else Posterior.from_pretrained(args.output_dir)
+        push = partial(
+            posterior.push_to_hub,
+            args.hub_model_id or Path(args.output_dir).absolute().name,
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision if revision is None else revision,
+            commit_message=commit_message,
+            tags=tags,
         )
+        return push() if blocking else HfApi().run_as_future(push)
 
     def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any], trace: dict[str, Any]) -> Posterior:
         return to_posterior(

@@ -7,12 +7,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 
 import hf_bayes
 from hf_bayes import hub
 from hf_bayes.artifact import Posterior
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from tests import runs
 from tests.faults.posteriors import config, draws, equal, gaussian
 from tests.storage.test_read import as_hub_cache
 
@@ -28,13 +30,15 @@ def pushed() -> Any:
         calls["create_repo"] = {"repo_id": repo_id, "token": self.token, **options}
         return RepoUrl(f"https://huggingface.co/user/{repo_id.split('/')[-1]}")
 
-    def upload_folder(self: HfApi, **options: Any) -> str:
+    def upload_folder(self: HfApi, **options: Any) -> CommitInfo:
         root = Path(options["folder_path"])
         found = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
         kept = filter_repo_objects(found, allow_patterns=options["allow_patterns"])
-        calls["upload_folder"] = options
+        calls["upload_folder"] = {"token": self.token, **options}
         calls["files"] = {name: (root / name).read_bytes() for name in kept}
-        return "https://huggingface.co/user/x/commit/1"
+        return CommitInfo(
+            commit_url="https://huggingface.co/user/x/commit/1", commit_message="", commit_description="", oid="1"
+        )
 
     def create_branch(self: HfApi, repo_id: str, **options: Any) -> None:
         calls["create_branch"] = {"repo_id": repo_id, **options}
@@ -145,6 +149,68 @@ def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str
     )
     assert "members/member_002/model.safetensors" not in pushed["files"]
     assert equal(Posterior.from_pretrained(tmp_path / "d"), draws(2, seed=2))
+
+
+TRAINERS_OWN = {"hub_model_id": "user/x", "hub_token": "hf_of_the_arguments", "hub_revision": "dev"}
+
+
+@pytest.mark.parametrize(
+    ("given", "token", "revision", "private"),
+    [
+        ({}, "hf_of_the_arguments", "dev", None),
+        ({"token": "hf_mine", "revision": "exp1", "private": True}, "hf_mine", "exp1", True),
+    ],
+)
+def test_trainer_pushes_where_and_as_whom_it_is_told(
+    pushed: dict[str, Any], tmp_path: Path, given: dict[str, Any], token: str, revision: str, private: bool | None
+) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), **TRAINERS_OWN)
+    trainer.train()
+    commit = trainer.push_to_hub("Hello", **given)
+    assert isinstance(commit, CommitInfo)
+    assert commit == commit.commit_url == "https://huggingface.co/user/x/commit/1"
+    assert pushed["create_repo"] == {"repo_id": "user/x", "token": token, "private": private, "exist_ok": True}
+    assert pushed["create_branch"]["branch"] == pushed["upload_folder"]["revision"] == revision
+    assert (pushed["upload_folder"]["token"], pushed["upload_folder"]["commit_message"]) == (token, "Hello")
+    written = [*pushed["files"].values(), *(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())]
+    assert not any(secret in data for data in written for secret in (b"hf_mine", b"hf_of_the_arguments"))
+
+
+def test_trainer_pushes_to_the_main_branch_by_default(pushed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), hub_model_id="user/x")
+    trainer.train()
+    trainer.push_to_hub()
+    assert "create_branch" not in pushed
+    assert pushed["upload_folder"]["revision"] is None
+
+
+def test_a_push_that_does_not_block_is_one_in_the_future(pushed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), hub_model_id="user/x")
+    trainer.train()
+    future = trainer.push_to_hub(blocking=False)
+    assert future.result(timeout=60) == "https://huggingface.co/user/x/commit/1"
+    assert "posterior_config.json" in pushed["files"]
+
+
+def test_tags_of_a_push_stand_beside_the_card_s_own(pushed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), hub_model_id="user/x")
+    trainer.train()
+    for tags, added in (("one", ["one"]), (["a", "bayesian", "b"], ["a", "b"])):
+        trainer.push_to_hub(tags=tags)
+        card = ModelCard(pushed["files"]["README.md"].decode())
+        assert card.data.tags == ["hf_bayes", "bayesian", "sghmc", "lora", *added]
+        assert "from_pretrained" in card.text  # and the rest is as it was
+    with pytest.raises(ValueError, match=r"tags of a model card are texts, got 3"):
+        trainer.push_to_hub(tags=["a", 3])
+
+
+def test_what_a_push_does_not_do_is_refused_before_anything_is_written(pushed: dict[str, Any], tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), hub_model_id="user/x")
+    trainer.train()
+    with pytest.raises(ValueError, match=r"got create_pr, license: leave it out"):
+        trainer.push_to_hub(license="mit", create_pr=True)
+    assert not pushed
+    assert not (tmp_path / "manifest.json").exists()
 
 
 # -- fetch -----------------------------------------------------------------------------------------------------------
