@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +32,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")  # Paul Tol's bright, safe for all eyes
+LINES = ("-", "--", ":", "-.")
+FILLED = 3  # of more areas over each other nobody tells which is which
 
 
 @dataclass
@@ -46,6 +49,27 @@ class Arguments:
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
     max_windows: int = field(default=200, metadata={"help": "Windows of each text at most, evenly spread."})
     batch_size: int = field(default=8, metadata={"help": "Windows of a batch."})
+
+
+def texts_of(test: str, pairs: list[str]) -> dict[str, str]:
+    """{name: file}, "test" first, of ``name=file`` for each other text.
+
+    Raises:
+        ValueError: for anything else, and for a name that another text has: its figures would be lost.
+    """
+    texts = {"test": test}
+    for pair in pairs:
+        name, sign, path = pair.partition("=")
+        if not (name and sign and path):
+            raise ValueError(
+                f"--ood takes name=file for each text, such as code=code.txt, got {pair!r}: give the file a name"
+            )
+        if name == "test":
+            raise ValueError(f'--ood got {pair!r}, and "test" is the text of --test ({test}): choose another name')
+        if name in texts:
+            raise ValueError(f"--ood got the name {name!r} for {texts[name]} and for {path}: give each text its own")
+        texts[name] = path
+    return texts
 
 
 def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> torch.Tensor:
@@ -76,18 +100,27 @@ def auroc(inside: np.ndarray, outside: np.ndarray) -> float:
     return ood_auroc(scores, is_other)
 
 
+def look(number: int) -> dict:
+    """How the histogram of a text is drawn, another way for each: areas for the first, outlines for the others."""
+    turn, place = divmod(number, len(COLOURS))
+    if number < FILLED:
+        return {"color": COLOURS[place], "alpha": 0.65}
+    return {"color": COLOURS[place], "histtype": "step", "linestyle": LINES[turn % len(LINES)], "linewidth": 1.5}
+
+
 def plot(found: dict[str, dict], results: dict, directory: Path) -> None:
     """Histograms of window scores, and the reliability diagram of the test text."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    height = 3.4 + 0.2 * -(-len(found) // 2)  # and the lines of a legend in two columns, which would hide bars inside
+    figure, axes = plt.subplots(1, 3, figsize=(12, height), layout="constrained")
     for axis, measure in zip(axes, ("total", "epistemic"), strict=False):
         scores = {name: values[measure].mean(1) for name, values in found.items()}
         edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), 30)
-        for (name, values), colour in zip(scores.items(), COLOURS, strict=False):
+        for number, (name, values) in enumerate(scores.items()):
             area = results["auroc"].get(name, {}).get(measure)
             label = name if area is None else f"{name} (AUROC {area:.3f})"
-            axis.hist(values, edges, density=True, alpha=0.65, color=colour, label=label)
+            axis.hist(values, edges, density=True, label=label, **look(number))
         axis.set(xlabel=f"mean {measure} uncertainty of a window (nats)", ylabel="density")
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     test = found["test"]
     bins = np.clip((test["confidence"].ravel() * 15).astype(int), 0, 14)
     count = np.bincount(bins, minlength=15)
@@ -102,14 +135,33 @@ def plot(found: dict[str, dict], results: dict, directory: Path) -> None:
     figure.savefig(directory / "uncertainty.png", dpi=150)
 
 
+def show(results: dict, posterior: str, console: Console) -> None:
+    """A table of the test text, and one with a row for each other text."""
+    table = Table(title=Text(f"{posterior}: {results['members']} members"))
+    for column in ("NLL", "member NLL", "accuracy", "ECE"):
+        table.add_column(column, justify="right")
+    table.add_row(*(f"{results[key]:.4f}" for key in ("nll", "member_nll", "accuracy", "ece")))
+    console.print(table)
+    if not results["auroc"]:
+        return
+    table = Table(title="Telling other text from it")
+    table.add_column("text", overflow="fold")
+    for column in ("AUROC TU", "AUROC EU"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, areas in results["auroc"].items():
+        cells = ["-" if m not in areas else f"{areas[m]:.4f}" for m in ("total", "epistemic")]
+        table.add_row(Text(name), *cells)  # a name is no markup
+    console.print(table)
+
+
 def main() -> None:
     """Load, score, tabulate, plot."""
     (args,) = parse_arguments(Arguments)
+    texts = texts_of(args.test, args.ood)
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.posterior)
     model = BayesianModelForCausalLM.from_pretrained(args.posterior, members=args.members, base_model=args.base_model)
-    texts = {"test": args.test, **dict(pair.split("=", 1) for pair in args.ood)}
     found = {
         name: statistics(
             model,
@@ -131,14 +183,7 @@ def main() -> None:
             }
     (directory / "results.json").write_text(json.dumps(results, indent=2))
     plot(found, results, directory)
-    table = Table(title=f"{args.posterior}: {model.num_members} members")
-    columns = ["NLL", "member NLL", "accuracy", "ECE"]
-    for column in columns + [f"AUROC {name} {m}" for name in results["auroc"] for m in ("TU", "EU")]:
-        table.add_column(column, justify="right")
-    areas = [areas.get(m) for areas in results["auroc"].values() for m in ("total", "epistemic")]
-    row = [results["nll"], results["member_nll"], results["accuracy"], results["ece"], *areas]
-    table.add_row(*("-" if value is None else f"{value:.4f}" for value in row))
-    Console(width=120).print(table)
+    show(results, args.posterior, Console(width=100))
 
 
 if __name__ == "__main__":

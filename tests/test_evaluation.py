@@ -322,7 +322,11 @@ def test_figures_that_a_save_makes_for_itself_reach_nobody_else(tmp_path, severa
 def test_a_save_that_fails_while_it_evaluates_leaves_callbacks_and_metrics_in_place(tmp_path, monkeypatch):
     watch = ReadsLoss()
     trainer = runs.trainer(
-        tmp_path, SGHMCConfig(), eval_dataset=runs.token_rows(4, seed=1), callbacks=[watch], compute_metrics=lambda _: {}
+        tmp_path,
+        SGHMCConfig(),
+        eval_dataset=runs.token_rows(4, seed=1),
+        callbacks=[watch],
+        compute_metrics=lambda _: {},
     )
     trainer.train()
     kept = trainer.callback_handler, trainer.compute_metrics
