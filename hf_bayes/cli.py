@@ -105,11 +105,13 @@ class DataArguments:
     dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
-    validation_fraction: float = field(default=0.1, metadata={"help": "Held out where there is no validation split."})
+    validation_fraction: float = field(
+        default=0.1, metadata={"help": "Held out where there is no validation split; 0: nothing is evaluated then."}
+    )
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
 
     def load(self, seed: int) -> DatasetDict:
-        """The splits "train" and "validation", see ``load_splits``."""
+        """The splits "train" and, unless nothing is held out, "validation", see ``load_splits``."""
         return load_splits(
             self.dataset,
             config=self.dataset_config,
@@ -121,7 +123,7 @@ class DataArguments:
 
 
 def train_and_save(trainer: BayesianTrainer) -> None:
-    """Train (or go on from ``resume_from_checkpoint``), evaluate, save, and push if asked.
+    """Train (or go on from ``resume_from_checkpoint``), evaluate on rows held out if any are, save, and push if asked.
 
     ``resume_from_checkpoint`` is a folder, or in any case of letters "true" for the newest complete checkpoint of
     output_dir, or "false" for none: what arrives from a file or a command line is text.
@@ -129,10 +131,12 @@ def train_and_save(trainer: BayesianTrainer) -> None:
     given = trainer.args.resume_from_checkpoint
     words = {"true": True, "false": None}
     trainer.train(resume_from_checkpoint=words.get(given.lower(), given) if isinstance(given, str) else given)
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
+    metrics = None if trainer.eval_dataset is None else trainer.evaluate()
+    if metrics is not None:
+        trainer.log_metrics("eval", metrics)
     trainer.save_model()
-    trainer.save_metrics("eval", metrics)
+    if metrics is not None:
+        trainer.save_metrics("eval", metrics)
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
 

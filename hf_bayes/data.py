@@ -33,16 +33,20 @@ def load_splits(
         dataset: a .txt (one text a file), .jsonl, .json, .csv or .parquet file, a glob of such, or a Hub data set.
         config: which configuration of a Hub data set.
         validation_file: a local file or glob; only beside local training files.
-        validation_fraction: share of the training rows to hold out if there is no validation split.
+        validation_fraction: share of the training rows to hold out if there is no validation split; with 0 there is
+            none in the answer, either.
         text_column: the column that holds the text.
         seed: of the random split.
         revision: of a Hub data set.
     Raises:
-        ValueError: for a file of unknown format, an empty split, a missing column, a fraction outside (0, 1).
+        ValueError: for a file of unknown format, an empty split, a missing column, a fraction outside [0, 1).
         FileNotFoundError: for a pattern that matches nothing.
     """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction must be between 0 and 1, got {validation_fraction}")
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(
+            f"validation_fraction must be at least 0, which holds no row out, and below 1, got {validation_fraction}: "
+            "give the share of the training rows to evaluate on, such as 0.1"
+        )
     if Path(dataset).suffix in _FORMATS:
         files = {"train": _matching(dataset)}
         if validation_file is not None:
@@ -60,6 +64,8 @@ def load_splits(
     for name in ("train", "validation"):
         if name in splits:
             _check(splits[name], text_column, f"the split {name!r} of {dataset!r}")
+    if "validation" not in splits and validation_fraction == 0:
+        return DatasetDict(train=splits["train"])
     if "validation" not in splits:
         train, held_out = _hold_out(splits["train"], validation_fraction, text_column, seed)
         return DatasetDict(train=train, validation=held_out)
@@ -78,7 +84,10 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
         ValueError, FileNotFoundError: as ``load_splits``.
     """
     if not 0 < held_out < 1:
-        raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
+        raise ValueError(
+            f"held_out must lie strictly between 0 and 1, got {held_out}: each episode is tested on its end, so give "
+            "the share of it, such as 0.15"
+        )
     if Path(source).suffix in _FORMATS:
         rows = _load_files({"train": _matching(source)})["train"]
     else:

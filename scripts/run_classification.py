@@ -63,7 +63,7 @@ def main() -> None:
         args=args,
         subspace=method_args.subspace,
         train_dataset=splits["train"],
-        eval_dataset=splits["validation"],
+        eval_dataset=splits.get("validation"),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )

@@ -68,7 +68,7 @@ def main() -> None:
         args=args,
         subspace=method_args.subspace,
         train_dataset=windows["train"],
-        eval_dataset=windows["validation"],
+        eval_dataset=windows.get("validation"),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
     )

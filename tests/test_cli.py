@@ -82,6 +82,8 @@ def test_flags_win_over_the_file(files: dict[str, str]) -> None:
 class Recorder:
     """Stands for a trainer: what ``train`` is asked for."""
 
+    eval_dataset: tuple[object, ...] = ()
+
     def __init__(self, args: TrainingArguments) -> None:
         self.args = args
         self.asked: list[object] = []

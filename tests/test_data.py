@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from hf_bayes.data import Window, labelled_text, load_splits, token_windows, window_spans
 from hf_bayes.likelihood import IGNORE
-from tests.models import TEXTS
+from tests.models import TEXTS, tiny_tokenizer
 
 LENGTHS = [(8, 0), (8, 3), (8, 7), (2, 1), (64, 16)]
 
@@ -159,6 +159,18 @@ def test_text_files_are_one_text_each(tmp_path: Path) -> None:
     assert (len(splits["train"]), len(splits["validation"])) == (2, 1)
 
 
+def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    splits = load_splits(rows, validation_fraction=0.0)
+    assert list(splits) == ["train"]
+    assert splits["train"].to_list() == ROWS
+    # rows that are held out already are not those of the fraction
+    splits = load_splits(rows, validation_file=rows, validation_fraction=0.0)
+    assert len(splits["validation"]) == len(ROWS)
+    encoded, _ = labelled_text(load_splits(rows, validation_fraction=0), tiny_tokenizer())
+    assert list(encoded) == ["train"]
+
+
 def test_bad_data_is_refused(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "empty.jsonl").write_text("")
@@ -170,8 +182,9 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         load_splits(str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no column 'body', only text, label"):
         load_splits(rows, text_column="body")
-    with pytest.raises(ValueError, match="between 0 and 1, got 1"):
-        load_splits(rows, validation_fraction=1.0)
+    for fraction in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=rf"at least 0, which holds no row out, and below 1, got {fraction}"):
+            load_splits(rows, validation_fraction=fraction)
     with pytest.raises(ValueError, match="too short to hold out a part"):
         load_splits(str(tmp_path / "letter.txt"))
     with pytest.raises(ValueError, match="all be of one format"):

@@ -163,6 +163,11 @@ def prepare(args: Arguments) -> Problem:
         validation_fraction=args.validation_fraction,
         text_column=args.text_column,
     )
+    if "validation" not in splits:
+        raise ValueError(
+            f"validation_fraction must lie strictly between 0 and 1 where no other rows are there to evaluate on, got "
+            f"{args.validation_fraction}: raise it, or give --test_file and evaluate on that"
+        )
     rows = len(splits["train"])
     splits["train"] = splits["train"].shuffle(seed=0).select(range(min(args.num_train or rows, rows)))
     if model is None:

@@ -218,3 +218,11 @@ def test_the_symmetrised_kl_is_both_divergences() -> None:
     p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.9, 0.1]])
     both = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1) + 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
     assert cold_posteriors_mlp.symmetrised_kl(p, q) == pytest.approx(both, rel=1e-5)
+
+
+def test_the_sweep_needs_rows_to_evaluate_on(settings: dict) -> None:
+    args = temperature_sweep.Arguments(**{**settings, "evaluate_on": "validation", "validation_fraction": 0.0})
+    with pytest.raises(
+        ValueError, match=r"strictly between 0 and 1 where no other rows .* got 0\.0: raise it, or give"
+    ):
+        temperature_sweep.prepare(args)

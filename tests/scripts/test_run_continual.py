@@ -205,7 +205,7 @@ def test_an_episode_holds_out_the_end_of_its_text(tmp_path: Path, monkeypatch: p
     assert (train[0]["text"] + test[0]["text"]).splitlines() == lines
     assert test[0]["text"].splitlines() == lines[-len(test[0]["text"].splitlines()) :]
     assert len(test[0]["text"]) / 899 == pytest.approx(0.15, abs=0.01)
-    with pytest.raises(ValueError, match=r"held_out must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"held_out must lie strictly between 0 and 1, got 1\.5"):
         load_episode(str(tmp_path / "book.txt"), held_out=1.5)
     asked: list[Any] = []
 

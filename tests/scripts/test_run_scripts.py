@@ -82,6 +82,16 @@ def test_run_clm_counts_the_tokens_of_the_papers_windows(
     assert 5 * windows - 5 < Posterior.from_pretrained(out).config.num_data <= 5 * windows
 
 
+def test_run_clm_without_held_out_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: str, book: str) -> None:
+    out = tmp_path / "posterior"
+    fields = {"model_name_or_path": llama, "dataset": book, "window": 32, "output_dir": str(out)}
+    run(scripts.run_clm, monkeypatch, config_file(tmp_path / "run.yaml", **fields, validation_fraction=0))
+    posterior = Posterior.from_pretrained(out)
+    assert posterior.config.metrics == {}
+    assert posterior.config.num_data == len(tiny_tokenizer()(Path(book).read_text())["input_ids"]) - 1
+    assert not (out / "eval_results.json").exists()
+
+
 def test_run_clm_samples_a_block_without_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, book: str) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
@@ -96,7 +106,10 @@ def test_run_clm_samples_a_block_without_lora(tmp_path: Path, monkeypatch: pytes
     assert all(".h.1." in name for name in names)
 
 
-def test_run_classification_turns_a_csv_file_into_a_posterior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fraction", [0.1, 0.0])
+def test_run_classification_turns_a_csv_file_into_a_posterior(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
     tiny_bert(num_labels=2).save_pretrained(tmp_path / "bert")
     tiny_tokenizer().save_pretrained(tmp_path / "bert")
     rows = [f'"{TEXTS[i % 4]} {i}",{"even" if i % 2 == 0 else "odd"}' for i in range(40)]
@@ -105,11 +118,13 @@ def test_run_classification_turns_a_csv_file_into_a_posterior(tmp_path: Path, mo
     fields = {
         **{"model_name_or_path": str(tmp_path / "bert"), "dataset": str(tmp_path / "rows.csv")},
         **{"text_column": "sentence", "label_column": "parity", "output_dir": str(out)},
+        "validation_fraction": fraction,
     }
     run(scripts.run_classification, monkeypatch, config_file(tmp_path / "run.yaml", **fields))
     posterior = Posterior.from_pretrained(out)
     assert posterior.config.task == "sequence_classification"
-    assert posterior.config.num_data == 36
+    assert posterior.config.num_data == 40 - 40 * fraction
+    assert ("nll" in posterior.config.metrics) == (fraction > 0)
     assert any("classifier" in name for name, _ in posterior.config.parameters)
 
 
