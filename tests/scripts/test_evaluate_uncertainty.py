@@ -11,8 +11,12 @@ import pytest
 from matplotlib.axes import Axes
 from rich.console import Console
 
+# A script's own folder is on the path when it runs.
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import evaluate_uncertainty
+
 from hf_bayes.samplers.sghmc import SGHMCConfig
-from scripts import evaluate_uncertainty
 from tests import runs
 from tests.models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
 
