@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from hf_bayes.likelihood import IGNORE, Likelihood
@@ -123,6 +124,40 @@ class FullPasses:
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.rows.tensor_split(self.num_batches):
             yield batch.tolist()
+
+
+class WholeUpdates(IterableDataset):
+    """Micro-batches of a stream, pass after pass without end, and of each pass as many as make whole updates.
+
+    Where a run is follows from the number of its updates alone, so that it can be resumed, and which rows an update
+    has does not depend on how it is cut into micro-batches and processes: update s of a pass takes its rows
+    [s * R, (s + 1) * R). The last rows of a pass, fewer than R, are not shown; shuffled anew they are others each time.
+
+    Args:
+        loader: one pass, without short batches; its data set is told the number of each (``set_epoch``).
+        accumulation: micro-batches of an update.
+        name: what the caller calls the data set, with its type.
+    Raises:
+        ValueError: when a pass turns out to hold less than an update.
+    """
+
+    def __init__(self, loader: DataLoader, accumulation: int, *, name: str) -> None:
+        self.loader, self.accumulation, self.name = loader, accumulation, name
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            self.loader.dataset.set_epoch(number)  # type: ignore[attr-defined]
+            batches, found = iter(self.loader), 0
+            while len(update := list(itertools.islice(batches, self.accumulation))) == self.accumulation:
+                found += 1
+                yield from update
+            if found == 0:
+                raise ValueError(
+                    f"pass {number + 1} over {self.name} ended after {len(update)} batches of "
+                    f"{self.loader.batch_size} rows for each process that shares a chain, and an update takes "
+                    f"{self.accumulation}. Lower per_device_train_batch_size or gradient_accumulation_steps, or give "
+                    "it more rows; a stream must begin again whenever it is iterated over"
+                )
 
 
 def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,14 +12,14 @@ from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_bayes.batches import ChainBatches, FullPasses, count_terms
+from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
-from hf_bayes.rng import seed_of
+from hf_bayes.rng import generator, seed_of
 from hf_bayes.strata import Strata
 
 
@@ -40,6 +41,8 @@ class TrainingDataMixin(AnyTrainer):
     """Likelihood terms counted in the data set; None for a stream."""
     most_terms: int | None
     """Those of the row that has most."""
+    _peeked: dict[str, Any] | None = None
+    """The first rows of a stream."""
 
     def _prepare_data(self) -> None:
         """Find N, and fit accumulation to kernels that see all data in every move."""
@@ -135,6 +138,9 @@ class TrainingDataMixin(AnyTrainer):
         """Rows by chain: no sampler of Trainer's, and not sharded by accelerate."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
+        if is_stream(self.train_dataset):
+            # now, not in the middle of a pass: a stream that draws as it goes would go on differently
+            self._peeked = self._peek()
         return self._loader(None if self._shared else self.chains)
 
     def _loader(self, chains: range | None) -> DataLoader:
@@ -144,15 +150,34 @@ class TrainingDataMixin(AnyTrainer):
             "collate_fn": collate,
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
         }
         if not is_stream(dataset):
+            common["persistent_workers"] = args.dataloader_persistent_workers
             return DataLoader(dataset, batch_sampler=self._batches(chains), **common)
-        size = args.per_device_train_batch_size
-        if self.mesh.data_size > 1:  # processes that share chains take turns, batch by batch
-            shard = {"num_processes": self.mesh.data_size, "process_index": self.mesh.data_rank}
-            dataset = IterableDatasetShard(dataset, batch_size=size, drop_last=True, **shard)
-        return DataLoader(dataset, batch_size=size, drop_last=True, **common)
+        size, seed = args.per_device_train_batch_size, args.seed if args.data_seed is None else args.data_seed
+        # Processes that share chains take turns, batch by batch. Workers begin anew with every pass: those that stay
+        # have a copy of the data set that nobody tells which one it is.
+        one_pass = DataLoader(
+            self._turns(dataset, self.mesh.data_size, self.mesh.data_rank),
+            batch_size=size,
+            drop_last=True,
+            generator=generator(seed, "passes"),  # the workers' seeds, else of the state that a resumed run finds
+            **common,
+        )
+        # what Trainer skips, when it resumes, are items of a loader's data set
+        updates = WholeUpdates(one_pass, args.gradient_accumulation_steps, name=self._stream_name)
+        return DataLoader(updates, batch_size=None, collate_fn=_as_it_is)
+
+    def _turns(self, stream: Any, processes: int = 1, rank: int = 0) -> IterableDatasetShard:
+        """One process's batches of a stream, which is told of a pass in either way that transformers knows."""
+        size = self.args.per_device_train_batch_size
+        return IterableDatasetShard(
+            stream, batch_size=size, drop_last=True, num_processes=processes, process_index=rank
+        )
+
+    @property
+    def _stream_name(self) -> str:
+        return f"train_dataset ({type(self.train_dataset).__name__})"
 
     def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
         args, num_rows = self.args, len(self.train_dataset)
@@ -228,10 +253,26 @@ class TrainingDataMixin(AnyTrainer):
 
     def _first_rows(self) -> dict[str, Any]:
         """A micro-batch that every process finds alike."""
+        if is_stream(self.train_dataset):
+            return self._peek() if self._peeked is None else self._peeked
         dataset, collate = self._training_data()
-        if is_stream(dataset):
-            return self._prepare_inputs(
-                next(iter(DataLoader(dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)))
-            )
         count = min(len(dataset), self.args.per_device_train_batch_size)
         return self._prepare_inputs(collate([dataset[row] for row in range(count)]))
+
+    def _peek(self) -> dict[str, Any]:
+        """The first rows of a stream's first pass."""
+        dataset, collate = self._training_data()
+        first = self._turns(dataset)
+        first.set_epoch(0)
+        rows = list(itertools.islice(first, self.args.per_device_train_batch_size))
+        if not rows:
+            raise ValueError(
+                f"{self._stream_name} gave no row, or fewer than per_device_train_batch_size="
+                f"{self.args.per_device_train_batch_size}: give it more, or lower that"
+            )
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            return self._prepare_inputs(collate(rows))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

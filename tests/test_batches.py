@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_bayes.batches import ChainBatches, FullPasses, count_terms
+from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.likelihood import Bernoulli, Categorical, Normal
 from tests import runs
 
@@ -136,6 +138,22 @@ def test_processes_that_share_chains_share_out_the_rows_of_an_update():
         for first in range(0, len(expected), 4):
             half = slice(first // 2, first // 2 + 2)
             assert [*halves[0][half], *halves[1][half]] == expected[first : first + 4]
+
+
+@pytest.mark.parametrize(("size", "accumulation", "processes"), [(6, 1, 1), (2, 3, 1), (1, 6, 1), (3, 1, 2), (1, 3, 2)])
+def test_rows_of_an_update_of_a_stream_do_not_depend_on_how_it_is_cut(size, accumulation, processes):
+    """A pass of 20 rows has three updates of 6."""
+    parts = []
+    for rank in range(processes):
+        turns = IterableDatasetShard(
+            range(20), batch_size=size, drop_last=True, num_processes=processes, process_index=rank
+        )
+        loader = DataLoader(turns, batch_size=size, drop_last=True, collate_fn=list)
+        updates = iter(WholeUpdates(loader, accumulation, name="rows"))
+        parts.append([list(itertools.chain(*itertools.islice(updates, accumulation))) for _ in range(7)])
+    for number, update in enumerate(zip(*parts, strict=True)):
+        first = 6 * (number % 3)
+        assert sorted(itertools.chain(*update)) == list(range(first, first + 6))
 
 
 def test_full_passes_of_several_processes_hold_all_rows_once():
