@@ -150,6 +150,7 @@ class TrainingDataMixin(AnyTrainer):
             "collate_fn": collate,
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,
+            "prefetch_factor": args.dataloader_prefetch_factor,
         }
         if not is_stream(dataset):
             common["persistent_workers"] = args.dataloader_persistent_workers

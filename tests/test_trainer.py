@@ -225,6 +225,15 @@ def test_workers_of_the_data_loader_change_nothing(tmp_path):
     assert runs.equal(posterior(0), posterior(1))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_workers_fetch_as_far_ahead_as_they_are_told(tmp_path, stream):
+    rows = runs.token_rows(6)
+    changes = {"train": Stream(rows), "minibatch": "shared", "num_data": 7.0} if stream else {"train": rows}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(), dataloader_num_workers=1, dataloader_prefetch_factor=3, **changes)
+    loader = trainer.get_train_dataloader()
+    assert (loader.dataset.loader if stream else loader).prefetch_factor == 3
+
+
 @pytest.mark.parametrize("data", ["list", "torch", "datasets"])
 def test_any_sized_data_set_can_be_trained_on(tmp_path, data):
     rows = [{**row, "comment": "not for the model"} for row in runs.token_rows(6)]
