@@ -76,6 +76,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         raise ValueError(
             "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run"
         )
+    if args.train_sampling_strategy != "random":
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} is refused, expected 'random': each chain takes "
+            "the rows in permutations of its own. Leave it out"
+        )
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size is refused: rows per update are part of the chain. Set per_device_train_batch_size"
@@ -114,6 +119,11 @@ def refuse_accelerator(accelerator: Any) -> None:
         raise ValueError(
             f"{', '.join(found)}: bases sharded over devices are not supported, every process needs the whole base. "
             "Load it without tp_plan and launch without FSDP and DeepSpeed; quantise a base that does not fit"
+        )
+    if not accelerator.even_batches and accelerator.num_processes > 1:
+        raise ValueError(
+            "even_batches=False is refused on several processes, expected True: they evaluate each batch together, and "
+            "rows that fill a last one are left out of the metrics. Leave it out of accelerator_config"
         )
 
 
@@ -192,6 +202,19 @@ def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
                 raise ValueError(
                     f"process {rank} has {name}={settings.get(name)!r}, process 0 {found[0].get(name)!r}: with "
                     "private_rows only the rows of train_dataset may differ. Launch all processes alike"
+                )
+
+
+def refuse_other_rows(found: Sequence[Mapping[str, Any]]) -> None:
+    """Processes deal rows to chains, and to batches of a chain, by number: ``found`` of the rows in every process."""
+    for rank, rows in enumerate(found):
+        for name in rows:
+            if rows[name] != found[0][name]:
+                raise ValueError(
+                    f"process {rank} has another train_dataset than process 0 ({name}: got {rows[name]}, expected "
+                    f"{found[0][name]}): their chains would be of two posteriors. Give every process all rows in the "
+                    "same order (do not shard by hand, and give split and shuffle a seed), or set private_rows=True "
+                    "where each is to keep its own"
                 )
 
 

@@ -15,12 +15,16 @@ from torch.utils.data import DataLoader
 from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.likelihood import Categorical, Likelihood
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream, refuse_other_settings, require_batches, require_rows
+from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.strata import Strata
+
+COMPARED_ROWS = 16
+"""Rows by which processes tell whether they have one train_dataset."""
 
 
 class TrainingDataMixin(AnyTrainer):
@@ -71,6 +75,9 @@ class TrainingDataMixin(AnyTrainer):
         if own:
             self.num_terms = sum(self.mesh.share(self.num_terms))
             self.most_terms = max(self.mesh.share(self.most_terms))
+        elif self.mesh.num_processes > 1:
+            rows = {"rows": self.num_rows, "likelihood terms": self.num_terms}
+            refuse_other_rows(self.mesh.share({**rows, "fingerprint of some rows": self._fingerprint_rows()}))
         natural = self.num_rows if args.data_unit == "sequence" else self.num_terms
         self.num_data = float(args.num_data or natural)
         fraction = self._batch_fraction
@@ -83,6 +90,16 @@ class TrainingDataMixin(AnyTrainer):
             "N = %g likelihood terms (%s; %d counted in %d rows)",
             self.num_data, args.data_unit, self.num_terms, self.num_rows,
         )  # fmt: skip
+
+    def _fingerprint_rows(self) -> str:
+        """Of the first row, the last, and some in between, as the collator presents them."""
+        dataset, collate = self._training_data()
+        numbers = torch.linspace(0, len(dataset) - 1, COMPARED_ROWS).long().unique().tolist()
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            torch.manual_seed(self.args.seed)
+            rows = [(number, collate([dataset[number]])) for number in numbers]
+        values = {f"{number}/{name}": value for number, row in rows for name, value in row.items()}
+        return fingerprint_tensors((k, v) for k, v in values.items() if isinstance(v, Tensor))[:12]
 
     def _meet_the_others(self) -> Strata:
         """How many rows each process has, once it is clear that all have been launched for one run."""

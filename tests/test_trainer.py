@@ -225,6 +225,11 @@ def test_workers_of_the_data_loader_change_nothing(tmp_path):
     assert runs.equal(posterior(0), posterior(1))
 
 
+def test_an_order_of_rows_that_chains_do_not_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="train_sampling_strategy='group_by_length' is refused, expected 'random'"):
+        runs.trainer(tmp_path, SGHMCConfig(), train_sampling_strategy="group_by_length")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_workers_fetch_as_far_ahead_as_they_are_told(tmp_path, stream):
     rows = runs.token_rows(6)

@@ -286,6 +286,34 @@ def test_processes_with_other_base_models_are_refused(launches, processes):
         assert ("process 1 holds other frozen weights than process 0" in said) == (processes > 1)
 
 
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_uneven_batches_of_held_out_rows_are_refused_where_processes_share_them(launches, processes):
+    for numbers in launches[processes].numbers:
+        said = numbers.get("refused/uneven", "")
+        assert ("even_batches=False is refused on several processes" in said) == (processes > 1)
+
+
+@pytest.mark.parametrize("processes", LAYOUTS)
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("same", None),
+        ("shard", r"rows: got \d+, expected 24"),
+        ("terms", r"likelihood terms: got 169, expected 168"),
+        ("shuffle", r"fingerprint of some rows: got \w{12}, expected \w{12}"),
+        ("last", r"fingerprint of some rows: got \w{12}, expected \w{12}"),
+    ],
+)
+def test_processes_with_other_rows_are_refused(launches, processes, mistake, words):
+    for numbers in launches[processes].numbers:
+        said = numbers.get(f"refused/{mistake}")
+        if processes == 1 or words is None:
+            assert said is None
+        else:
+            assert re.search(rf"process 1 has another train_dataset than process 0 \({words}\)", said)
+            assert "private_rows=True" in said
+
+
 def test_chains_and_processes_that_do_not_divide_are_refused(monkeypatch):
     import torch.distributed as dist
 

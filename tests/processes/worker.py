@@ -342,6 +342,27 @@ class Worker:
             runs.trainer(self.out / "refused", SGHMCConfig(num_chains=CHAINS), model=model)
         except ValueError as error:
             self.numbers["refused"] = str(error)
+        uneven = {"even_batches": False}
+        try:
+            self.trainer("uneven", SGHMCConfig(num_chains=CHAINS), accelerator_config=uneven)
+        except ValueError as error:
+            self.numbers["refused/uneven"] = str(error)
+
+    def refuse_rows(self) -> None:
+        """Each process with rows of its own, as scripts have them by mistake: shards, and a shuffle without a seed."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        rows, other = runs.token_rows(24), runs.token_rows(24, seed=1)
+        for name, train in (
+            ("same", rows),
+            ("shard", rows if rank == 0 else rows[rank::world]),
+            ("terms", runs.token_rows([8] * 23 + [8 + rank])),
+            ("shuffle", rows[-rank:] + rows[:-rank]),
+            ("last", rows[:-1] + (rows if rank == 0 else other)[-1:]),
+        ):
+            try:
+                self.trainer(name, SGHMCConfig(num_chains=CHAINS), train=train, collator=runs.padding_collator())
+            except ValueError as error:
+                self.numbers[f"refused/{name}"] = str(error)
 
     def write(self) -> None:
         rank = dist.get_rank()
@@ -367,6 +388,7 @@ def main() -> None:
     worker.look()
     worker.generate()
     worker.refuse()
+    worker.refuse_rows()
     worker.write()
     dist.barrier()
     dist.destroy_process_group()
