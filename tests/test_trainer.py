@@ -798,9 +798,12 @@ def of_a_stream(folder: Path, kind: str, seen: list[list[int]], **changes: Any) 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", STREAMS)
-@pytest.mark.parametrize("done", [2, 7])
+@pytest.mark.parametrize("done", [2, 5])
 def test_a_resumed_stream_goes_on_where_it_was(tmp_path, accumulation, kind, done):
-    """Of 20 rows in updates of 8, or of 2 and three batches: in the first pass, at the end of one, in a later one."""
+    """Of 20 rows in updates of 8, or of 6 in three batches: in the first pass or at its end, and in a later one.
+
+    There, after five updates, the probe has just looked.
+    """
     size, shown, again = {1: 8, 3: 2}[accumulation], [], []
     changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
     whole = of_a_stream(tmp_path, kind, shown, **changes)
