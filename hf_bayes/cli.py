@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate import PartialState
 from datasets import DatasetDict
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
@@ -139,6 +141,16 @@ def train_and_save(trainer: BayesianTrainer) -> None:
         trainer.save_metrics("eval", metrics)
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
+
+
+def end_process_group() -> None:
+    """The last line of a launched script, after the function that made the trainer has returned.
+
+    gloo's threads end with the last reference to their group, and a trainer, which is part of circles, would hold its
+    groups until the interpreter is taken down: what they meet then aborts a process that is done.
+    """
+    PartialState().destroy_process_group()
+    gc.collect()
 
 
 def parse_arguments(*types: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:

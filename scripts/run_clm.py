@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accelerate import PartialState
 from peft import TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import DataArguments, MethodArguments, ModelArguments, parse_arguments, train_and_save
+from hf_bayes.cli import (
+    DataArguments,
+    MethodArguments,
+    ModelArguments,
+    end_process_group,
+    parse_arguments,
+    train_and_save,
+)
 from hf_bayes.data import token_windows
 
 
@@ -77,5 +83,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # gloo's threads outlive a group that nobody ends, and abort the interpreter's end: a failure, after all was saved
-    PartialState().destroy_process_group()
+    end_process_group()

@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from continual_arguments import ContinualArguments, LoraArguments, methods
 from continual_results import Results, figures, table, test_losses
 from datasets import concatenate_datasets
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
 from hf_bayes.base_model import describe
 from hf_bayes.checkpoints import newest_complete
-from hf_bayes.cli import parse_arguments
+from hf_bayes.cli import end_process_group, parse_arguments
 from hf_bayes.config import MethodConfig
 from hf_bayes.data import load_episode, token_windows
 from hf_bayes.fingerprint import fingerprint_json
@@ -140,5 +139,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # gloo's threads outlive a group that nobody ends, and abort the interpreter's end: a failure, after all was saved
-    PartialState().destroy_process_group()
+    end_process_group()

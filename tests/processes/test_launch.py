@@ -86,3 +86,28 @@ def test_accelerate_and_torchrun_give_the_posterior_of_one_process(tmp_path):
         torch.testing.assert_close(found.sample(), alone.sample(), rtol=1e-4, atol=1e-5)  # six float32 updates
         for metric in ("nll", "map_nll", "epistemic"):
             assert found.config.metrics[metric] == pytest.approx(alone.config.metrics[metric], rel=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are told by Linux's /proc")
+def test_no_thread_of_gloo_is_left_to_abort_the_end_of_a_script(tmp_path):
+    def left(ending: str) -> list[list[int]]:
+        """Threads before and after the end, of each process."""
+        command = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "-m",
+            "tests.processes.ending_worker",
+        ]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", *command, str(tmp_path / ending), ending],
+            env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        lines = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("THREADS")]
+        assert len(lines) == 2, done.stderr[-4000:]
+        return [[int(number) for number in line] for line in lines]
+
+    assert all(before > 0 and after == 0 for before, after in left("end"))
+    assert all(after > 0 for _, after in left("twin"))  # the trainer holds the groups, its callbacks the trainer

@@ -1,0 +1,31 @@
+"""A launched script: which of gloo's threads are left when it is done. ``python -m ... OUT [keep]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+
+from hf_bayes.cli import end_process_group
+from hf_bayes.samplers.sghmc import SGHMCConfig
+from tests import runs
+
+
+def main(out: str) -> None:
+    trainer = runs.trainer(Path(out), SGHMCConfig(num_chains=2))
+    trainer.train()
+    trainer.save_model()
+
+
+def gloo_threads() -> list[str]:
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    running = len(gloo_threads())
+    PartialState().destroy_process_group() if sys.argv[2] == "twin" else end_process_group()
+    print(f"THREADS {os.environ['RANK']} {running} {len(gloo_threads())}", flush=True)
