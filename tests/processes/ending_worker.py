@@ -1,7 +1,8 @@
-"""A launched script: which of gloo's threads are left when it is done. ``python -m ... OUT [keep]``."""
+"""A launched script: which of gloo's threads are left when it is done. ``python -m ... OUT end|twin``."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def gloo_threads() -> list[str]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # it would come by chance
     main(sys.argv[1])
     running = len(gloo_threads())
     PartialState().destroy_process_group() if sys.argv[2] == "twin" else end_process_group()
