@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -105,9 +106,9 @@ def test_no_thread_of_gloo_is_left_to_abort_the_end_of_a_script(tmp_path):
             [sys.executable, "-m", *command, str(tmp_path / ending), ending],
             env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-        lines = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("THREADS")]
-        assert len(lines) == 2, done.stderr[-4000:]
-        return [[int(number) for number in line] for line in lines]
+        files = sorted((tmp_path / ending).glob("threads_*.json"))
+        assert len(files) == 2, done.stderr[-4000:]
+        return [json.loads(file.read_text()) for file in files]
 
     assert all(before > 0 and after == 0 for before, after in left("end"))
     assert all(after > 0 for _, after in left("twin"))  # the trainer holds the groups, its callbacks the trainer
