@@ -115,14 +115,14 @@ class StackedLora(Stacked):
         scaling = layer.scaling[self.adapter]
         single = self.single(x)
         source = x if single is None else single
-        base = layer.base_layer(source, *args, **kwargs)
-        if layer.disable_adapters:
-            return base if single is None else context.repeat(base)
         if layer.merged:
             raise ValueError(
                 f"{next(iter(self.names.values()))}: its adapter has been merged into the base model, and the members' "
                 "would be added to it. Call unmerge_adapter() first"
             )
+        base = layer.base_layer(source, *args, **kwargs)
+        if layer.disable_adapters:
+            return base if single is None else context.repeat(base)
         low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
             low, y = torch.bmm(context.fold(low), a.mT), context.fold(base)
