@@ -92,7 +92,9 @@ class Context:
         return tensor
 
     def fold(self, x: Tensor) -> Tensor:
-        """[M * R, ..., k] -> [M, R * ..., k]."""
+        """[M * R, ..., k] -> [M, R * ..., k]; ``x`` itself where it has that shape."""
+        if x.ndim == 3 and x.shape[0] == self.num_members:
+            return x
         return x.reshape(self.num_members, -1, x.shape[-1])
 
     def repeat(self, x: Tensor) -> Tensor:

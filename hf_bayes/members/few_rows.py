@@ -54,14 +54,15 @@ class _Forward:
 
     def __call__(self, input: Tensor) -> Tensor:  # named as nn.Linear's
         weight, bias = self.module.weight, self.module.bias
-        inputs = input.shape[-1]
+        outputs, inputs = weight.shape
         rows = input.numel() // inputs
-        if not MIN_ROWS <= rows <= MAX_ROWS or not _plain(input, weight):
+        if not MIN_ROWS <= rows <= MAX_ROWS or input.shape[-1] != inputs or not _plain(input, weight):
             return F.linear(input, weight, bias)
-        outputs = len(weight)
         count = outputs // BLOCK
-        y = torch.bmm(input.reshape(rows, inputs).expand(count, rows, inputs), weight.view(count, BLOCK, inputs).mT)
-        y = y.transpose(0, 1).reshape(*input.shape[:-1], outputs)
+        # a view each and no more: in a token there are as many of them as linear layers, and they show
+        x = input.contiguous().as_strided((count, rows, inputs), (0, inputs, 1))
+        blocks = weight.as_strided((count, inputs, BLOCK), (BLOCK * inputs, 1, inputs))
+        y = torch.bmm(x, blocks).transpose(0, 1).reshape(*input.shape[:-1], outputs)
         return y if bias is None else y.add_(bias)
 
 
@@ -76,6 +77,7 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         and x.is_cpu
         and weight.is_cpu
         and type(weight) in (nn.Parameter, Tensor)
+        and _fits(weight)  # another may have taken its place
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )

@@ -37,8 +37,8 @@ class Stacked:
     def single(self, x: Tensor) -> Tensor | None:
         """[B, ...] if that is all there is in ``x`` (see ``Context.single``), else None."""
         context = self.context
-        tokens = context.num_members * context.num_rows * context.num_positions
-        if x.ndim != 2 or x.shape[0] != tokens:  # heads that score tokens flatten them into rows
+        # heads that score tokens flatten them into rows
+        if x.ndim != 2 or x.shape[0] != context.num_members * context.num_rows * context.num_positions:
             self.require_rows(x, also=context.num_rows)
         return context.single(x)
 
@@ -134,7 +134,8 @@ class StackedLora(Stacked):
             return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, context.num_members)
         if single is None and not torch.is_grad_enabled():
             # base is this call's own output and nobody else's: adding in place saves a pass over memory
-            return y.baddbmm_(low, b.mT, alpha=scaling).reshape(base.shape)
+            y.baddbmm_(low, b.mT, alpha=scaling)
+            return y if y is base else y.reshape(base.shape)
         return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, context.num_members)
 
 

@@ -122,3 +122,31 @@ def test_a_weight_that_is_made_anew_for_each_call_is_the_one_that_is_read(blocke
         found = layer(x)
     assert blocked == [8, 8]
     assert torch.equal(found, 2 * first)
+
+
+@needs_mkl
+def test_rows_that_do_not_lie_one_after_the_other_are_read_as_they_are() -> None:
+    torch.manual_seed(0)
+    layer, x = lent(nn.Linear(48, 96)), torch.randn(48, 8).T
+    with torch.no_grad():
+        assert (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().max() < 48 * 2**-23
+        every_second = torch.randn(8, 96)[:, ::2]
+        assert (layer(every_second) - F.linear(every_second, layer.weight, layer.bias)).abs().max() < 48 * 2**-23
+
+
+def test_inputs_of_another_width_are_refused_as_by_the_layer() -> None:
+    layer = lent(nn.Linear(48, 96))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(8, 24))  # as many numbers as 4 rows of 48
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.T.contiguous().T, lambda w: torch.cat([w, w[:1]])], ids=["laid", "grown"]
+)
+def test_a_weight_that_came_to_fit_no_blocks_is_still_read_right(change: Any, blocked: list[int]) -> None:
+    torch.manual_seed(0)
+    layer, x = lent(nn.Linear(48, 96, bias=False)), torch.randn(8, 48)
+    layer.weight.data = change(layer.weight.data)
+    with torch.no_grad():
+        assert torch.equal(layer(x), F.linear(x, layer.weight))
+    assert blocked == []
