@@ -1,4 +1,4 @@
-"""Data sets for the training scripts: Hub or local files, token windows for language models, labelled text."""
+"""Data sets for the training scripts: Hub or local files, and token windows for language models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 
 from hf_bayes.likelihood import IGNORE
 
@@ -63,7 +63,7 @@ def load_splits(
         raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
     for name in ("train", "validation"):
         if name in splits:
-            _check(splits[name], text_column, f"the split {name!r} of {dataset!r}")
+            check_split(splits[name], text_column, f"the split {name!r} of {dataset!r}")
     if "validation" not in splits and validation_fraction == 0:
         return DatasetDict(train=splits["train"])
     if "validation" not in splits:
@@ -94,7 +94,7 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
         name, _, split = source.partition(":")
         *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
         rows = load_dataset("/".join(owner), config, split=split or "train")
-    _check(rows, text_column, repr(source))
+    check_split(rows, text_column, repr(source))
     return _cut("\n\n".join(rows[text_column]), held_out, text_column)
 
 
@@ -208,59 +208,6 @@ def token_windows(
     return windows
 
 
-def labelled_text(
-    splits: DatasetDict,
-    tokenizer: Any,
-    *,
-    text_column: str = "text",
-    label_column: str = "label",
-    max_length: int | None = None,
-) -> tuple[DatasetDict, list[str]]:
-    """Rows ``input_ids``, ``attention_mask``, ``labels`` for a classifier, and the names of the classes.
-
-    Classes are those of the data set's own ``ClassLabel``, or else the distinct values of the training split, sorted.
-
-    Raises:
-        ValueError: for a missing column, fewer than two classes, a missing label or one that the training split lacks.
-    """
-    for name, split in splits.items():
-        _check(split, label_column, f"the split {name!r}")
-    feature = splits["train"].features[label_column]
-    if isinstance(feature, ClassLabel):
-        names = list(feature.names)
-        index: dict[Any, int] = {number: number for number in range(len(names))}
-    else:
-        values = set(splits["train"].unique(label_column)) - {None}
-        if any(isinstance(value, float) for value in values):
-            raise ValueError(f"the column {label_column!r} holds fractions: classes are integers or strings")
-        index = {value: number for number, value in enumerate(sorted(values))}
-        names = [str(value) for value in index]
-    if len(names) < 2:
-        raise ValueError(f"classification needs two classes or more, the column {label_column!r} has {names}")
-
-    def encode(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
-        for row, label in zip(rows, batch[label_column], strict=True):
-            if label not in index:
-                raise ValueError(
-                    f"row {row} of the split {split!r} has the label {label!r}, expected one of {names}: drop such "
-                    "rows, or add examples of that class to the training split"
-                )
-        encoded = tokenizer(batch[text_column], truncation=True, max_length=max_length)
-        return {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "labels": [index[label] for label in batch[label_column]],
-        }
-
-    encoded = {
-        name: split.map(
-            encode, batched=True, with_indices=True, fn_kwargs={"split": name}, remove_columns=split.column_names
-        )
-        for name, split in splits.items()
-    }
-    return DatasetDict(encoded), names
-
-
 def _matching(pattern: str) -> list[str]:
     path = Path(pattern)
     root = Path(path.anchor) if path.is_absolute() else Path()
@@ -284,7 +231,8 @@ def _load_files(files: dict[str, list[str]]) -> DatasetDict:
     return load_dataset(kind, data_files=files, **({"sample_by": "document"} if kind == "text" else {}))
 
 
-def _check(split: Dataset, column: str, what: str) -> None:
+def check_split(split: Dataset, column: str, what: str) -> None:
+    """Raise a ValueError for a split without rows or without the column; ``what`` names the split."""
     if column not in split.column_names:
         raise ValueError(f"{what} has no column {column!r}, only {', '.join(split.column_names)}: name one of them")
     if len(split) == 0:

@@ -25,7 +25,7 @@ _TASKS = {
     "image_classification": ("image-classification", "ForImageClassification"),
 }
 """What the Hub calls our tasks, and how classes for them end."""
-_REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier")  # metrics that go into the card's model-index
+_REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
 # Of an earlier push, what a later one no longer has: a member left there would make the posterior unreadable.

@@ -41,6 +41,9 @@ _KEPT_METRICS = (
     "member_nll",
     "perplexity",
     "ace",
+    "mse",
+    "predictive_std",
+    "epistemic_std",
 )
 
 

@@ -4,6 +4,9 @@
         --output_dir posterior --method sghmc --method_args '{"num_chains": 8, "prior_std": 0.1}' --learning_rate 1e-2
     python scripts/run_classification.py run.yaml
     python scripts/run_classification.py --config run.yaml --learning_rate 3e-3
+
+A column of classes makes a classifier, one of lists of classes a multi-label classifier, and with ``--noise_std`` a
+column of numbers a regression. ``--pair_column`` names the second text of pairs.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ from hf_bayes.cli import (
     parse_arguments,
     train_and_save,
 )
-from hf_bayes.data import labelled_text
+from hf_bayes.labels import labelled_text
 
 
 @dataclass
 class LabelledArguments(DataArguments):
     """Texts and their labels."""
 
-    label_column: str = field(default="label", metadata={"help": "Column of the label: integers or strings."})
+    pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, where rows are pairs."})
+    label_column: str = field(
+        default="label",
+        metadata={"help": "Column of the label: integers or strings, lists of them, or numbers (with --noise_std)."},
+    )
     max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text; the model's own limit."})
 
 
@@ -45,20 +52,17 @@ def main() -> None:
 
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
-        splits, names = labelled_text(
+        splits, head = labelled_text(
             data_args.load(args.seed),
             tokenizer,
             text_column=data_args.text_column,
+            pair_column=data_args.pair_column,
             label_column=data_args.label_column,
+            numbers=args.noise_std is not None,
             max_length=data_args.max_length,
         )
 
-    model = model_args.load_model(
-        AutoModelForSequenceClassification,
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
-    )
+    model = model_args.load_model(AutoModelForSequenceClassification, **head)
     # decoders read the class off the last token that is not padding: they must know which one that is
     model.config.pad_token_id = tokenizer.pad_token_id
     model = model_args.add_lora(model, TaskType.SEQ_CLS)

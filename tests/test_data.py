@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
-from hf_bayes.data import Window, labelled_text, load_splits, token_windows, window_spans
+from hf_bayes.data import Window, load_splits, token_windows, window_spans
 from hf_bayes.likelihood import IGNORE
-from tests.models import TEXTS, tiny_tokenizer
+from tests.models import TEXTS
 
 LENGTHS = [(8, 0), (8, 3), (8, 7), (2, 1), (64, 16)]
 
@@ -167,8 +167,7 @@ def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
     # rows that are held out already are not those of the fraction
     splits = load_splits(rows, validation_file=rows, validation_fraction=0.0)
     assert len(splits["validation"]) == len(ROWS)
-    encoded, _ = labelled_text(load_splits(rows, validation_fraction=0), tiny_tokenizer())
-    assert list(encoded) == ["train"]
+    assert list(load_splits(rows, validation_fraction=0)) == ["train"]
 
 
 def test_bad_data_is_refused(tmp_path: Path) -> None:
@@ -191,57 +190,3 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         load_splits(rows, validation_file=str(tmp_path / "notes.md"))
     with pytest.raises(ValueError, match="goes with a local training file"):
         load_splits("someone/dataset", validation_file=rows)
-
-
-@pytest.fixture
-def splits() -> DatasetDict:
-    return DatasetDict(train=Dataset.from_list(ROWS[:15]), validation=Dataset.from_list(ROWS[15:]))
-
-
-def test_classes_are_the_sorted_labels_of_the_training_split(
-    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    encoded, names = labelled_text(splits, tokenizer)
-    assert names == ["even", "odd"]
-    assert encoded["validation"]["labels"] == [1, 0, 1, 0, 1]
-    assert set(encoded["train"].column_names) == {"input_ids", "attention_mask", "labels"}
-    assert encoded["train"][0]["input_ids"] == tokenizer("text 0")["input_ids"]
-
-
-def test_integer_labels_with_gaps_are_mapped_to_classes(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"text": "a", "label": 7}, {"text": "b", "label": -1}, {"text": "c", "label": 7}]
-    encoded, names = labelled_text(DatasetDict(train=Dataset.from_list(rows)), tokenizer)
-    assert names == ["-1", "7"]
-    assert encoded["train"]["labels"] == [1, 0, 1]
-
-
-def test_the_names_of_a_class_label_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
-    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes", "perhaps"])})
-    train = Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
-    encoded, names = labelled_text(DatasetDict(train=train), tokenizer)
-    assert names == ["no", "yes", "perhaps"]
-    assert encoded["train"]["labels"] == [1, 0]
-
-
-def test_texts_are_cut_at_max_length(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
-    encoded, _ = labelled_text(splits, tokenizer, max_length=2)
-    assert {len(ids) for ids in encoded["train"]["input_ids"]} == {2}
-
-
-@pytest.mark.parametrize(
-    ("label", "message"), [("neither", "row 0 of the split 'validation' has the label 'neither'"), (None, "label None")]
-)
-def test_a_label_without_a_class_is_refused(
-    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast, label: str | None, message: str
-) -> None:
-    features = Features({"text": Value("string"), "label": Value("string")})
-    splits["validation"] = Dataset.from_list([{"text": "x", "label": label}], features=features)
-    with pytest.raises(ValueError, match=message):
-        labelled_text(splits, tokenizer)
-
-
-def test_one_class_or_fractions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    for labels, message in (["a", "a"], "two classes or more"), ([0.5, 1.0], "integers or strings"):
-        data = DatasetDict(train=Dataset.from_dict({"text": ["x", "y"], "label": labels}))
-        with pytest.raises(ValueError, match=message):
-            labelled_text(data, tokenizer)

@@ -56,7 +56,8 @@ from hf_bayes import (
 )
 from hf_bayes.cli import parse_arguments
 from hf_bayes.config import MethodConfig
-from hf_bayes.data import labelled_text, load_splits, token_windows
+from hf_bayes.data import load_splits, token_windows
+from hf_bayes.labels import labelled_text
 from hf_bayes.metrics import summarise
 from hf_bayes.model import BayesianModel
 from hf_bayes.schedules import Cyclical
@@ -184,10 +185,11 @@ def prepare(args: Arguments) -> Problem:
         }
         collate: Callable[..., Any] = default_data_collator
         return Problem(args, model, tokenizer, windows["train"], windows["validation"], [], collate)
-    encoded, names = labelled_text(
+    encoded, head = labelled_text(
         splits, tokenizer, text_column=args.text_column, label_column=args.label_column, max_length=args.max_length
     )
     collate = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=args.max_length)
+    names = list(head["id2label"].values())
     return Problem(args, model, tokenizer, encoded["train"], encoded["validation"], names, collate)
 
 

@@ -128,6 +128,36 @@ def test_run_classification_turns_a_csv_file_into_a_posterior(
     assert any("classifier" in name for name, _ in posterior.config.parameters)
 
 
+@pytest.mark.parametrize(
+    ("labels", "fields", "metrics"),
+    [
+        ([0.25, -1.5], {"noise_std": 0.5}, {"nll", "mse", "predictive_std", "epistemic_std"}),
+        ([["short"], ["short", "odd"]], {}, {"nll", "member_nll"}),
+        (["entails", "contradicts"], {"pair_column": "second"}, {"nll", "accuracy", "epistemic"}),
+    ],
+    ids=["numbers", "several labels", "pairs"],
+)
+def test_run_classification_takes_numbers_several_labels_and_pairs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    labels: list[object],
+    fields: dict[str, object],
+    metrics: set[str],
+) -> None:
+    tiny_bert(num_labels=1 if "noise_std" in fields else 2).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    rows = [{"text": f"{TEXTS[i % 4]} {i}", "second": TEXTS[i % 3], "label": labels[i % 2]} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "posterior"
+    fields |= {"model_name_or_path": str(tmp_path / "bert"), "dataset": str(tmp_path / "rows.jsonl")}
+    file = config_file(tmp_path / "run.yaml", **fields, output_dir=str(out))
+    run(scripts.run_classification, monkeypatch, file)
+    posterior = Posterior.from_pretrained(out)
+    assert metrics <= set(posterior.config.metrics)
+    [head] = [shape for name, shape in posterior.config.parameters if "classifier" in name and name.endswith("weight")]
+    assert head[0] == (1 if "noise_std" in fields else 2)
+
+
 def test_bad_method_fields_stop_the_script_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
