@@ -48,8 +48,8 @@ class RoomyLayer(DynamicLayer):
             if start:
                 room[..., :start, :] = held
             self.rooms[name] = room
-        room[..., start:stop, :] = states
-        self.views[name] = room[..., :stop, :]
+        room.narrow(-2, start, stop - start).copy_(states)
+        self.views[name] = room.narrow(-2, 0, stop)
         return self.views[name]
 
 
