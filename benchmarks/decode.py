@@ -6,19 +6,20 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import bounds
-from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
+from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize, timed
 from benchmarks.models import WHERE, adapter_name, members, tokens
 from hf_bayes import attach
+from hf_bayes.members.few_rows import FewRows
 
 PROMPT, NEW = 64, 64
 
 
 def measure(settings: Settings) -> list[Line]:
     """The lines of this group."""
-    return [*_all_layers(settings), *_last_layer(settings)]
+    return [*_all_layers(settings), *_last_layer(settings), *_frozen_products(settings)]
 
 
 def _all_layers(settings: Settings) -> list[Line]:
@@ -59,6 +60,35 @@ def _last_layer(settings: Settings) -> list[Line]:
         Line("decode", f"{work}: KV cache", "x single", kept, limit=1.9, bound=(layers - 1 + count) / layers,
              others={"set_adapter": count}),
     ]  # fmt: skip
+
+
+def _frozen_products(settings: Settings) -> list[Line]:
+    """What decoding cannot go below on this machine: the base's linear layers alone, a row for each member."""
+    plain, lent, count = settings.subject.plain(), settings.subject.plain(), settings.num_members
+    FewRows(lent, []).install()
+    works = {"single": products(plain, 1)}
+    for rows in (count, 4 * count):
+        works |= {f"ours, {rows}": products(lent, rows), f"torch, {rows}": products(plain, rows)}
+    seconds = interleave(works, 3 * settings.rounds)
+    return [
+        compare("decode", f"the frozen linear layers of one token alone, {rows} rows",
+                {"single": seconds["single"], "ours": seconds[f"ours, {rows}"], "torch's": seconds[f"torch, {rows}"]},
+                others=("torch's",))
+        for rows in (count, 4 * count)
+    ]  # fmt: skip
+
+
+def products(model: nn.Module, rows: int) -> Work:
+    """All linear layers of a model, one after the other, each on inputs of its own width."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    like = layers[0].weight
+    inputs = {width: like.new_ones(rows, 1, width) for width in {layer.in_features for layer in layers}}
+
+    @torch.no_grad()
+    def work() -> float:
+        return timed(lambda: [layer(inputs[layer.in_features]) for layer in layers], like.device.type)
+
+    return work
 
 
 def bayesian(settings: Settings, num_members: int, where: str) -> Any:
