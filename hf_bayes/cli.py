@@ -154,7 +154,7 @@ def end_process_group() -> None:
 
 
 def parse_arguments(*types: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One object of each dataclass: ``script FILE``, ``script --config FILE [--field value ...]`` or fields alone.
+    """One object of each dataclass: ``script [--config] FILE [--field value ...]`` or fields alone.
 
     FILE is a .yaml, .yml or .json mapping of field names to values; fields given on the command line win over it.
 
@@ -165,7 +165,7 @@ def parse_arguments(*types: Any, arguments: Sequence[str] | None = None) -> tupl
         ValueError: for a file that is no mapping, or a field that no dataclass has.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml", ".json"):
+    if given and Path(given[0]).suffix in (".yaml", ".yml", ".json"):
         given = ["--config", *given]
     if "--config" in given:
         place = given.index("--config")

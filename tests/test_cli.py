@@ -73,7 +73,7 @@ def test_yaml_json_and_command_line_say_the_same(files: dict[str, str]) -> None:
 
 def test_flags_win_over_the_file(files: dict[str, str]) -> None:
     file, flags = ["--config", files["yaml"]], ["--method", "sghmc", "--learning_rate", "0.5"]
-    for given in file + flags, flags + file:
+    for given in file + flags, flags + file, file[1:] + flags:
         model, training = parse_arguments(Model, TrainingArguments, arguments=given)
         assert (model.method, training.learning_rate) == ("sghmc", 0.5)
         assert model.targets == ["q_proj", "v_proj"]
