@@ -93,6 +93,8 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         config=config,
         method=method,
         suffix=suffix,
+        predicted="token" if config["task"] in ("causal_lm", "token_classification") else "example",
+        returned=_returned(config["head"]),
         adapter=adapter,
         base="the base model" if not base else _inline(Path(base).name if local else base),
         base_is_local=local,
@@ -105,6 +107,14 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         metrics=_table(config["metrics"]),
     )
     return _HOME.sub("<local path>", str(card))
+
+
+def _returned(head: Mapping[str, Any]) -> str:
+    """What a model's output holds beside its logits."""
+    if head.get("problem_type") == "multi_label_classification":
+        return ""
+    numbers = head.get("noise_std") is not None
+    return ", .predictive_std, .epistemic_std" if numbers else ", .total, .aleatoric, .epistemic"
 
 
 def add_tags(directory: str | os.PathLike[str], tags: str | Sequence[str]) -> None:

@@ -336,6 +336,22 @@ def test_held_out_figures_are_in_the_model_index(tmp_path: Path) -> None:
     assert {result.metric_type: result.metric_value for result in results} == {"nll": 0.432, "accuracy": 0.81}
 
 
+@pytest.mark.parametrize(
+    ("head", "returned"),
+    [
+        ({}, ", .total, .aleatoric, .epistemic"),
+        ({"problem_type": "regression", "noise_std": 0.3}, ", .predictive_std, .epistemic_std"),
+        ({"problem_type": "multi_label_classification"}, ""),
+    ],
+)
+def test_card_of_examples_speaks_of_no_tokens_and_names_what_is_returned(head: dict[str, Any], returned: str) -> None:
+    posterior = draws(3, adapter=True, data_unit="token", head=head)  # "token": every single term, here an example
+    text = hub.render_card(posterior.config.to_dict(), adapter=True)
+    assert "(unit: example)" in text
+    assert "the epistemic uncertainty of every example." in text
+    assert f"outputs = model(**inputs)  # .logits{returned}\n" in text
+
+
 def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:
     posterior = draws(2, diagnostics={"converged": False, "verdict": "r_hat 1.4"})
     text = hub.render_card(posterior.config.to_dict(), adapter=False)
