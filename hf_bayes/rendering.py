@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +135,11 @@ def _flat(records: Any) -> list[Record]:
                 f"got one with {', '.join(map(repr, records)) or 'nothing'}"
             )
         return [records]
+    if not isinstance(records, Iterable) or isinstance(records, str | bytes):
+        raise ValueError(
+            'a record to render is what "bayesian-text-generation" or its score() returns, or lists of it; '
+            f"got {records!r:.100}"
+        )
     flat = [record for item in records for record in _flat(item)]
     if not flat:
         raise ValueError("no records to render")

@@ -215,6 +215,9 @@ def test_records_survive_json_on_the_way() -> None:
     [
         ({"label": "A", "score": 1.0}, {}, "a record to render has 'tokens', .* got one with 'label', 'score'"),
         ([], {}, "no records"),
+        ("The cell", {}, "a record to render is what .* returns, .* got 'The cell'"),
+        (["The cell"], {}, "a record to render is what .* returns, .* got 'The cell'"),
+        (None, {}, "a record to render is what .* returns, .* got None"),
         (record(["a"]), {"measure": "entropy"}, "measure is one of total, aleatoric, epistemic; got 'entropy'"),
         (record(["a"]), {"vmax": 0.0}, "a positive number of nats; got 0.0"),
         (record(["a"]), {"vmax": float("nan")}, "a positive number of nats; got nan"),
