@@ -198,6 +198,8 @@ class Posterior:
         Raises:
             ValueError: if an adapter differs in configuration, base, keys, shapes or dtype, naming both.
         """
+        if isinstance(directories, str | os.PathLike):
+            raise ValueError(f"from_adapters takes a list of adapters, got one path: [{os.fspath(directories)!r}]")
         if not directories:
             raise ValueError("from_adapters got 0 directories: give at least one adapter")
         adapters = [Adapter.read(directory) for directory in directories]

@@ -232,6 +232,12 @@ def test_adapters_that_differ_are_no_ensemble(adapters: list[Path], change: dict
         Posterior.from_adapters(adapters)
 
 
+def test_one_path_is_no_list_of_adapters(adapters: list[Path]) -> None:
+    for path in (adapters[0], str(adapters[0])):  # of a text the letters would be taken for ids of the Hub
+        with pytest.raises(ValueError, match=r"from_adapters takes a list of adapters, got one path: \['"):
+            Posterior.from_adapters(path)  # type: ignore[arg-type]
+
+
 def test_adapters_may_differ_in_what_does_not_touch_the_forward_pass(adapters: list[Path]) -> None:
     change = {"lora_dropout": 0.1, "init_lora_weights": False, "target_modules": ["q_proj"], "use_dora": False}
     edit_json(adapters[1] / ADAPTER_CONFIG, lambda values: values.update(change))
