@@ -32,7 +32,7 @@ from hf_bayes.spread import LocalMembers, SpreadMembers
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
 
-COMPILE_LAYERS = "for layer in model.model.layers: layer.compile()"
+COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
 
 Predicting = TypeVar("Predicting", bound=Callable[..., Any])
 

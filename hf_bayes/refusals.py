@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.model import COMPILE_LAYERS, BayesianModel
+from hf_bayes.model import BayesianModel
 from hf_bayes.training_arguments import PRECISIONS, BayesianTrainingArguments
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -61,7 +61,8 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     if args.torch_compile:
         raise ValueError(
             "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
-            f"layers in place before training: {COMPILE_LAYERS}"
+            "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
+            "model.get_base_model().model.layers)"
         )
     if args.ignore_data_skip:
         raise ValueError(

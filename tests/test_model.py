@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_bayes import spread
 from hf_bayes.attaching import attach
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.likelihood import Normal
-from hf_bayes.model import BayesianModel
+from hf_bayes.model import COMPILE_LAYERS, BayesianModel
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.subspace import initial, select
 from hf_bayes.uncertainty import Prediction, predict
@@ -617,6 +618,14 @@ def test_compiling_the_whole_is_refused_in_words(name: str) -> None:
         with pytest.raises(ValueError, match=r"cannot be compiled as a whole: .* layer.compile\(\)"):
             compiled(**batch())
         bayesian(**batch())
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-last-block"])
+def test_the_line_that_is_advised_finds_the_layers(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    layers = COMPILE_LAYERS.removeprefix("for layer in ").removesuffix(": layer.compile()")
+    with attach(model, theta, subspace=subspace) as bayesian:
+        assert attrgetter(layers.removeprefix("model."))(bayesian) is core_of(model).model.layers
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-last-block"])
