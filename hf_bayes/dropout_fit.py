@@ -45,7 +45,7 @@ def fit_mc_dropout(
         ValueError: for an adapter trained without dropout and no ``method``, or weights that have no inputs to drop.
     """
     config: Any = method or from_dict({"name": "mc_dropout", "dropout": _trained_with(model)})
-    if config.name != "mc_dropout":
+    if getattr(config, "name", None) != "mc_dropout":
         raise ValueError(
             f"method must be an MCDropoutConfig, got {type(config).__name__}: other methods need a trainer"
         )

@@ -92,7 +92,7 @@ def fit_laplace(
             not positive definite.
     """
     config: Any = METHODS["laplace"]() if method is None else method
-    if config.name != "laplace":
+    if getattr(config, "name", None) != "laplace":
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
     _refuse_to_choose(config, heldout)
     for name, given in (("data", data), ("heldout", heldout)):

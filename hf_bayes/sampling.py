@@ -250,6 +250,8 @@ def _require_finite(values: Tensor, what: str, step: int) -> None:
 
 def _check_method(method: MethodConfig, batches: Batches | None) -> None:
     """Refuse what the config asks for and ``sample`` would have to ignore."""
+    if not isinstance(method, MethodConfig):
+        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
     none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
     setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
     if setting is not None:

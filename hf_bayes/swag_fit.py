@@ -22,6 +22,8 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
     Raises:
         ValueError: for a posterior that is no draws, a chain of fewer than two, or a rank below 2.
     """
+    if not isinstance(posterior, Posterior):
+        raise ValueError(f"fit_swag takes a Posterior, as of Posterior.from_pretrained(...); got {posterior!r:.100}")
     draws, config = posterior.approximation, posterior.config
     if not isinstance(draws, Draws):
         raise ValueError(f"fit_swag needs a posterior of draws, got one of {draws.kind}: it has its Gaussian already")

@@ -326,6 +326,8 @@ def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(me
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"method": "sgld"}, r"method must be a config such as SGHMCConfig\(...\), got 'sgld'"),
+        ({"method": SGLDConfig}, r"method must be a config such as SGHMCConfig\(...\), got <class"),
         ({"method": SGLDConfig(prior_std=2.0)}, r"sample adds no prior, but sgld sets prior_std=2.0: put -log p"),
         ({"method": SGLDConfig(prior_std={".*": 1.0})}, r"sample adds no prior, but sgld sets prior_std={'"),
         ({"method": SGLDConfig(prior="laplace")}, r"sample adds no prior, but sgld sets prior='laplace'"),

@@ -204,6 +204,8 @@ def test_what_has_no_inputs_to_drop_is_refused_in_words() -> None:
         fit_mc_dropout(with_lora(tiny_gpt2()))
     with pytest.raises(ValueError, match="method must be an MCDropoutConfig, got SGHMCConfig"):
         fit_mc_dropout(with_lora(tiny_gpt2()), SGHMCConfig())
+    with pytest.raises(ValueError, match="method must be an MCDropoutConfig, got str"):
+        fit_mc_dropout(with_lora(tiny_gpt2()), "mc_dropout")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="under DoRA"):
         MCDropoutConfig().masks({**SHAPES, "q.lora_magnitude_vector.default.weight": (4,)})
     with pytest.raises(ValueError, match=r"dropout must be a finite number >= 0 and < 1, got 1\.0"):

@@ -130,6 +130,8 @@ def test_draws_of_a_run_become_a_gaussian_for_each_chain_that_saves_loads_and_pr
 
 
 def test_what_has_no_draws_to_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fit_swag takes a Posterior, .* got 'posterior'"):
+        fit_swag("posterior")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fit_swag needs a posterior of draws, got one of gaussian"):
         fit_swag(posteriors.gaussian())
     with pytest.raises(ValueError, match=r"2 draws or more of each chain, better many, got \{0: 1, 1: 1, 2: 1\}"):

@@ -622,3 +622,5 @@ def test_another_method_is_refused() -> None:
     model, data, *_ = regression()
     with pytest.raises(ValueError, match="method must be a LaplaceConfig, got SGHMCConfig"):
         fit_laplace(model, data, SGHMCConfig(), subspace="last_layer", noise_std=NOISE)
+    with pytest.raises(ValueError, match="method must be a LaplaceConfig, got str"):
+        fit_laplace(model, data, "laplace", subspace="last_layer", noise_std=NOISE)  # type: ignore[arg-type]
