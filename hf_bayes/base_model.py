@@ -15,8 +15,10 @@ from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
 from hf_bayes.subspace import Layout
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
-             "id2label", "label2id", "problem_type", "pad_token_id", "_attn_implementation")  # fmt: skip
-_HEAD = ("problem_type", "pad_token_id")
+             "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
+             "_attn_implementation")  # fmt: skip
+_HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
+"""What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
 
 
 def refuse_spread(core: nn.Module) -> None:

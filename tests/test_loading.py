@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.loading import load_tokenizer, unwrapped
 from hf_bayes.samplers.sghmc import SGHMCConfig
-from tests.models import batch, tiny_llama, tiny_tokenizer, with_lora
+from tests.models import EOS, batch, tiny_llama, tiny_tokenizer, with_lora
 from tests.runs import trainer
 
 LOAD = """
@@ -108,6 +109,17 @@ def test_modules_that_an_adapter_copied_are_the_models_own_again() -> None:
     model.base_model.model.lm_head.modules_to_save["default"].weight.data.zero_()
     assert unwrapped(model) is base
     assert all(module is modules[name] for name, module in base.named_modules())
+
+
+def test_special_tokens_that_a_run_took_from_its_tokenizer_are_no_other_base(tmp_path: Path) -> None:
+    tiny_llama(eos_token_id=7).save_pretrained(tmp_path / "base")
+    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    run = trainer(tmp_path / "posterior", MAPConfig(), model=model, processing_class=tiny_tokenizer())
+    run.train()
+    run.save_model()
+    assert run.bayesian.core.config.eos_token_id == EOS
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
+    assert loaded.core.config.eos_token_id == EOS
 
 
 @pytest.mark.reliability("F7")
