@@ -104,6 +104,29 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return problems
 
 
+def head_differences(head: dict[str, Any], config: Any) -> list[str]:
+    """In words, what of a classifier's ``config`` would have its outputs read in another way than ``head`` says.
+
+    Labels that nobody has named are no other labels.
+    """
+    if "labels" not in head:
+        return []
+    labels, problems = head["labels"], []
+    found_labels = [config.id2label[index] for index in range(config.num_labels)]
+    if found_labels not in (labels, [f"LABEL_{index}" for index in range(len(labels))]):
+        problems.append(f"the labels {found_labels}, expected {labels}")
+    found, expected = (
+        problem or ("regression" if len(labels) == 1 else "single_label_classification")
+        for problem in (getattr(config, "problem_type", None), head.get("problem_type"))
+    )
+    if found != expected:
+        problems.append(f"the problem_type {found!r}, expected {expected!r}")
+    pad = getattr(config, "pad_token_id", None)
+    if head.get("pad_token_id") not in (None, pad):
+        problems.append(f"the pad_token_id {pad}, expected {head['pad_token_id']}")
+    return problems
+
+
 def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     """The content of the adapter_config.json that peft would write; None for a model without an adapter."""
     if not isinstance(model, PeftModel):

@@ -71,6 +71,12 @@ def load(
                 f"{directory_or_repo} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
                 "as base_model=, or pass check_base=False if you know that the difference does not matter"
             )
+        if problems := base.head_differences(posterior.config.head, core.config):
+            raise ValueError(
+                f"the base model given for {directory_or_repo} has a config with {'; '.join(problems)}: set that "
+                "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
+                "that the difference does not matter"
+            )
     if dtype is not None and dtype != "auto":
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         model = model if wanted == recorded else model.to(wanted)

@@ -17,6 +17,7 @@ from hf_bayes.base_model import (
     describe_head,
     differences,
     fingerprint_tokenizer,
+    head_differences,
     head_settings,
 )
 from hf_bayes.fingerprint import MAX_ELEMENTS, fingerprint_json, fingerprint_tensors
@@ -148,6 +149,26 @@ def test_the_settings_of_a_head_survive_a_round_trip() -> None:
     assert head_settings(json.loads(json.dumps(head)))["id2label"] == {0: "no", 1: "yes"}
     assert describe_head(tiny_bert(num_labels=1), 0.5)["noise_std"] == 0.5
     assert "labels" not in describe_head(tiny_llama(), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"problem_type": "multi_label_classification"}, "'multi_label_classification', expected 'single_label"),
+        ({"id2label": {0: "yes", 1: "no"}}, "['yes', 'no'], expected ['no', 'yes']"),
+        ({"pad_token_id": None}, "pad_token_id None, expected 0"),
+    ],
+)
+def test_a_config_that_reads_outputs_in_another_way_is_told(change: dict[str, Any], words: str) -> None:
+    model = tiny_bert(num_labels=2, id2label={0: "no", 1: "yes"})
+    head = describe_head(model, None)
+    assert head_differences(head, model.config) == []
+    assert head_differences({**head, "problem_type": "single_label_classification"}, model.config) == []
+    assert head_differences(head, tiny_bert(num_labels=2).config) == []  # nobody has named its labels
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    (problem,) = head_differences(head, model.config)
+    assert words in problem
 
 
 def test_adapter_config_is_what_peft_would_write(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 from hf_bayes.artifact import Posterior
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.classification import BayesianModelForSequenceClassification
+from hf_bayes.likelihood import Bernoulli
 from hf_bayes.loading import load_tokenizer, unwrapped
 from hf_bayes.samplers.sghmc import SGHMCConfig
-from tests.models import EOS, batch, tiny_llama, tiny_tokenizer, with_lora
-from tests.runs import trainer
+from tests.models import EOS, batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.runs import label_rows, trainer
 
 LOAD = """
 import sys, torch
@@ -120,6 +122,22 @@ def test_special_tokens_that_a_run_took_from_its_tokenizer_are_no_other_base(tmp
     assert run.bayesian.core.config.eos_token_id == EOS
     loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
     assert loaded.core.config.eos_token_id == EOS
+
+
+def test_a_lent_model_that_would_read_its_outputs_in_another_way_is_refused(tmp_path: Path) -> None:
+    several = {"problem_type": "multi_label_classification"}
+    rows = [
+        {"input_ids": row["input_ids"], "labels": [float(row["label"] == 0), float(row["label"] == 1)]}
+        for row in label_rows()
+    ]
+    run = trainer(tmp_path, MAPConfig(), model=with_lora(tiny_bert(num_labels=2, **several)), train=rows)
+    run.train()
+    run.save_model()
+    with pytest.raises(ValueError, match="'single_label_classification', expected 'multi_label_classification'"):
+        BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=tiny_bert(num_labels=2))
+    right = tiny_bert(num_labels=2, **several)
+    loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=right)
+    assert loaded.likelihood == Bernoulli()
 
 
 @pytest.mark.reliability("F7")
