@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     verdict = config["diagnostics"].get("verdict") or "not assessed"
-    figure.suptitle(f"{config['method']['name']}: {_wrapped(verdict)}", fontsize=10)
+    # 14 letters of this size go into an inch
+    figure.suptitle(_wrapped(f"{config['method']['name']}: {verdict}", width=60 * columns), fontsize=10)
     return figure
 
 
@@ -289,9 +291,9 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.4g}"
 
 
-def _wrapped(text: str, width: int = 110) -> str:
+def _wrapped(text: str, width: int) -> str:
     lines: list[str] = []
-    for part in text.split("; "):
+    for part in (line for sentence in text.split("; ") for line in textwrap.wrap(sentence, width)):
         fits = lines and len(lines[-1]) + len(part) + 2 <= width
         lines = [*lines[:-1], f"{lines[-1]}; {part}"] if fits else [*lines, part]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from torch import Tensor
 from transformers import default_data_collator
@@ -586,3 +587,15 @@ def test_an_adaptive_proposal_at_its_cap_is_told_of(tmp_path: Path) -> None:
     found = run(tmp_path, AGPSConfig(num_chains=2, draws_per_chain=4), learning_rate=1e-3).posterior.config.diagnostics
     assert min(found["capped"]) > 0.05
     assert "are at the cap of the proposal's standard deviation" in found["verdict"]
+
+
+@pytest.mark.parametrize("length", [3, 12, 40])
+def test_a_long_verdict_stays_within_the_figure(length: int) -> None:
+    verdict = "; ".join([" ".join(["positions"] * length), "no R-hat"])
+    found = {"verdict": verdict, "unmoved": [0.0, 0.0]}
+    figure = plot({"method": {"name": "sghmc"}, "diagnostics": found}, {})
+    assert figure is not None
+    (title,) = figure.texts
+    box = title.get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert box.width <= figure.bbox.width
+    assert title.get_text().split() == f"sghmc: {verdict}".split()
