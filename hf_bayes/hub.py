@@ -93,9 +93,10 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         config=config,
         method=method,
         suffix=suffix,
-        predicted="token" if config["task"] in ("causal_lm", "token_classification") else "example",
-        returned=_returned(config["head"]),
         adapter=adapter,
+        answers=_answers(config["task"], config["head"]),
+        unit="token" if config["task"] in ("causal_lm", "token_classification") else "example",
+        noise_std=_inline(config["head"].get("noise_std")),
         base="the base model" if not base else _inline(Path(base).name if local else base),
         base_is_local=local,
         repo_id=repo_id or "user/this-posterior",
@@ -107,14 +108,6 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         metrics=_table(config["metrics"]),
     )
     return _HOME.sub("<local path>", str(card))
-
-
-def _returned(head: Mapping[str, Any]) -> str:
-    """What a model's output holds beside its logits."""
-    if head.get("problem_type") == "multi_label_classification":
-        return ""
-    numbers = head.get("noise_std") is not None
-    return ", .predictive_std, .epistemic_std" if numbers else ", .total, .aleatoric, .epistemic"
 
 
 def add_tags(directory: str | os.PathLike[str], tags: str | Sequence[str]) -> None:
@@ -209,6 +202,14 @@ def _download(
             f"{source} is no directory here, and the Hub did not give it: {error}. "
             "Check the name, the token and the network"
         ) from error
+
+
+def _answers(task: str, head: Mapping[str, Any]) -> str:
+    """What the model predicts: "classes" (words among them), several "labels", or "numbers"."""
+    if "noise_std" in head:
+        return "numbers"
+    several = task != "token_classification" and head.get("problem_type") == "multi_label_classification"
+    return "labels" if several else "classes"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

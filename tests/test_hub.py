@@ -265,6 +265,8 @@ def cards() -> dict[str, Posterior]:
         "plain": draws(3, task="causal_lm"),
         "tagger": draws(3, adapter=True, task="token_classification", head={"labels": ["O", "B", "I"]}),
         "images": draws(3, task="image_classification"),
+        "numbers": draws(3, adapter=True, head={"labels": ["LABEL_0"], "noise_std": 0.5}),
+        "labels": draws(3, head={"labels": ["a", "b"], "problem_type": "multi_label_classification"}),
         "gaussian": gaussian(adapter=True, method={"name": "mean_field", "temperature": 1.0}),
         "bare": draws(1, diagnostics={}, metrics={}, num_data=None, prior={}, method={"name": "map"}),
     }
@@ -330,26 +332,33 @@ def test_card_names_what_loads_its_task(task: str, tag: str, suffix: str) -> Non
     assert hasattr(hf_bayes, f"BayesianModel{suffix}")
 
 
+@pytest.mark.parametrize(
+    ("head", "says", "keeps_silent_of"),
+    [
+        ({"labels": ["no", "yes"]}, [".total, .aleatoric, .epistemic", "cannot exceed log(3) nats"], ["epistemic_std"]),
+        (
+            {"problem_type": "regression", "labels": ["LABEL_0"], "noise_std": 0.5},
+            ["average of the members' numbers", ".predictive_std, .epistemic_std", "noise_std = 0.5"],
+            [".aleatoric", "log(3)", "every token"],
+        ),
+        (
+            {"problem_type": "multi_label_classification", "labels": ["a", "b"]},
+            ["average of the members' probabilities.", "# .logits\n"],
+            [".aleatoric", "log(3)", "epistemic_std", "every token"],
+        ),
+    ],
+)
+def test_card_promises_what_its_head_answers(head: dict[str, Any], says: list[str], keeps_silent_of: list[str]) -> None:
+    text = hub.render_card(draws(3, adapter=True, head=head).config.to_dict(), adapter=True)
+    assert [words for words in says if words not in text] == []
+    assert [words for words in keeps_silent_of if words in text] == []
+    assert not re.search(r"\n\n\n", text)
+
+
 def test_held_out_figures_are_in_the_model_index(tmp_path: Path) -> None:
     draws(2).save_pretrained(tmp_path)
     results = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {"nll": 0.432, "accuracy": 0.81}
-
-
-@pytest.mark.parametrize(
-    ("head", "returned"),
-    [
-        ({}, ", .total, .aleatoric, .epistemic"),
-        ({"problem_type": "regression", "noise_std": 0.3}, ", .predictive_std, .epistemic_std"),
-        ({"problem_type": "multi_label_classification"}, ""),
-    ],
-)
-def test_card_of_examples_speaks_of_no_tokens_and_names_what_is_returned(head: dict[str, Any], returned: str) -> None:
-    posterior = draws(3, adapter=True, data_unit="token", head=head)  # "token": every single term, here an example
-    text = hub.render_card(posterior.config.to_dict(), adapter=True)
-    assert "(unit: example)" in text
-    assert "the epistemic uncertainty of every example." in text
-    assert f"outputs = model(**inputs)  # .logits{returned}\n" in text
 
 
 def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:
