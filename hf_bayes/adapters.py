@@ -111,6 +111,12 @@ class Adapter:
         if config.get("peft_type") != "LORA" or config.get("use_dora"):
             kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
             raise ValueError(f"{source} is a {kind} adapter: an ensemble can be made of LoRA adapters")
+        for field in ("trainable_token_indices", "target_parameters"):
+            if config.get(field):
+                raise ValueError(
+                    f"{source} has {field}={config[field]!r:.100} beside its LoRA on layers: members have factors of "
+                    "layers and modules_to_save only"
+                )
         modules = config.get("modules_to_save") or []
         if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
             raise ValueError(

@@ -220,7 +220,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _table(values: Mapping[str, Any], skip: Sequence[str] = ()) -> dict[str, str]:
-    return {_inline(key): _inline(value) for key, value in _flat(values).items() if key not in skip}
+    found = {key: value for key, value in _flat(values).items() if key not in skip and value is not None}
+    return {_inline(key): _inline(value) for key, value in found.items()}
 
 
 def _inline(value: Any) -> str:
@@ -229,8 +230,8 @@ def _inline(value: Any) -> str:
         return "not defined"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, list) and len(value) > 8:
-        value = f"{len(value)} values"
+    if isinstance(value, list):
+        value = f"{len(value)} values" if len(value) > 8 else ", ".join(map(_inline, value))
     return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -87,8 +87,10 @@ def prior_predictive(
         subspace: see ``subspace.select``.
         seed: of the draws.
     Raises:
-        ValueError: for a model without classes.
+        ValueError: for a model without classes, or a method that is no config.
     """
+    if not isinstance(method, MethodConfig):
+        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
     with attach(model, subspace=subspace) as bayesian:
         if not isinstance(bayesian.likelihood, Categorical):
             kind = type(bayesian.likelihood).__name__

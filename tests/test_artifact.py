@@ -224,6 +224,8 @@ def adapters(tmp_path: Path) -> list[Path]:
         ({"use_rslora": True}, "different adapters: use_rslora"),
         ({"use_dora": True}, "DoRA adapter"),
         ({"peft_type": "IA3"}, "IA3 adapter"),
+        ({"trainable_token_indices": [3, 5]}, r"trainable_token_indices=\[3, 5\] beside its LoRA on layers"),
+        ({"target_parameters": ["experts.weight"]}, "target_parameters=.* factors of layers and modules_to_save only"),
     ],
 )
 def test_adapters_that_differ_are_no_ensemble(adapters: list[Path], change: dict[str, Any], message: str) -> None:

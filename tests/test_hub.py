@@ -313,6 +313,21 @@ def test_card_tells_method_data_diagnostics_and_metrics() -> None:
         assert expected in text, expected
 
 
+def test_card_shows_few_digits_and_nothing_that_is_not_there() -> None:
+    found = {
+        "distance": [0.7421258687973022, 12.0],
+        "penalty": None,
+        "chains": list(range(9)),
+        "verdict": "chains agree",
+    }
+    posterior = draws(3, adapter=True, diagnostics=found, data_unit="token", num_data=10)
+    text = hub.render_card(posterior.config.to_dict(), adapter=True)
+    assert "| distance | 0.7421, 12 |" in text
+    assert "| chains | 9 values |" in text
+    assert "penalty" not in text
+    assert "| N | 10 (unit: example) |" in text  # a term of this head is an example
+
+
 @pytest.mark.parametrize(
     ("task", "tag", "suffix"),
     [

@@ -76,3 +76,8 @@ def test_a_model_without_classes_is_refused_and_given_back() -> None:
         prior_predictive(model, label_rows(2), METHOD, subspace="last_layer")
     assert type(model.classifier).__name__ == "Linear"
     assert "forward" not in vars(model.classifier)
+
+
+def test_a_name_is_no_method() -> None:
+    with pytest.raises(ValueError, match=r"method must be a config such as SGHMCConfig.*got 'sghmc'"):
+        prior_predictive(tiny_bert(), label_rows(2), "sghmc")  # type: ignore[arg-type]
