@@ -73,7 +73,11 @@ class BayesianTrainingArguments(TrainingArguments):
         },
     )
     noise_std: float | None = field(
-        default=None, metadata={"help": "Standard deviation of the labels' noise; required for regression heads."}
+        default=None,
+        metadata={
+            "help": "Standard deviation of the labels' noise, in their units; required for regression heads. Labels far "
+            "from 0 are best standardised: a fresh head begins there."
+        },
     )
 
     private_rows: bool = field(
