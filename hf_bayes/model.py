@@ -175,8 +175,13 @@ class BayesianModel(PreTrainedModel):
         Args:
             group: a process group; None means all processes.
         Raises:
-            ValueError: if the members cannot be dealt out evenly.
+            ValueError: if the members cannot be dealt out evenly, or this process was not launched with others.
         """
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise ValueError(
+                "members are spread over the processes of a launch, and this one has no process group: start it with "
+                "accelerate launch or torchrun, and make an accelerate PartialState() first"
+            )
         spread = SpreadMembers(group)
         if len(self.theta) % spread.size:
             raise ValueError(

@@ -152,11 +152,14 @@ class BayesianTextGenerationPipeline(TextGenerationPipeline):
             batch_size: texts at a time; None takes the pipeline's, else 1.
             tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
         Raises:
-            ValueError: for a text of fewer than two tokens.
+            ValueError: for a text of fewer than two tokens, and for what is no text.
         """
         if isinstance(texts, str):
             return self.score([texts], batch_size=1, **tokenizer_kwargs)[0]
-        texts, size, records = list(texts), batch_size or self._batch_size or 1, []
+        texts = list(texts) if isinstance(texts, Iterable) else [texts]
+        if odd := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
+        size, records = batch_size or self._batch_size or 1, []
         for start in range(0, len(texts), size):
             records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
         return records

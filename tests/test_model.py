@@ -725,3 +725,8 @@ def test_both_kinds_of_model_say_what_they_are() -> None:
             assert isinstance(bayesian, BayesianModelForCausalLM) == (name not in CLASSIFIERS)
             assert bayesian.num_members == 3
             assert bayesian.core is core_of(model)
+
+
+def test_members_are_not_spread_over_processes_that_nobody_launched() -> None:
+    with attach(with_lora(tiny_llama())) as model, pytest.raises(ValueError, match="start it with accelerate launch"):
+        model.spread_members()

@@ -321,6 +321,12 @@ def test_a_text_of_one_token_cannot_be_scored(generate: BayesianTextGenerationPi
         generate.score(["the cell", "A"], batch_size=2)
 
 
+@pytest.mark.parametrize("texts", [None, ["the cell", 7], [["the", "cell"]]])
+def test_what_is_no_text_cannot_be_scored(generate: BayesianTextGenerationPipeline, texts: Any) -> None:
+    with pytest.raises(ValueError, match=r"score takes a string or strings, got (None|7|\['the', 'cell'\])"):
+        generate.score(texts)
+
+
 # -- classification -------------------------------------------------------------------------------------------------
 
 
