@@ -277,6 +277,13 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
                 f"sample takes burn_in and thin as its own arguments and would ignore {name}="
                 f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
             )
+    of_names = {"targets": None, "preconditioner": "identity"}
+    setting = next((name for name, default in of_names.items() if getattr(method, name, default) != default), None)
+    if setting is not None:
+        raise ValueError(
+            f"sample's theta is one tensor without a name, but {method.name} sets {setting}="
+            f"{getattr(method, setting)!r}, which tells tensors apart: leave {setting} out, or use BayesianTrainer"
+        )
     if method.full_batch and batches is not None:
         raise ValueError(
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "

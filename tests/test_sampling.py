@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.baselines.map import MAPConfig
+from hf_bayes.baselines.mc_dropout import MCDropoutConfig
 from hf_bayes.config import MethodConfig
 from hf_bayes.mcmc.gps import GPSConfig
 from hf_bayes.mcmc.hmc import HMCConfig
@@ -336,6 +337,14 @@ def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(me
         ({"method": SGLDConfig(burn_in=5)}, r"would ignore burn_in=5 of sgld: leave it out of the config"),
         ({"method": SGLDConfig(thin=5)}, r"would ignore thin=5 of sgld"),
         ({"method": SGLDConfig(draws_per_chain=5)}, r"would ignore draws_per_chain=5 of sgld"),
+        (
+            {"method": MCDropoutConfig(targets="q_proj")},
+            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave targets out, or use Bayes",
+        ),
+        (
+            {"method": SGHMCConfig(preconditioner="layerwise", preconditioner_batches=1), "thin": 5},
+            r"one tensor without a name, but sghmc sets preconditioner='layerwise', .* leave preconditioner out",
+        ),
         ({"method": SGLDConfig(warm_start_steps=3)}, r"warm_start_steps=3 count as burn-in, which is 0 of 10 updates"),
         ({"num_steps": 0}, r"num_steps must be an integer >= 1, got 0"),
         ({"num_steps": 10.0}, r"num_steps must be an integer >= 1, got 10.0"),
