@@ -97,6 +97,8 @@ def sample(
     """
     _check_energy(energy)
     _check_method(method, batches)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
     _check_batches(method, batches, batches_per_step, batch_fraction)
     start = _starts(theta, method, seed)
     burned = _burn_in(burn_in, num_steps)
@@ -187,16 +189,21 @@ class _Energy:
                 return Evaluation(-value, None, batch_log_lik=columns)
             if not value.requires_grad:
                 raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
-            (grad,) = torch.autograd.grad(value.sum(), leaf)
+            (grad,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True)
+            if grad is None:
+                raise ValueError(
+                    "energy must depend on theta: what it returned has a gradient, but of other tensors only. Compute "
+                    "it from the theta it is called with"
+                )
         return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
     def _value(self, theta: Tensor, batch: Any) -> Tensor:
         value = self.energy(theta, batch)
-        if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
-            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.shape != theta.shape[:1] or not value.is_floating_point():
+            got = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"energy must return one number per chain, a tensor of shape [{len(theta)}] for theta "
-                f"{list(theta.shape)}; got {got}: sum over everything but the first axis"
+                f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
+                f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
             )
         return value
 
@@ -292,9 +299,11 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
 
 
 def _check_energy(energy: Energy) -> None:
+    if not callable(energy):
+        raise ValueError(f"energy must be a function of (theta, batch), got {energy!r:.100}")
     try:
         signature = inspect.signature(energy)
-    except (TypeError, ValueError):  # not callable, or written in another language
+    except (TypeError, ValueError):  # written in another language
         return
     try:
         signature.bind(None, None)
@@ -323,6 +332,8 @@ def _check_batches(
 
 def _starts(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
     """[M, d], a fresh tensor."""
+    if not isinstance(theta, Tensor):
+        raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
     if theta.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"theta must be float32 or float64, got {theta.dtype}: lower precision rounds the noise of an update away"
@@ -372,7 +383,7 @@ def _positive(value: Any) -> bool:
 def _burn_in(burn_in: float, num_steps: int) -> int:
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
-    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in == int(burn_in)))
+    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in % 1 == 0))
     if isinstance(burn_in, bool) or not whole:
         raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
     return burn_in_steps(burn_in, num_steps)
@@ -396,7 +407,11 @@ def _cycle(batches: Batches) -> Iterator[Any]:
         raise ValueError(f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list")
     for passes in itertools.count():
         empty = True
-        for batch in batches() if callable(batches) else batches:
+        found = batches() if callable(batches) else batches
+        if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
+            whose = f"a function that returned {found!r:.100}" if callable(batches) else f"{found!r:.100}"
+            raise ValueError(f"batches must be an iterable of batches or a function that returns one, got {whose}")
+        for batch in found:
             empty = False
             yield batch
         if empty:

@@ -356,9 +356,15 @@ def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(me
         ({"burn_in": -1}, r"burn_in must be a fraction in \[0, 1\) or a number of updates, got -1"),
         ({"burn_in": 2.5}, r"burn_in must be a fraction .*, got 2.5"),
         ({"burn_in": math.nan}, r"burn_in must be a fraction .*, got nan"),
+        ({"burn_in": math.inf}, r"burn_in must be a fraction .*, got inf"),
         ({"burn_in": 10}, r"would collect 0 draws: 10 updates, the first 10 of them burn-in"),
         ({"thin": 11}, r"would collect 0 draws: 10 updates, .* one draw per 11"),
         ({"thin": 0}, r"thin must be an integer >= 1, got 0"),
+        ({"seed": None}, r"seed must be an integer, got None"),
+        ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
+        ({"batches": 3}, r"batches must be an iterable of batches or a function that returns one, got 3"),
+        ({"batches": lambda: None}, r"a function that returns one, got a function that returned None"),
+        ({"theta": [[1.0, 2.0]]}, r"theta must be a tensor \[M, d\] or \[d\], got list"),
         ({"theta": torch.ones(2, 3, 4)}, r"theta must be \[M, d\] or \[d\] .*, got shape \[2, 3, 4\]"),
         ({"theta": torch.ones(0, 3)}, r"theta must be \[M, d\] or \[d\] .*, got shape \[0, 3\]"),
         ({"theta": torch.ones(2, 3, dtype=torch.bfloat16)}, r"theta must be float32 or float64, got torch.bfloat16"),
@@ -381,13 +387,22 @@ def test_bad_arguments_are_refused_before_the_first_update(changes: dict[str, An
 @pytest.mark.parametrize(
     ("energy", "message"),
     [
-        (lambda theta, batch: theta.square().sum(), r"a tensor of shape \[2\] for theta \[2, 3\]; got \[\]: sum over"),
-        (lambda theta, batch: theta.square(), r"a tensor of shape \[2\] for theta \[2, 3\]; got \[2, 3\]"),
+        (
+            lambda theta, batch: theta.square().sum(),
+            r"tensor of shape \[2\] for theta \[2, 3\]; got \[\] of .*: sum over",
+        ),
+        (lambda theta, batch: theta.square(), r"tensor of shape \[2\] for theta \[2, 3\]; got \[2, 3\] of"),
+        (None, r"energy must be a function of \(theta, batch\), got None"),
+        (lambda theta, batch: theta.sum(1).long(), r"one real number per chain, a floating-point .* of torch.int64"),
+        (
+            lambda theta, batch: torch.ones(2, requires_grad=True),
+            r"energy must depend on theta: .* a gradient, but of other tensors only",
+        ),
         (
             lambda theta: bowl(theta, None),
             r"energy\(theta, batch\), .* a function of \(theta\) \(too many",
         ),
-        (lambda theta, batch: 1.0, r"one number per chain, .* got float"),
+        (lambda theta, batch: 1.0, r"one real number per chain, .* got float"),
         (lambda theta, batch: bowl(theta.detach(), batch), r"energy must be differentiable in theta"),
     ],
 )
