@@ -36,7 +36,8 @@ class SampleResult:
     """What a run leaves.
 
     Attributes:
-        draws: [M, S, d].
+        draws: [M, S, d] where the chains were; of ``mean_field``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the
+            average or the weights without masks, which have no spread of the posterior: take ``approximation``.
         approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``.
         info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
         state: the last state (a NamedTuple of tensors).
