@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def sample(
     """
     _check_energy(energy)
     _check_method(method, batches)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
     _check_batches(method, batches, batches_per_step, batch_fraction)
     start = _starts(theta, method, seed)
