@@ -46,7 +46,7 @@ class EvaluationMixin(AnyTrainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._statistics, self._member_log_lik = [], None
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self._statistics:
+        if any(len(batch["nll"]) for batch in self._statistics):  # else nothing can be said: no labels, or all -100
             self._member_log_lik = self._pop_members()
             metrics = summarise(
                 {

@@ -158,6 +158,15 @@ class SavingMixin(AnyTrainer):
             self._risk = self._asymptote()
         metrics = self._evaluated
         sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
+            self._warn(
+                "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "
+                "(dataloader_drop_last leaves out a batch that is not full), no labels, or all of them are -100",
+                "".join(f" {name[:-1]!r}" for name in empty if name),
+            )
+        sets = [name for name in sets if name not in empty]
+        if not sets:
+            return posterior
         names = [name + metric for name in sets for metric in _KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
         point = self._map_estimate(posterior)
