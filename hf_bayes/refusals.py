@@ -64,6 +64,12 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
             "model.get_base_model().model.layers)"
         )
+    if args.bf16_full_eval or args.fp16_full_eval:
+        raise ValueError(
+            "bf16_full_eval and fp16_full_eval are refused: an evaluation outside of training would round the model's "
+            "weights for good, and a later run would sample the posterior of another model. Set bf16=True, which "
+            "evaluates in bf16 and leaves them as they are"
+        )
     if args.ignore_data_skip:
         raise ValueError(
             "ignore_data_skip is refused: a resumed run would begin its epoch again, and be another run. Leave it out"
