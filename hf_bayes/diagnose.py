@@ -241,7 +241,8 @@ def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> Non
                   label=f"C(∞) = {limit:.4f}, s.e. {risk['std_error']:.4f}")  # fmt: skip
     marks = [mark for mark in (1, 2, 4, 8) if mark < len(sizes)]
     axis.set_xticks([0, *(1 / mark for mark in marks)], ["∞", *map(str, marks)])
-    axis.set_title("held-out NLL of S members", fontsize=9)
+    of = f" ({risk['eval_set']})" if "eval_set" in risk else ""
+    axis.set_title(f"held-out NLL of S members{of}", fontsize=9)
     axis.set_xlabel(f"S, to {len(sizes)} (spaced as 1 / S)")
     axis.set_ylabel("nats per term")
     axis.legend(fontsize=7)

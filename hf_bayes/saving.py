@@ -184,9 +184,11 @@ class SavingMixin(AnyTrainer):
         config = dataclasses.replace(posterior.config, metrics=found)
         if self._risk is None:
             return dataclasses.replace(posterior, config=config)
-        limit = {"limit_nll": self._risk["limit"], "limit_nll_std_error": self._risk["std_error"]}
+        last = sets[-1]  # of several, the one that was evaluated last
+        limit = {f"{last}limit_nll": self._risk["limit"], f"{last}limit_nll_std_error": self._risk["std_error"]}
         config = dataclasses.replace(config, metrics=found | limit)
-        return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": self._risk})
+        risk = {**self._risk, "eval_set": last[:-1]} if last else self._risk
+        return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
 
     def _compare(self, name: str, nll: float, map_nll: float) -> None:
         self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", f" ({name[:-1]})" if name else "", nll, map_nll)

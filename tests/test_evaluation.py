@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import EvalPrediction, TrainerCallback
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.diagnose import plot
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests import runs
 from tests.models import tiny_bert, tiny_llama, with_lora
@@ -306,10 +307,16 @@ def test_figures_that_a_save_makes_for_itself_reach_nobody_else(tmp_path, severa
     logged = len(trainer.state.log_history)
     trainer.save_model()
     assert (watch.told, seen, len(trainer.state.log_history)) == ([], [], logged)
-    kept = Posterior.from_pretrained(tmp_path).config.metrics
+    loaded = Posterior.from_pretrained(tmp_path)
+    kept, risk = loaded.config.metrics, loaded.trace["risk"]
     sets = ["first_", "second_"] if several else [""]
     assert all(np.isfinite(kept[f"{name}map_nll"]) for name in sets)
-    assert np.isfinite(kept["limit_nll"])  # of 8 members
+    assert [name for name in kept if name.endswith("limit_nll")] == [f"{sets[-1]}limit_nll"]  # of the last set only
+    assert kept[f"{sets[-1]}limit_nll"] == risk["limit"]  # of 8 members
+    assert risk["risks"][-1] == pytest.approx(kept[f"{sets[-1]}nll"], rel=1e-6)
+    assert risk.get("eval_set", "") == sets[-1][:-1]
+    titles = [axis.get_title() for axis in plot(loaded.config.to_dict(), loaded.trace).axes]
+    assert f"held-out NLL of S members{' (second)' if several else ''}" in titles
     found = trainer.evaluate()
     for name in [name + metric for name in sets for metric in METRICS]:
         assert kept[name] == pytest.approx(found[f"eval_{name}"], rel=1e-6)
