@@ -286,12 +286,17 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
                 f"sample takes burn_in and thin as its own arguments and would ignore {name}="
                 f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
             )
-    of_names = {"targets": None, "preconditioner": "identity"}
-    setting = next((name for name, default in of_names.items() if getattr(method, name, default) != default), None)
-    if setting is not None:
+    targets = getattr(method, "targets", None)
+    if targets is not None:
         raise ValueError(
-            f"sample's theta is one tensor without a name, but {method.name} sets {setting}="
-            f"{getattr(method, setting)!r}, which tells tensors apart: leave {setting} out, or use BayesianTrainer"
+            f"sample's theta is one tensor without a name, but {method.name} sets targets={targets!r}, which are chosen "
+            "by name: leave targets out, or use BayesianTrainer"
+        )
+    if getattr(method, "preconditioner", None) == "layerwise":
+        warnings.warn(
+            "preconditioner='layerwise' finds a mass for each tensor relative to the others, and sample's theta is one "
+            "tensor: its mass is 1, and the updates in which it is measured do not move. Leave preconditioner out",
+            stacklevel=3,
         )
     if method.full_batch and batches is not None:
         raise ValueError(

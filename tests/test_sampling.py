@@ -341,10 +341,6 @@ def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(me
             {"method": MCDropoutConfig(targets="q_proj")},
             r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave targets out, or use Bayes",
         ),
-        (
-            {"method": SGHMCConfig(preconditioner="layerwise", preconditioner_batches=1), "thin": 5},
-            r"one tensor without a name, but sghmc sets preconditioner='layerwise', .* leave preconditioner out",
-        ),
         ({"method": SGLDConfig(warm_start_steps=3)}, r"warm_start_steps=3 count as burn-in, which is 0 of 10 updates"),
         ({"num_steps": 0}, r"num_steps must be an integer >= 1, got 0"),
         ({"num_steps": 10.0}, r"num_steps must be an integer >= 1, got 10.0"),
@@ -474,3 +470,10 @@ def test_the_comparison_with_hmc_catches_a_wrong_temperature_and_wrong_data(refe
     assert errors(SGHMCConfig(temperature=0.8), reference)[1] > STD_TOLERANCE
     spoilt = torch.cat([torch.zeros(20), LABELS[20:]])
     assert errors(SGHMCConfig(), reference, spoilt)[0] > MEAN_TOLERANCE
+
+
+def test_masses_of_one_tensor_are_warned_of() -> None:
+    method = SGHMCConfig(preconditioner="layerwise", preconditioner_batches=1)
+    with pytest.warns(UserWarning, match="sample's theta is one tensor: its mass is 1, and the updates in which it is"):
+        sample(lambda theta, batch: 0.5 * theta.square().sum(1), torch.ones(2, 3), method, num_steps=10, thin=5,
+               learning_rate=0.1, num_data=1)  # fmt: skip
