@@ -64,6 +64,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
             "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
             "model.get_base_model().model.layers)"
         )
+    if SchedulerType(args.lr_scheduler_type) is SchedulerType.REDUCE_ON_PLATEAU:
+        raise ValueError(
+            "lr_scheduler_type='reduce_lr_on_plateau' is refused: the steps of the chains would follow held-out rows, "
+            "which a posterior must not have seen. Take a schedule of the step number, such as 'cosine'"
+        )
     if args.bf16_full_eval or args.fp16_full_eval:
         raise ValueError(
             "bf16_full_eval and fp16_full_eval are refused: an evaluation outside of training would round the model's "

@@ -289,8 +289,8 @@ def _check_method(method: MethodConfig, batches: Batches | None) -> None:
     targets = getattr(method, "targets", None)
     if targets is not None:
         raise ValueError(
-            f"sample's theta is one tensor without a name, but {method.name} sets targets={targets!r}, which are chosen "
-            "by name: leave targets out, or use BayesianTrainer"
+            f"sample's theta is one tensor without a name, but {method.name} sets targets={targets!r}, which are "
+            "chosen by name: leave targets out, or use BayesianTrainer"
         )
     if getattr(method, "preconditioner", None) == "layerwise":
         warnings.warn(

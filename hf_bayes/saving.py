@@ -191,12 +191,13 @@ class SavingMixin(AnyTrainer):
         return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
 
     def _compare(self, name: str, nll: float, map_nll: float) -> None:
-        self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", f" ({name[:-1]})" if name else "", nll, map_nll)
+        of = f" ({name[:-1]})" if name else ""
+        self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", of, nll, map_nll)
         if nll > map_nll:
             self._warn(
-                "the posterior's held-out NLL %.4f is worse than a MAP estimate's %.4f: train longer, lower "
+                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f: train longer, lower "
                 "temperature or prior_std, or use the MAP estimate",
-                nll, map_nll,
+                of, nll, map_nll,
             )  # fmt: skip
 
     def _map_estimate(self, posterior: Posterior) -> Tensor | None:

@@ -32,7 +32,7 @@ from hf_bayes.subspace import select
 
 SETTINGS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps",
-    "seed", "data_seed", "num_data", "data_unit", "bf16",
+    "seed", "data_seed", "num_data", "data_unit", "minibatch", "bf16",
 )  # fmt: skip
 """Training arguments that the results depend on, beside the rows of an update."""
 

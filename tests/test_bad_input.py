@@ -291,6 +291,12 @@ REFUSED = [
     Refused("B9", "compiling", training(torch_compile=True), ("torch_compile", "layer.compile()")),
     Refused("B9", "noise on embeddings", training(neftune_noise_alpha=5.0), ("neftune_noise_alpha", "likelihood")),
     Refused("B9", "fp16", training(fp16=True), ("fp16 is refused", "bf16")),
+    Refused(
+        "B9",
+        "steps that follow evaluations",
+        training(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1),
+        ("would follow held-out rows", "'cosine'"),
+    ),
     Refused("B9", "rounding at evaluations", training(bf16_full_eval=True), ("would round", "Set bf16=True")),
     Refused(
         "B9",
