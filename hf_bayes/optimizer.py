@@ -78,6 +78,8 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.draws: list[Tensor] = []
         self.info: Info = {}
         self.noise_info: Info = {}
+        self.held: dict[str, Tensor] = {}
+        """name -> [M], what the trainer holds on to from update to update; checkpoints have it."""
         self.burn_in = burn_in
         self.sums: dict[str, Tensor] = {}
         """Of ``info`` over the updates after burn-in, name -> [M, 2]: the sum, or that of reciprocals, and how
@@ -350,6 +352,7 @@ class ChainOptimizer(torch.optim.Optimizer):
                 **{f"noise.{name}": value[row].cpu() for name, value in self.noise_info.items()},
                 **{f"sum.{name}": value[row].cpu() for name, value in self.sums.items()},
                 **{f"total.{name}": value[row].cpu() for name, value in self.totals.items()},
+                **{f"held.{name}": value[row].cpu() for name, value in self.held.items()},
             }
             for row, chain in enumerate(self.chains)
         }
@@ -366,7 +369,7 @@ class ChainOptimizer(torch.optim.Optimizer):
         wanted = {f"state.{name}" for name in template._fields}
         wanted |= {"generator", "draws", "probes", "probe_logits", "origin"}
         for chain, row in zip(self.chains, rows, strict=True):
-            if {name for name in row if not name.startswith(("sum.", "total.", "noise."))} != wanted:
+            if {name for name in row if not name.startswith(("sum.", "total.", "noise.", "held."))} != wanted:
                 raise ValueError(
                     f"chain {chain} of the checkpoint has tensors {sorted(row)}, expected {sorted(wanted)}: it was "
                     "written by another method"
@@ -381,13 +384,13 @@ class ChainOptimizer(torch.optim.Optimizer):
         self.probes = list(torch.stack([row["probes"] for row in rows], 1))
         self.probe_logits = list(torch.stack([row["probe_logits"] for row in rows], 1))
         # sorted: safetensors hands tensors out in any order, and processes compare their sums one after the other
-        self.sums, self.totals, self.noise_info = (
+        self.sums, self.totals, self.noise_info, self.held = (
             {
                 name.removeprefix(kind): torch.stack([row[name] for row in rows]).to(device)
                 for name in sorted(rows[0])
                 if name.startswith(kind)
             }
-            for kind in ("sum.", "total.", "noise.")
+            for kind in ("sum.", "total.", "noise.", "held.")
         )
         self.model.theta.data = self.state_of_chains.theta.clone()
         self.num_updates, self.located = num_updates, False

@@ -308,10 +308,11 @@ class BayesianTrainerMixin(
         mine = dict(zip(range(first, count, self.mesh.data_size), kept, strict=True))
         if self.strata is not None:  # each has a part in every batch
             count, mine = len(kept), dict(enumerate(kept))
-        terms, proposed = self._terms.double().clamp_min(1), torch.empty(0)
+        terms = self._terms.double().clamp_min(1)
+        first = proposed = torch.empty(0)  # of a run's first move the first evaluation is at the chains' starts
 
         def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-            nonlocal proposed
+            nonlocal first, proposed
             chosen = range(count)[slice(None) if batches is None else batches]
             log_liks = torch.zeros(len(theta), count, dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
@@ -335,6 +336,7 @@ class BayesianTrainerMixin(
                 self.mesh.sum_over_data(grad)
             share = len(chosen) / count
             proposed = -log_liks.sum(1) / (share * terms)
+            first = proposed if first.numel() == 0 else first
             scale = torch.as_tensor(self._likelihood_scale(terms) / share, dtype=torch.float64, device=theta.device)
             scale = scale.view(-1, 1)
             if grad is not None:
@@ -344,7 +346,8 @@ class BayesianTrainerMixin(
 
         stays = chains.move(evaluate)
         # the loss of a chain that refused its proposal is not the proposal's
-        self._losses = proposed if self._losses is None else torch.where(stays, self._losses, proposed)
+        self._losses = torch.where(stays, chains.held.get("loss", first), proposed)
+        chains.held["loss"] = self._losses
         return self._losses.mean().float()
 
     _kernel_batches: list[dict[str, Any]]

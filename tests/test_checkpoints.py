@@ -94,6 +94,31 @@ def test_resume_is_bitwise_from_any_update(tmp_path, name, injected):
         assert_same_run(resumed, whole)
 
 
+@pytest.mark.parametrize("name", ["metropolis", "hmc", "gps", "penalty"])
+def test_losses_of_chains_that_stay_are_logged_alike_after_a_resume(tmp_path, name):
+    """The checkpoint's own loss, and not that of the proposal that was refused after it; at first that of the start."""
+    method, rate = METHODS[name](num_chains=2), 50.0  # so far that Metropolis accepts nothing
+    changes = {"model": with_lora(tiny_gpt2()), "logging_steps": 1, "max_steps": 6, "learning_rate": rate}
+
+    def losses(run: Any) -> list[dict[str, float]]:
+        own = ("loss/chain_0", "loss/chain_1")
+        return [{key: log[key] for key in own} for log in run.state.log_history if own[0] in log]
+
+    whole = trainer(tmp_path, method, save_strategy="steps", save_steps=1, **changes)
+    whole.train()
+    assert len(losses(whole)) == 6
+    if name == "metropolis":
+        assert len({log["loss/chain_0"] for log in losses(whole)}) == 1
+        start = trainer(
+            tmp_path / "start", method, **{**changes, "model": with_lora(tiny_gpt2()), "learning_rate": 1e-9}
+        )
+        start.train()
+        assert losses(start)[0] == pytest.approx(losses(whole)[0], rel=1e-5)
+    resumed = trainer(tmp_path / "resumed", method, **{**changes, "model": with_lora(tiny_gpt2())})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(resumed) == losses(whole)
+
+
 class Start(TrainerCallback):
     """Remembers at which step a run began."""
 
