@@ -309,10 +309,10 @@ class BayesianTrainerMixin(
         if self.strata is not None:  # each has a part in every batch
             count, mine = len(kept), dict(enumerate(kept))
         terms = self._terms.double().clamp_min(1)
-        first = proposed = torch.empty(0)  # of a run's first move the first evaluation is at the chains' starts
+        start = proposed = torch.empty(0)  # of a run's first move the first evaluation is at the chains' starts
 
         def evaluate(theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-            nonlocal first, proposed
+            nonlocal start, proposed
             chosen = range(count)[slice(None) if batches is None else batches]
             log_liks = torch.zeros(len(theta), count, dtype=torch.float64, device=theta.device)
             grad = torch.zeros_like(theta) if gradient else None
@@ -336,7 +336,7 @@ class BayesianTrainerMixin(
                 self.mesh.sum_over_data(grad)
             share = len(chosen) / count
             proposed = -log_liks.sum(1) / (share * terms)
-            first = proposed if first.numel() == 0 else first
+            start = proposed if start.numel() == 0 else start
             scale = torch.as_tensor(self._likelihood_scale(terms) / share, dtype=torch.float64, device=theta.device)
             scale = scale.view(-1, 1)
             if grad is not None:
@@ -346,7 +346,7 @@ class BayesianTrainerMixin(
 
         stays = chains.move(evaluate)
         # the loss of a chain that refused its proposal is not the proposal's
-        self._losses = torch.where(stays, chains.held.get("loss", first), proposed)
+        self._losses = torch.where(stays, chains.held.get("loss", start), proposed)
         chains.held["loss"] = self._losses
         return self._losses.mean().float()
 
