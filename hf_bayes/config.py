@@ -164,3 +164,9 @@ class MethodConfig:
     def _check_choice(self, field: str, value: Any, choices: tuple[str, ...]) -> None:
         if value not in choices:
             raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_config(method: Any) -> None:
+    """Raise a ValueError for a method's name, its class, or anything else in place of its config."""
+    if not isinstance(method, MethodConfig):
+        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.attaching import attach
-from hf_bayes.config import MethodConfig
+from hf_bayes.config import MethodConfig, check_config
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.likelihood import Categorical
 from hf_bayes.model import BayesianModel
@@ -89,8 +89,7 @@ def prior_predictive(
     Raises:
         ValueError: for a model without classes, or a method that is no config.
     """
-    if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
+    check_config(method)
     with attach(model, subspace=subspace) as bayesian:
         if not isinstance(bayesian.likelihood, Categorical):
             kind = type(bayesian.likelihood).__name__

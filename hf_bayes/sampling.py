@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_bayes.config import MethodConfig
+from hf_bayes.config import MethodConfig, check_config
 from hf_bayes.convergence import MAX_RHAT, rhat, rhat_by_chance
 from hf_bayes.energy import FlatPrior
 from hf_bayes.methods import build, rate_factor
@@ -259,8 +259,7 @@ def _require_finite(values: Tensor, what: str, step: int) -> None:
 
 def _check_method(method: MethodConfig, batches: Batches | None) -> None:
     """Refuse what the config asks for and ``sample`` would have to ignore."""
-    if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")
+    check_config(method)
     none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
     setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
     if setting is not None:
