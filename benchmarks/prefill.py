@@ -1,4 +1,7 @@
-"""One forward over whole sequences, 4 x 128: all logits (with their mixture and uncertainties), or the last token's."""
+"""One forward over whole sequences, 4 x 128: the mixture of all logits with its uncertainties, or of the last token's.
+
+And the members' logits alone, which is what a loop over adapters ends in.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from benchmarks.harness import Line, Settings, Work, compare, interleave, timed
 from benchmarks.models import WHERE, adapter_name, tokens
 
 ROWS, LENGTH = 4, 128
+MEMBERS = ", members' logits"
 
 
 def measure(settings: Settings) -> list[Line]:
@@ -29,6 +33,8 @@ def measure(settings: Settings) -> list[Line]:
             "single": forward(plain, ids),
             "last": forward(on_last, ids),
             "all": forward(on_all, ids),
+            "last" + MEMBERS: logits(on_last, ids),
+            "all" + MEMBERS: logits(on_all, ids),
             "last: set_adapter": loop(loop_last, ids, count),
             "all: set_adapter": loop(loop_all, ids, count),
             "last: adapter_names": forward(loop_last, rows, **names),
@@ -42,17 +48,20 @@ def measure(settings: Settings) -> list[Line]:
     )
     work = f"prefill {ROWS} x {LENGTH}, LoRA on"
 
-    def line(what: str, where: str, ours: str, limit: float, end: str = "") -> Line:
+    def line(what: str, where: str, short: str, limit: float, ours: str = "", against: str = "") -> Line:
         others = ("set_adapter", "adapter_names")
-        keys = {"ours": ours + end, "single": "single" + end, **{name: f"{ours}{end}: {name}" for name in others}}
+        keys = {"ours": short + ours, "single": "single" + against}
+        keys |= {name: f"{short}{against}: {name}" for name in others}
         kept = {name: seconds[key] for name, key in keys.items()}
-        bound = bounds.prefill(subject, where, count, LENGTH, heads=1 if end else LENGTH)
+        bound = bounds.prefill(subject, where, count, LENGTH, heads=1 if against else LENGTH)
         return compare("prefill", f"{work} {where}, M={count}{what}", kept, limit=limit, bound=bound, others=others)
 
     return [
         line("", WHERE[1], "last", 2.7),
-        line(", logits of the last token", WHERE[1], "last", 1.65, end=", last token"),
+        line(MEMBERS, WHERE[1], "last", 2.7, ours=MEMBERS),
+        line(", logits of the last token", WHERE[1], "last", 1.65, ours=", last token", against=", last token"),
         line("", WHERE[0], "all", 8.0),
+        line(MEMBERS, WHERE[0], "all", 8.0, ours=MEMBERS),
     ]
 
 
@@ -62,6 +71,17 @@ def forward(model: Any, ids: Tensor, **kwargs: Any) -> Work:
     @torch.no_grad()
     def work() -> float:
         return timed(lambda: model(ids, use_cache=False, **kwargs), ids.device.type)
+
+    return work
+
+
+def logits(model: Any, ids: Tensor) -> Work:
+    """The logits of every member at every position that has a next token (127 of 128), kept as they are."""
+
+    @torch.no_grad()
+    def work() -> float:
+        inputs = {"input_ids": ids, "labels": ids}
+        return timed(lambda: model.each_term(inputs, lambda found, _: found), ids.device.type)
 
     return work
 
