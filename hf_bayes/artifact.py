@@ -18,25 +18,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import mode
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_bayes import hub, storage
-from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, Adapter, adapter_key, partner_key, plain_adapter_config
-from hf_bayes.covariance import COVARIANCES, check_shapes
+from hf_bayes import hub, posterior_files, storage
+from hf_bayes.adapters import Adapter, adapter_key, partner_key, plain_adapter_config
 from hf_bayes.fingerprint import fingerprint_tensors
-from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
+from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
+from hf_bayes.posterior_files import GAUSSIAN, TRACE, gaussian_tensors, member_folder
 from hf_bayes.storage import POSTERIOR, Content
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
-
-TENSORS = "model.safetensors"
-GAUSSIAN = "covariance.safetensors"
-TRACE = "trace.json"
 
 _NUM_GAUSSIAN_MEMBERS = 10
 
@@ -86,7 +81,7 @@ class Posterior:
     def fingerprint(self) -> str:
         """sha256 that tells this posterior from another: its parameters, and its draws or Gaussian."""
         if isinstance(self.approximation, Gaussian):
-            return fingerprint_tensors(_gaussian_tensors(self.approximation, self.layout).items())
+            return fingerprint_tensors(gaussian_tensors(self.approximation, self.layout).items())
         return fingerprint_tensors(
             (f"draws.{n}", t) for n, t in self.layout.unflatten(self.approximation.theta).items()
         )
@@ -173,7 +168,7 @@ class Posterior:
         )
         files = storage.read_directory(directory, format=POSTERIOR)
         try:
-            posterior = cls._from_files(files)
+            posterior = cls(*posterior_files.read(files))
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from error
         if posterior.config.diagnostics.get("converged") is False:
@@ -339,112 +334,9 @@ class Posterior:
         if self.adapter_config is not None:
             files |= self._member_files(self.representative)
         if isinstance(self.approximation, Gaussian):
-            files[GAUSSIAN] = _gaussian_tensors(self.approximation, self.layout)
+            files[GAUSSIAN] = gaussian_tensors(self.approximation, self.layout)
         files["README.md"] = hub.render_card(config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id)
         return files
 
     def _member_files(self, row: Tensor) -> dict[str, Content]:
-        tensors = self.layout.unflatten(row)
-        if self.adapter_config is None:
-            return {TENSORS: tensors}
-        return {ADAPTER_CONFIG: self.adapter_config, ADAPTER: {adapter_key(name): t for name, t in tensors.items()}}
-
-    @classmethod
-    def _from_files(cls, files: Mapping[str, dict[str, Any]]) -> Posterior:
-        if CONFIG not in files:
-            raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
-        config = PosteriorConfig.from_dict(files[CONFIG])
-        if config.approximation == "draws" and not config.member_chains:
-            raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
-        adapter_config = files.get(ADAPTER_CONFIG)
-        expected = _expected_names(config, adapter=adapter_config is not None)
-        missing, extra = sorted(expected - set(files)), sorted(set(files) - expected - {TRACE})
-        if missing or extra:
-            raise ValueError(
-                f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
-                f"missing {missing}, extra {extra}"
-            )
-        theta_of = _reader(files, config, adapter=adapter_config is not None)
-        approximation: Draws | Gaussian
-        if config.approximation == "draws":
-            file = ADAPTER if adapter_config is not None else TENSORS
-            rows = [theta_of(f"{member_folder(i)}/{file}") for i in range(config.num_members)]
-            if len({row.dtype for row in rows}) > 1:
-                raise ValueError(f"members have different dtypes: {[str(row.dtype) for row in rows]}")
-            approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
-        else:
-            approximation = _gaussian(files[GAUSSIAN], config)
-        posterior = cls(approximation, config, adapter_config, files.get(TRACE))
-        if adapter_config is not None:
-            if not torch.equal(theta_of(ADAPTER), posterior.representative):
-                raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
-            for index in range(config.num_members):
-                name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
-                if files[name] != adapter_config:
-                    raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
-        return posterior
-
-
-def member_folder(index: int) -> str:
-    """The folder of a draw."""
-    return f"members/member_{index:03d}"
-
-
-def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
-    files = {ADAPTER_CONFIG, ADAPTER} if adapter else {TENSORS}
-    expected = {CONFIG} | (files if adapter else set())
-    if config.approximation in GAUSSIANS:
-        return expected | {GAUSSIAN}
-    return expected | {f"{member_folder(index)}/{name}" for index in range(config.num_members) for name in files}
-
-
-def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Any:
-    """file name -> row of theta, its keys and shapes checked."""
-    layout = config.layout
-    keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
-
-    def theta_of(file: str) -> Tensor:
-        tensors = files[file]
-        missing, extra = sorted(set(keys) - set(tensors)), sorted(set(tensors) - set(keys))
-        if missing or extra:
-            raise ValueError(f"{file}: missing tensors {missing}, unknown tensors {extra}")
-        _check_dtypes(file, tensors)
-        try:
-            return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-
-    return theta_of
-
-
-def _gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
-    """name -> [K, ...]"""
-    means = {f"means.{name}": value for name, value in layout.unflatten(gaussian.means).items()}
-    components = [covariance.tensors(layout) for covariance in gaussian.covariances]
-    return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
-
-
-def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
-    layout = config.layout
-    structure = COVARIANCES[GAUSSIANS[config.approximation]]
-    means = {f"means.{name}": shape for name, shape in layout.named_shapes.items()}
-    _check_dtypes(GAUSSIAN, tensors)
-    try:
-        rest = {name: value for name, value in tensors.items() if name not in means}
-        num_components = mode(value.shape[:1] for value in tensors.values())  # the odd one out is wrong
-        check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
-        rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
-        covariances = [
-            structure.from_tensors({name: value[index] for name, value in rest.items()}, layout)
-            for index in range(len(rows))
-        ]
-        return Gaussian(rows, tuple(covariances))
-    except ValueError as error:
-        raise ValueError(f"{GAUSSIAN}: {error}") from error
-
-
-def _check_dtypes(file: str, tensors: Mapping[str, Tensor]) -> None:
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
-        odd = {key: str(tensor.dtype) for key, tensor in tensors.items() if tensor.dtype != torch.float32}
-        raise ValueError(f"{file}: expected all tensors in float32 (or all in float64), got {odd}")
+        return posterior_files.of_member(row, self.layout, self.adapter_config)

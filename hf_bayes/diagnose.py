@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes import hub
-from hf_bayes.artifact import TRACE
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
 from hf_bayes.diagnostics import MAX_CAPPED, MAX_UNMOVED
 from hf_bayes.posterior_config import CONFIG
+from hf_bayes.posterior_files import TRACE
 from hf_bayes.storage import POSTERIOR, read_directory
 
 ROWS = (
