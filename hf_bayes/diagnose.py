@@ -100,13 +100,22 @@ def table(config: Mapping[str, Any]) -> Table:
     ):
         if found.get(name) is not None:
             result.add_row(words, limit, _number(found[name]))
-    if "limit_nll" in metrics:
-        error = _number(metrics["limit_nll_std_error"])
-        result.add_row("held-out NLL, of infinitely many members", "", f"{metrics['limit_nll']:.4f}, s.e. {error}")
-    for name, words in (("nll", "held-out NLL"), ("map_nll", "held-out NLL of a MAP estimate")):
-        if metrics.get(name) is not None:
-            result.add_row(words, "", f"{metrics[name]:.4f}")
+    for name, words in (
+        ("limit_nll", "held-out NLL, of infinitely many members"),
+        ("nll", "held-out NLL"),
+        ("map_nll", "held-out NLL of a MAP estimate"),
+    ):
+        for eval_set in _eval_sets(metrics):
+            value, error = (metrics.get(f"{eval_set}{key}") for key in (name, f"{name}_std_error"))
+            if value is not None:
+                of = f" ({eval_set[:-1]})" if eval_set else ""
+                result.add_row(words + of, "", f"{value:.4f}" + ("" if error is None else f", s.e. {_number(error)}"))
     return result
+
+
+def _eval_sets(metrics: Mapping[str, Any]) -> list[str]:
+    """What stands before the names of their figures: nothing, or of several eval sets their names with "_"."""
+    return [name.removesuffix("member_nll") for name in metrics if name.endswith("member_nll")] or [""]
 
 
 def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
