@@ -88,11 +88,13 @@ class ReportingMixin(AnyTrainer):
         if ratio is not None:
             self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
             if ratio > 1:
+                std = 1.0 if config.prior_std is None else config.prior_std
+                # s_A s_B, so that of several numbers each goes down by the square root
+                limit = f"{ratio**-0.5:.2g} times these" if isinstance(std, dict) else f"{std * ratio**-0.5:.2g}"
                 self._warn(
                     "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
-                    "rank and alpha; below %.2g the ratio is under 1",
-                    ratio, config.prior_std,
-                    (config.prior_std if isinstance(config.prior_std, (int, float)) else 1.0) / ratio**0.5,
+                    "rank and alpha; below %s the ratio is under 1",
+                    ratio, std, limit,
                 )  # fmt: skip
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
