@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from rich.console import Console
 from tqdm import tqdm
@@ -40,6 +41,11 @@ class Arguments:
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
     max_windows: int = field(default=200, metadata={"help": "Windows of each text at most, evenly spread."})
     batch_size: int = field(default=8, metadata={"help": "Windows of a batch."})
+
+    def __post_init__(self) -> None:
+        for name in ("max_windows", "batch_size"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}: it counts windows of {self.length} tokens")
 
 
 def texts_of(test: str, pairs: list[str]) -> dict[str, str]:
@@ -99,6 +105,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.posterior)
     model = BayesianModelForCausalLM.from_pretrained(args.posterior, members=args.members, base_model=args.base_model)
+    model.to(PartialState().device)  # an accelerator if there is one, as training would
     found = {
         name: statistics(
             model,

@@ -41,6 +41,12 @@ def test_pairs_that_would_lose_a_text_are_refused(pairs: list[str], words: str) 
         evaluate_uncertainty.texts_of("t.txt", pairs)
 
 
+@pytest.mark.parametrize("flag", ["max_windows", "batch_size"])
+def test_counts_below_one_are_refused_before_anything_is_loaded(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} must be at least 1, got 0"):
+        evaluate_uncertainty.Arguments(posterior="out", test="t.txt", **{flag: 0})
+
+
 def test_pairs_name_files_in_their_order() -> None:
     found = evaluate_uncertainty.texts_of("t.txt", ["b=x=1.txt", "a=dir/y.txt"])
     assert list(found.items()) == [("test", "t.txt"), ("b", "x=1.txt"), ("a", "dir/y.txt")]
