@@ -37,26 +37,27 @@ class EvaluationMixin(AnyTrainer):
     accelerator: Any
     callback_handler: CallbackHandler
     compute_metrics: Any
-    _statistics: list[dict[str, Tensor]]
+    _statistics: list[dict[str, Tensor]] | None = None
+    """Of the batches so far, while an evaluation goes through them."""
     _member_log_lik: Tensor | None = None
     """[n, M] of terms spread evenly over the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
     _mixture_nll: float
     """Of all its terms, nats per term."""
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._statistics, self._member_log_lik = [], None
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if any(len(batch["nll"]) for batch in self._statistics):  # else nothing can be said: no labels, or all -100
-            self._member_log_lik = self._pop_members()
+        batches: list[dict[str, Tensor]] = []
+        self._statistics, self._member_log_lik = batches, None
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        finally:
+            self._statistics = None
+        if any(len(batch["nll"]) for batch in batches):  # else nothing can be said: no labels, or all -100
+            self._member_log_lik = _pop_members(batches)
             metrics = summarise(
-                {
-                    name: np.concatenate([batch[name].float().cpu().numpy() for batch in self._statistics])
-                    for name in self._statistics[0]
-                }
+                {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
             )
             metrics["loss"] = self._mixture_nll = metrics["nll"]
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
-        self._statistics = []
         return output
 
     def _measure(self, prefix: str) -> dict[str, float]:
@@ -89,14 +90,6 @@ class EvaluationMixin(AnyTrainer):
             self.callback_handler, self.compute_metrics = kept
         return metrics
 
-    def _pop_members(self) -> Tensor | None:
-        """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""
-        found = [batch.pop("member_log_lik").cpu() for batch in self._statistics if "member_log_lik" in batch]
-        if not found:
-            return None
-        terms = torch.cat(found)
-        return terms[:: -(-terms.numel() // MAX_KEPT)]
-
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -105,7 +98,7 @@ class EvaluationMixin(AnyTrainer):
             self._predict(model, batch, prediction_loss_only, ignore_keys) for batch in self._batches_of_all(inputs)
         ]
         statistics, *mine = results[self.mesh.chain_rank if len(results) > 1 else 0]
-        if statistics is not None:
+        if statistics is not None and self._statistics is not None:
             self._statistics += self._of_all_processes(statistics)
         loss, logits, labels = mine
         return loss, logits, labels
@@ -143,3 +136,12 @@ class EvaluationMixin(AnyTrainer):
             kept.append({name: value[:wanted] for name, value in part.items()})
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
+
+
+def _pop_members(batches: list[dict[str, Tensor]]) -> Tensor | None:
+    """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""
+    found = [batch.pop("member_log_lik").cpu() for batch in batches if "member_log_lik" in batch]
+    if not found:
+        return None
+    terms = torch.cat(found)
+    return terms[:: -(-terms.numel() // MAX_KEPT)]
