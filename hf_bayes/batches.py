@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from hf_bayes.likelihood import IGNORE, Likelihood
+from hf_bayes.likelihood import IGNORE, Likelihood, refuse_labels
 from hf_bayes.rng import generator
 
 
@@ -187,7 +187,7 @@ def count_terms(
     likelihood: Likelihood,
     *,
     shift: bool,
-    num_classes: int | None = None,
+    num_outputs: int | None = None,
     batch_size: int = 64,
     progress: bool = True,
     name: str = "train_dataset",
@@ -198,7 +198,7 @@ def count_terms(
     Args:
         dataset: sized; rows that ``collate`` takes.
         shift: whether labels are those of the next token.
-        num_classes: labels must be below it.
+        num_outputs: of the model, which its labels must fit; None looks at no label's value.
         name: what the caller calls it.
         halves: whether its even and its odd rows must each hold terms.
     Raises:
@@ -216,15 +216,8 @@ def count_terms(
         if batch.get("labels") is None:
             raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
         labels: Tensor = batch["labels"]
-        if num_classes is not None and not labels.is_floating_point():
-            outside = (labels >= num_classes) | ((labels < 0) & (labels != IGNORE))
-            if bool(outside.any()):
-                place = int(outside.nonzero()[0, 0])
-                raise ValueError(
-                    f"row {index * batch_size + place} of {name} has a label outside 0..{num_classes - 1} (and "
-                    f"not {IGNORE}): {labels[place][outside[place]].tolist()}. Check num_labels, or the tokenizer "
-                    "against the model's vocabulary"
-                )
+        if num_outputs is not None:
+            refuse_labels(likelihood, labels, num_outputs, where=name, first=index * batch_size)
         targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
         per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
         most = max(most, int(per_row.max()))

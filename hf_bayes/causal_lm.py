@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.batches import next_tokens
 from hf_bayes.decoding import Decoding
-from hf_bayes.likelihood import IGNORE
+from hf_bayes.likelihood import IGNORE, refuse_labels
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.model import MemberLogLik, predicts, term_statistics
@@ -102,6 +102,7 @@ class BayesianModelForCausalLM(Decoding):
         logits = log_probs.view(rows, len(steps), -1)
         loss = None
         if labels is not None:
+            refuse_labels(self.likelihood, labels, self.num_outputs)
             targets = next_tokens(labels, inputs.get("attention_mask"))[:, steps]
             terms = self.likelihood.is_term(targets)
             loss = -self.likelihood.log_prob(logits, targets).sum() / terms.sum().clamp_min(1)
@@ -117,6 +118,7 @@ class BayesianModelForCausalLM(Decoding):
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
+        refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
         found = [self._evaluate_rows(rows, keep_logits) for rows in self._row_slices(inputs)]
         statistics = {name: torch.cat([piece[name] for piece, _ in found]) for name in found[0][0]}
         kept = [logits for _, logits in found if logits is not None]

@@ -55,6 +55,10 @@ class CausalMembers(BayesianModel):
         return isinstance(core, PreTrainedModel) and core.can_generate()
 
     @property
+    def num_outputs(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
     def num_root_columns(self) -> int | None:
         head = self.core.get_output_embeddings()
         return None if head is None else self.likelihood.num_root_columns(head.weight.shape[0])

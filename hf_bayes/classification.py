@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, widened
+from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal, refuse_labels, widened
 from hf_bayes.linearised import Linearisation, gaussian_outputs, linearisation_of
 from hf_bayes.members.trunk import num_positions_of
 from hf_bayes.metrics import per_row_statistics
@@ -123,7 +123,7 @@ class BayesianClassifier(BayesianModel):
         logits = self._member_logits(inputs)
         loss = None
         if labels is not None:
-            self.check_labels(logits, labels[None])
+            self._check_given(logits, labels)
             terms = self.likelihood.is_term(labels)
             loss = self._mixture_nll(logits[:, terms], labels[terms]).sum() / terms.sum().clamp_min(1)
         if isinstance(self.likelihood, Categorical):
@@ -140,7 +140,7 @@ class BayesianClassifier(BayesianModel):
         if self._linearised is not None:
             return self._evaluate_linearised(inputs, labels, keep_logits)
         logits = self._member_logits(inputs)
-        self.check_labels(logits, labels[None])
+        self._check_given(logits, labels)
         if isinstance(self.likelihood, Categorical):
             prediction = self.spread.predict(logits)
             statistics, mixture = term_statistics(prediction, logits, labels, self.spread), prediction.log_probs
@@ -164,7 +164,7 @@ class BayesianClassifier(BayesianModel):
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         logits = self._member_logits(inputs)
-        self.check_labels(logits, labels[None])
+        self._check_given(logits, labels)
         terms = self.likelihood.is_term(labels)
         return [function(logits[:, terms], labels[terms])]
 
@@ -191,7 +191,7 @@ class BayesianClassifier(BayesianModel):
         link = LINKS[self._linearised.link]
         mean, covariance = gaussian_outputs(self, self._linearised.gaussian_at(self.theta), inputs)
         if labels is not None:
-            self.check_labels(mean, labels[None])
+            self._check_given(mean, labels)
         if isinstance(self.likelihood, Normal):
             noise = self.likelihood.noise_std
             center, variance = moments(mean, covariance)
@@ -240,6 +240,14 @@ class BayesianClassifier(BayesianModel):
                 with self.members.bind(theta):
                     pieces.append(self.members.logits(inputs))
         return torch.cat(pieces)
+
+    def _check_given(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise for labels [B, ...] that nobody has looked through: those of training rows have been, once and for all.
+
+        On an accelerator the process waits for the answer: an index out of range would end it.
+        """
+        self.check_labels(logits, labels[None])
+        refuse_labels(self.likelihood, labels, self.num_outputs)
 
     def check_labels(self, logits: Tensor, labels: Tensor) -> None:
         """Raise where labels [M or 1, B, ...] do not answer logits [M, B, ..., C]."""

@@ -27,7 +27,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
 from hf_bayes.inheritance import Inherited, inherit
-from hf_bayes.likelihood import Categorical, Normal
+from hf_bayes.likelihood import Normal
 from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
@@ -142,7 +142,7 @@ def _fit(
         collate=collate,
         likelihood=model.likelihood,
         shift=model.shifts_labels,
-        num_classes=_num_classes(model),
+        num_outputs=model.num_outputs,
         progress=False,
     )
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
@@ -228,14 +228,6 @@ def _batches(
     loader: DataLoader = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
     for batch in loader:
         yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
-def _num_classes(model: BayesianModel) -> int | None:
-    if not isinstance(model.likelihood, Categorical):
-        return None
-    if isinstance(model, BayesianModelForCausalLM):
-        return model.config.get_text_config().vocab_size
-    return getattr(model.config, "num_labels", None)
 
 
 def _load(directory: str | os.PathLike[str]) -> BayesianModel:

@@ -28,6 +28,14 @@ class Likelihood(Protocol):
         """Shapes that labels of logits of shape ``answers`` [..., C] may have."""
         ...
 
+    def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
+        """bool of the shape of ``labels``: which of them no likelihood of ``num_outputs`` outputs is defined for."""
+        ...
+
+    def support(self, num_outputs: int) -> str:
+        """The others, in words."""
+        ...
+
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         """logits [M, N, C] without what the likelihood does not see of them -> [M, N, C], or [M, N, k].
 
@@ -87,6 +95,14 @@ class Categorical:
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers[:-1],)
 
+    def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
+        if labels.is_floating_point():
+            return torch.ones_like(labels, dtype=torch.bool)
+        return (labels >= num_outputs) | ((labels < 0) & (labels != IGNORE))
+
+    def support(self, num_outputs: int) -> str:
+        return f"0..{num_outputs - 1} (integers; {IGNORE} for none)"
+
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         away = -widened(logits).softmax(-1)
         away[torch.arange(len(labels), device=labels.device), labels] += 1
@@ -144,6 +160,13 @@ class Bernoulli:
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers,)
 
+    def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
+        # there the cross entropy has no lower bound, and exp(-U) is no density
+        return ~((labels >= 0) & (labels <= 1))
+
+    def support(self, num_outputs: int) -> str:
+        return f"0 to 1 ({IGNORE} has no meaning among several labels)"
+
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         return labels.to(widened(logits).dtype) - widened(logits).sigmoid()
 
@@ -189,6 +212,12 @@ class Normal:
     def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return (answers, answers[:-1]) if answers[-1] == 1 else (answers,)
 
+    def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
+        return ~labels.isfinite()
+
+    def support(self, num_outputs: int) -> str:
+        return "the finite numbers"
+
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
         return (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std**2
@@ -209,6 +238,26 @@ class Normal:
     @property
     def labels_per_output(self) -> bool:
         return True
+
+
+def refuse_labels(
+    likelihood: Likelihood, labels: Tensor, num_outputs: int, *, where: str = "the batch", first: int = 0
+) -> None:
+    """Raise where ``labels`` [B, ...] hold one that ``likelihood`` is not defined for, naming its row.
+
+    Args:
+        where: what the caller calls the rows.
+        first: number of the first of them.
+    """
+    outside = likelihood.outside(labels, num_outputs)
+    if not bool(outside.any()):
+        return
+    row = int(outside.nonzero()[0, 0])
+    raise ValueError(
+        f"row {first + row} of {where} has a label outside {likelihood.support(num_outputs)}: "
+        f"{labels[row][outside[row]][:5].tolist()}. Check the labels, the model's num_labels and problem_type, "
+        "or the tokenizer against the model's vocabulary"
+    )
 
 
 def _gathered(logits: Tensor, columns: Tensor | None) -> Tensor:

@@ -352,9 +352,14 @@ class BayesianModel(PreTrainedModel):
         return terms.reshape(len(labels), -1).sum(1)
 
     @property
+    def num_outputs(self) -> int:
+        """C: classes, labels or numbers that the head answers."""
+        return self.config.num_labels
+
+    @property
     def num_root_columns(self) -> int | None:
         """Of a root of the Fisher information of a likelihood term in the model's outputs; None of unknown outputs."""
-        return self.likelihood.num_root_columns(self.config.num_labels)
+        return self.likelihood.num_root_columns(self.num_outputs)
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """T: what a row of a batch costs, in positions."""

@@ -30,7 +30,6 @@ class RevisionMixin(AnyTrainer):
     method: MethodConfig
     mesh: ChainMesh
     num_terms: int | None
-    _num_classes: Callable[[], int | None]
     _rows_by_number: Callable[[Sequence[int]], Iterator[dict[str, Any]]]
     _without_unused: Callable[..., tuple[Any, Callable]]
     _heldout: HeldOutRows | None = None
@@ -92,8 +91,8 @@ class RevisionMixin(AnyTrainer):
         """Refuse held-out rows that cannot be counted or have no labels, before anything runs."""
         require_heldout(self.eval_dataset, self.method)
         dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
-        classes = self._num_classes()
-        options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_classes": classes, "progress": False}
+        outputs = self.bayesian.num_outputs
+        options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_outputs": outputs, "progress": False}
         options["halves"] = self.method.heldout_halves
         count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
 

@@ -16,7 +16,7 @@ from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
-from hf_bayes.likelihood import Categorical, Likelihood
+from hf_bayes.likelihood import Likelihood, refuse_labels
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
@@ -69,7 +69,7 @@ class TrainingDataMixin(AnyTrainer):
             collate,
             self.likelihood,
             shift=self.bayesian.shifts_labels,
-            num_classes=self._num_classes(),
+            num_outputs=self.bayesian.num_outputs,
             progress=not args.disable_tqdm,
         )
         if own:
@@ -128,14 +128,6 @@ class TrainingDataMixin(AnyTrainer):
             return None
         processes = 1 if self.strata is None else len(self.strata.sizes)
         return processes * self.args.per_device_train_batch_size / self.num_rows
-
-    def _num_classes(self) -> int | None:
-        """What labels must be below; None where they are no classes."""
-        if not isinstance(self.likelihood, Categorical):
-            return None
-        config = self.bayesian.config
-        shifted = self.bayesian.shifts_labels
-        return config.get_text_config().vocab_size if shifted else getattr(config, "num_labels", None)
 
     def _training_data(self) -> tuple[Any, Callable]:
         """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
@@ -228,6 +220,9 @@ class TrainingDataMixin(AnyTrainer):
     ) -> tuple[list, Tensor]:
         """The micro-batches of an update, and the likelihood terms that each chain finds in it."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        if self.num_terms is None:
+            for batch in batches:
+                self._look_through(batch)
         groups = 1 if self._shared else len(self.chains)
         per_row = [self.bayesian.terms_per_row(batch) for batch in batches]
         terms = sum((rows.view(groups, -1).sum(1) for rows in per_row), torch.zeros(groups, dtype=torch.int64))
@@ -289,7 +284,15 @@ class TrainingDataMixin(AnyTrainer):
                 f"{self.args.per_device_train_batch_size}: give it more, or lower that"
             )
         with torch.random.fork_rng(devices=[]):  # a collator may be random
-            return self._prepare_inputs(collate(rows))
+            batch = collate(rows)
+        self._look_through(batch)
+        return self._prepare_inputs(batch)
+
+    def _look_through(self, batch: dict[str, Any]) -> None:
+        """Refuse labels of a stream, which nobody has counted, where they come by."""
+        if batch.get("labels") is not None:
+            where = f"a batch of {self._stream_name}"
+            refuse_labels(self.likelihood, batch["labels"], self.bayesian.num_outputs, where=where)
 
 
 def _as_it_is(batch: Any) -> Any:

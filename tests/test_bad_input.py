@@ -40,7 +40,17 @@ from hf_bayes.training_arguments import SHARDING
 from hf_bayes.variational.mean_field import MeanFieldConfig
 from tests import runs
 from tests.faults.corruptions import edit_tensors, sign
-from tests.models import CHECKPOINTING, PAD, batch, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, with_lora
+from tests.models import (
+    CHECKPOINTING,
+    PAD,
+    batch,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_tokenizer,
+    tiny_vit,
+    with_lora,
+)
 
 NAN = float("nan")
 
@@ -71,13 +81,20 @@ def training(method: Any = None, **changes: Any) -> Callable[[Path], Any]:
 
 
 class Stream(IterableDataset):
+    def __init__(self, changed: dict[str, list[int]] | None = None) -> None:
+        self.changed = changed or {}
+
     def __iter__(self) -> Iterator[dict]:
-        yield from runs.token_rows(4)
+        yield from ({**row, **self.changed} for row in runs.token_rows(4))
 
 
 def labelled(label: Any, row: int = 1) -> list[dict]:
     rows = runs.label_rows(4)
     return [{**r, "label": label if i == row else r["label"]} for i, r in enumerate(rows)]
+
+
+def images(pixel: float) -> list[dict]:
+    return [{"pixel_values": [[[pixel] * 8] * 8] * 3, "labels": label} for label in (0, 1, 2, 0)]
 
 
 def no_pad_collator() -> DataCollatorForSeq2Seq:
@@ -179,6 +196,12 @@ REFUSED = [
             noise_std=1.0,
             per_device_train_batch_size=4,
         ),
+        ("row 1 of train_dataset", "outside the finite numbers", "nan"),
+    ),
+    Refused(
+        "B1",
+        "a pixel that is NaN",
+        training(model=tiny_vit, subspace="last_layer", train=images(NAN), per_device_train_batch_size=4),
         ("non-finite", "at step 1 (chain 0", "check the data"),
         FloatingPointError,
     ),
@@ -392,6 +415,33 @@ REFUSED = [
             train=[*runs.token_rows(2), {"input_ids": [5] * 8, "attention_mask": [1] * 8, "labels": [5] * 7 + [320]}]
         ),
         ("row 2 of train_dataset", "outside 0..319", "tokenizer"),
+    ),
+    *[
+        Refused(
+            "B23",
+            f"{value} among several labels",  # the energy would have no lower bound, and the chain no posterior
+            training(
+                model=lambda: tiny_bert(problem_type="multi_label_classification"),
+                subspace="last_layer",
+                train=[
+                    {**row, "label": [0.0, value if at == 2 else 1.0, 1.0]} for at, row in enumerate(runs.label_rows(4))
+                ],
+            ),
+            ("row 2 of train_dataset", "outside 0 to 1", str(value)),
+        )
+        for value in (-100.0, 2.0, NAN)
+    ],
+    Refused(
+        "B23",
+        "classes as fractions",
+        training(model=tiny_bert, subspace="last_layer", train=labelled(1.0, row=0)),
+        ("row 0 of train_dataset", "integers", "1.0"),
+    ),
+    Refused(
+        "B23",
+        "a token outside the vocabulary in a stream",
+        training(train=Stream({"labels": [5] * 7 + [320]}), num_data=28, minibatch="shared"),
+        ("row 0 of a batch of train_dataset (Stream)", "outside 0..319", "320"),
     ),
     # B27: regression
     Refused(

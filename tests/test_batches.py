@@ -188,7 +188,7 @@ def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
 
 def test_terms_of_a_classifier_are_its_examples():
     rows = runs.label_rows(130)
-    found = count_terms(rows, default_data_collator, Categorical(), shift=False, num_classes=3, progress=False)
+    found = count_terms(rows, default_data_collator, Categorical(), shift=False, num_outputs=3, progress=False)
     assert found == (130, 1)
     rows = [{"x": [0.0], "labels": [0.0, 1.0]}] * 5
     for likelihood in (Bernoulli(), Normal(1.0)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import EvalPrediction, TrainerCallback
+from transformers import EvalPrediction, TrainerCallback, default_data_collator
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.diagnose import plot
@@ -105,6 +105,39 @@ def test_metrics_of_a_language_model_weigh_every_token_alike(tmp_path, batch_siz
     assert found["eval_perplexity"] == pytest.approx(np.exp(expected["nll"]), rel=1e-4)
 
 
+LABELS: dict[str, tuple[Any, Any, Any, str]] = {
+    "a language model": (lambda: with_lora(tiny_llama()), [5] * 8, [5] * 7 + [320], "outside 0..319 .*: \\[320\\]"),
+    "a class too many": (tiny_bert, 2, 3, "outside 0..2 .*: \\[3\\]"),
+    "a class below 0": (tiny_bert, 2, -1, "outside 0..2 .*: \\[-1\\]"),
+    "several labels": (
+        lambda: tiny_bert(problem_type="multi_label_classification"), [0, 1, 1], [0, 1, -100], "outside 0 to 1 .*-100"
+    ),
+    "a number": (lambda: tiny_bert(num_labels=1), 0.5, float("inf"), "outside the finite numbers: \\[inf\\]"),
+}  # fmt: skip
+"""What it is, its model, a label, one that it has no likelihood for, and words."""
+
+
+@pytest.mark.parametrize("head", LABELS)
+def test_a_label_without_a_likelihood_is_refused_in_words_wherever_it_is_read(tmp_path, head):
+    build, good, wrong, words = LABELS[head]
+    rows = [{**row, "labels": good} for row in runs.token_rows(4)]
+    asked = [*rows[:2], {**rows[2], "labels": wrong}, rows[3]]
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(),
+        model=build(),
+        train=rows,
+        subspace="trainable" if "language" in head else "last_layer",
+        noise_std=1.0 if head == "a number" else None,
+        per_device_eval_batch_size=4,
+    )
+    assert np.isfinite(trainer.evaluate(Dataset.from_list(rows))["eval_nll"])
+    with pytest.raises(ValueError, match=f"row 2 of the batch has a label {words}"):
+        trainer.evaluate(asked)
+    with pytest.raises(ValueError, match=f"row 2 of the batch has a label {words}"):
+        trainer.bayesian(**default_data_collator(asked))
+
+
 def test_mean_of_batch_means_is_caught(tmp_path):
     """The twin: transformers' eval_loss, a mean of batch means."""
     rows = masked_rows()
@@ -180,6 +213,20 @@ def test_predict_without_labels_returns_the_same_log_probabilities(tmp_path):
     np.testing.assert_allclose(output.predictions, expected, atol=1e-6)
     assert output.label_ids is None
     assert "test_nll" not in output.metrics
+
+
+def test_a_single_prediction_step_answers_and_keeps_nothing(tmp_path):
+    trainer = causal_lm(tmp_path)
+    inputs = runs.padding_collator()(masked_rows()[:3])
+    for _ in range(2):
+        loss, logits, labels = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=False)
+    output = trainer.bayesian(**inputs)
+    torch.testing.assert_close(loss, output.loss)
+    torch.testing.assert_close(logits, output.logits)
+    assert torch.equal(labels, inputs["labels"])
+    assert trainer._statistics is None
+    expected = causal_lm(tmp_path).evaluate()
+    assert trainer.evaluate()["eval_nll"] == expected["eval_nll"]
 
 
 def test_evaluation_without_compute_metrics_keeps_no_logits(tmp_path, monkeypatch):
