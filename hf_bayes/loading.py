@@ -99,14 +99,19 @@ def unwrapped(model: PeftModel) -> nn.Module:
 
 
 def load_tokenizer(
-    directory_or_repo: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any
+    directory_or_repo: str | os.PathLike[str],
+    *,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside a posterior, else that of its base model.
 
     Args:
-        location: revision, subfolder and token of the posterior.
+        base_model: where the base is now; None, or the model itself, takes the name in the posterior.
+        location: revision, subfolder and token of the posterior; the token is the base model's, too.
     Raises:
-        ValueError: if it is not the tokenizer the posterior was made with.
+        ValueError: if it is not the tokenizer the posterior was made with, or nothing says where it is.
     """
     posterior = Posterior.from_pretrained(directory_or_repo, **location)
     local = Path(directory_or_repo) / (location.get("subfolder") or "")
@@ -114,9 +119,13 @@ def load_tokenizer(
     if (local / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=trust_remote_code)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(
-            recorded["name_or_path"], revision=recorded["revision"], trust_remote_code=trust_remote_code
-        )
+        name, hub = _where(recorded, base_model, location.get("token"), trust_remote_code)
+        if not name:
+            raise ValueError(
+                f"{directory_or_repo} holds no tokenizer and does not name its base model (it was built from a config):"
+                " give the tokenizer"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub)
     check_tokenizer(posterior, tokenizer)
     return tokenizer
 
@@ -141,14 +150,11 @@ def _load_base(
     if isinstance(given, nn.Module):
         base.refuse_spread(given)
         return given, dtype
-    name = str(given) if given is not None else recorded["name_or_path"]
+    name, hub = _where(recorded, given, token, trust_remote_code)
     if not name:
         raise ValueError(
             "the posterior does not name its base model (it was built from a config): give it as base_model="
         )
-    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
-    if given is None:
-        hub["revision"] = recorded["revision"] or "main"
     head = posterior.config.head
     config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
@@ -156,6 +162,14 @@ def _load_base(
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
     base.refuse_spread(model)
     return model, dtype
+
+
+def _where(recorded: dict[str, Any], given: Any, token: Any, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """Name of the base model, or its folder, and what ``from_pretrained`` is told beside it."""
+    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
+    if isinstance(given, str | os.PathLike):
+        return str(given), hub
+    return recorded["name_or_path"], {**hub, "revision": recorded["revision"] or "main"}
 
 
 def _adapter_name(layout: Layout) -> str:

@@ -266,7 +266,7 @@ def pipeline(
     loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "base_model": base_model}
     if isinstance(model, str | os.PathLike):
         if tokenizer is None:
-            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, **location)
+            tokenizer = load_tokenizer(model, base_model=base_model, trust_remote_code=trust_remote_code, **location)
         model = model_class.from_pretrained(model, trust_remote_code=trust_remote_code, **location, **loading)
     else:
         _check_model(model, model_class, task)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.likelihood import Bernoulli
 from hf_bayes.loading import load_tokenizer, unwrapped
+from hf_bayes.pipelines import pipeline
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests.models import EOS, batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 from tests.runs import label_rows, trainer
@@ -154,3 +157,39 @@ def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
             load_tokenizer(saved / "posterior")
     finally:
         file.write_text(before)
+
+
+@pytest.fixture
+def alone(saved: Path, tmp_path: Path) -> Path:
+    """The posterior as it comes from the Hub, with no tokenizer beside it, of a base model that asks for a token."""
+    posterior = Posterior.from_pretrained(saved / "posterior")
+    base = {**posterior.config.base_model, "name_or_path": "user/gated"}
+    config = dataclasses.replace(posterior.config, base_model=base)
+    dataclasses.replace(posterior, config=config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_tokenizer_of_the_base_model_is_asked_for_with_the_token(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "hf_bayes.loading.AutoTokenizer.from_pretrained",
+        lambda name, **options: (asked.append((name, options)), tiny_tokenizer())[1],
+    )
+    load_tokenizer(alone, token="hf_mine")
+    assert asked == [("user/gated", {"token": "hf_mine", "trust_remote_code": False, "revision": "main"})]
+
+
+def test_a_pipeline_takes_the_tokenizer_from_where_the_base_model_is_now(alone: Path, saved: Path) -> None:
+    tiny_tokenizer().save_pretrained(saved / "base")
+    generate = pipeline("bayesian-text-generation", alone, base_model=saved / "base")
+    assert generate.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_a_posterior_that_knows_no_tokenizer_says_so(alone: Path) -> None:
+    posterior = Posterior.from_pretrained(alone)
+    config = dataclasses.replace(posterior.config, base_model={**posterior.config.base_model, "name_or_path": ""})
+    dataclasses.replace(posterior, config=config).save_pretrained(alone)
+    with pytest.raises(ValueError, match="holds no tokenizer and does not name its base model"):
+        load_tokenizer(alone)
