@@ -256,7 +256,7 @@ class Posterior:
             repo_id: where to; made if it is not there.
             token: of the Hub; it is used and kept nowhere.
             private: whether a new repository is.
-            revision: a branch, made if it is not there; the main one by default.
+            revision: a branch, made if it is not there, or a pull request (refs/pr/1); the main branch by default.
             commit_message: of the commit.
             tags: of the model card, beside its own.
         Raises:

@@ -26,7 +26,7 @@ _TASKS = {
 }
 """What the Hub calls our tasks, and how classes for them end."""
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
 # Of an earlier push, what a later one no longer has: a member left there would make the posterior unreadable.
 _REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors", "trace.json"]
@@ -160,7 +160,7 @@ def push_directory(
         )
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None:
+    if revision is not None and not revision.startswith("refs/"):  # a pull request is there, and no branch
         api.create_branch(repository, branch=revision, exist_ok=True)
     return api.upload_folder(
         repo_id=repository,

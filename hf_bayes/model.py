@@ -251,6 +251,13 @@ class BayesianModel(PreTrainedModel):
             "a BayesianModel is saved as a posterior: BayesianTrainer.save_model(), or Posterior.save_pretrained()"
         )
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """Refused at once: transformers' own would make the repository, and then ask for ``save_pretrained``."""
+        raise ValueError(
+            "a BayesianModel is pushed as a posterior: BayesianTrainer.push_to_hub(), or Posterior.push_to_hub(), of a "
+            "loaded model model.posterior.push_to_hub()"
+        )
+
     @classmethod
     def from_pretrained(
         cls,

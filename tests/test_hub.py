@@ -16,6 +16,7 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests import runs
 from tests.faults.posteriors import config, draws, equal, gaussian
+from tests.models import tiny_llama, with_lora
 from tests.storage.test_read import as_hub_cache
 
 # -- push ------------------------------------------------------------------------------------------------------------
@@ -101,9 +102,15 @@ def test_damaged_posterior_is_not_pushed(pushed: dict[str, Any], tmp_path: Path)
     assert not pushed
 
 
-@pytest.mark.parametrize("name", ["README.md", "posterior_config.json"])
-def test_token_in_a_text_stops_the_push(pushed: dict[str, Any], tmp_path: Path, name: str) -> None:
-    token = "hf_" + "aB3" * 10
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("README.md", "hf_" + "aB3" * 10),
+        ("posterior_config.json", "hf_" + "aB3" * 10),
+        ("README.md", "hf_oauth_" + "aB3" * 10 + "." + "aB3" * 10),  # signed in with a browser, as in a Space
+    ],
+)
+def test_token_in_a_text_stops_the_push(pushed: dict[str, Any], tmp_path: Path, name: str, token: str) -> None:
     draws(2, prior={"note": token} if name != "README.md" else {"name": "gaussian"}).save_pretrained(tmp_path)
     if name == "README.md":
         with (tmp_path / name).open("a") as file:
@@ -149,6 +156,19 @@ def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str
     )
     assert "members/member_002/model.safetensors" not in pushed["files"]
     assert equal(Posterior.from_pretrained(tmp_path / "d"), draws(2, seed=2))
+
+
+def test_a_push_into_a_pull_request_makes_no_branch(pushed: dict[str, Any]) -> None:
+    draws(2).push_to_hub("user/x", revision="refs/pr/3")
+    assert pushed["upload_folder"]["revision"] == "refs/pr/3"
+    assert "create_branch" not in pushed  # the Hub makes none of that name
+
+
+def test_a_live_model_is_not_pushed_and_no_repository_is_made(pushed: dict[str, Any]) -> None:
+    model = hf_bayes.attach(with_lora(tiny_llama()))
+    with pytest.raises(ValueError, match=r"is pushed as a posterior: BayesianTrainer.push_to_hub\(\)"):
+        model.push_to_hub("user/x")
+    assert not pushed
 
 
 TRAINERS_OWN = {"hub_model_id": "user/x", "hub_token": "hf_of_the_arguments", "hub_revision": "dev"}
