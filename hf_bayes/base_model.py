@@ -105,7 +105,16 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def head_differences(head: dict[str, Any], config: Any) -> list[str]:
-    """In words, what of a classifier's ``config`` would have its outputs read in another way than ``head`` says.
+    """In words, what of a classifier's ``config`` would have its outputs read in another way than ``head`` says."""
+    problems = output_differences(head, config)
+    pad = getattr(config, "pad_token_id", None)
+    if "labels" in head and head.get("pad_token_id") not in (None, pad):
+        problems.append(f"the pad_token_id {pad}, expected {head['pad_token_id']}")
+    return problems
+
+
+def output_differences(head: dict[str, Any], config: Any) -> list[str]:
+    """In words, what of a classifier's ``config`` would make its outputs stand for something else than ``head`` says.
 
     Labels that nobody has named are no other labels.
     """
@@ -113,7 +122,9 @@ def head_differences(head: dict[str, Any], config: Any) -> list[str]:
         return []
     labels, problems = head["labels"], []
     found_labels = [config.id2label[index] for index in range(config.num_labels)]
-    if found_labels not in (labels, [f"LABEL_{index}" for index in range(len(labels))]):
+    unnamed = [f"LABEL_{index}" for index in range(len(labels))]
+    equal = found_labels == labels or unnamed in (found_labels, labels)
+    if not equal or len(found_labels) != len(labels):
         problems.append(f"the labels {found_labels}, expected {labels}")
     found, expected = (
         problem or ("regression" if len(labels) == 1 else "single_label_classification")
@@ -121,9 +132,6 @@ def head_differences(head: dict[str, Any], config: Any) -> list[str]:
     )
     if found != expected:
         problems.append(f"the problem_type {found!r}, expected {expected!r}")
-    pad = getattr(config, "pad_token_id", None)
-    if head.get("pad_token_id") not in (None, pad):
-        problems.append(f"the pad_token_id {pad}, expected {head['pad_token_id']}")
     return problems
 
 

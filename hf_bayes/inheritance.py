@@ -91,6 +91,12 @@ def inherit(
     )
     if problems:
         raise ValueError(f"{what} belongs to another base model: this one has {'; '.join(problems)}")
+    # a head's rows are its labels': in another order the prior of one would be what was learnt of another
+    if problems := base_model.output_differences(posterior.config.head, model.core.config):
+        raise ValueError(
+            f"{what} is of a head whose outputs stand for something else: this model's config has "
+            f"{'; '.join(problems)}. Give it the labels (id2label, label2id) and the problem_type of the earlier run"
+        )
     unit = posterior.config.data_unit
     if unit in ("token", "sequence") and unit != data_unit:
         raise ValueError(

@@ -19,8 +19,8 @@ from hf_bayes.covariance import dense
 from hf_bayes.posterior import Draws, Gaussian, single
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests.laplace.test_fit import NOISE, STD, regression
-from tests.models import tiny_llama, tiny_tokenizer, with_lora
-from tests.runs import token_rows, trainer
+from tests.models import tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.runs import label_rows, token_rows, trainer
 
 HEAD = {"subspace": "last_layer", "noise_std": NOISE}
 EXACT = {"structure": "full", "num_samples": None}
@@ -281,3 +281,34 @@ def test_a_prior_of_another_task_is_refused() -> None:
         fit_laplace(model, parts[1], LaplaceConfig(), prior=dataclasses.replace(posterior, config=config), **HEAD)
     with pytest.raises(ValueError, match="would replace the posterior that is the prior"):
         fit_laplace(model, parts[1], LaplaceConfig(fit_prior="heldout"), prior=posterior, heldout=parts[0], **HEAD)
+
+
+NAMED = {"id2label": {0: "no", 1: "maybe", 2: "yes"}, "label2id": {"no": 0, "maybe": 1, "yes": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (NAMED, None),
+        ({}, None),  # nobody has named the labels
+        (
+            {"id2label": {0: "yes", 1: "maybe", 2: "no"}},
+            r"the labels \['yes', 'maybe', 'no'\], expected \['no', 'maybe'",
+        ),
+        (
+            NAMED | {"problem_type": "multi_label_classification"},
+            "'multi_label_classification', expected 'single_label",
+        ),
+    ],
+)
+def test_a_prior_of_a_head_for_other_labels_is_refused(config: Any, words: str | None) -> None:
+    def fitted(prior: Posterior | None, **config: Any) -> Posterior:
+        method = LaplaceConfig(structure="diagonal", prior_std=None if prior else 0.1)
+        return fit_laplace(with_lora(tiny_bert(**config)), label_rows(), method, prior=prior)
+
+    first = fitted(None, **NAMED)
+    if words is None:
+        assert fitted(first, **config).config.prior["fingerprint"] == first.fingerprint
+        return
+    with pytest.raises(ValueError, match=words):
+        fitted(first, **config)
