@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +62,7 @@ def load_splits(
         raise ValueError(f"{dataset!r} has no split 'train', only {', '.join(splits)}")
     for name in ("train", "validation"):
         if name in splits:
-            check_split(splits[name], text_column, f"the split {name!r} of {dataset!r}")
+            check_texts(splits[name], text_column, f"the split {name!r} of {dataset!r}")
     if "validation" not in splits and validation_fraction == 0:
         return DatasetDict(train=splits["train"])
     if "validation" not in splits:
@@ -94,8 +93,11 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
         name, _, split = source.partition(":")
         *owner, config = name.split("/") if name.count("/") == 2 else (name, None)
         rows = load_dataset("/".join(owner), config, split=split or "train")
-    check_split(rows, text_column, repr(source))
-    return _cut("\n\n".join(rows[text_column]), held_out, text_column)
+    check_texts(rows, text_column, repr(source))
+    parts = _cut_text("\n\n".join(rows[text_column]), 1 - held_out)
+    if parts is None:
+        raise ValueError(f"{source!r} is too short to hold out {held_out} of it as its end: give more text")
+    return _as_rows(parts, text_column)
 
 
 class Window(NamedTuple):
@@ -239,20 +241,50 @@ def check_split(split: Dataset, column: str, what: str) -> None:
         raise ValueError(f"{what} has 0 rows")
 
 
+def check_texts(split: Dataset, column: str, what: str) -> None:
+    """As ``check_split``, and for a column or a row that holds no text."""
+    check_split(split, column, what)
+    kind = getattr(split.features[column], "dtype", type(split.features[column]).__name__)
+    if kind not in ("string", "large_string"):
+        raise ValueError(f"{what}: the column {column!r} holds {kind}, expected text: name another, or make it text")
+    if split.data.column(column).null_count:  # of the whole table, of which the split may be a part
+        for row, text in enumerate(split[column]):
+            if text is None:
+                raise ValueError(
+                    f"{what}: row {row} of {column!r} holds nothing (null), expected text: fill it, or leave the row out"
+                )
+
+
+def check_window(length: int, config: Any) -> None:
+    """Raise a ValueError for a window that is longer than the longest context of the model with this ``config``."""
+    longest = getattr(config, "max_position_embeddings", None)  # models whose positions are relative (Bloom) have none
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"window={length} is longer than the model's longest context, {longest} tokens: lower window, or, of a "
+            "model that can go further, raise max_position_embeddings by config_overrides"
+        )
+
+
 def _hold_out(train: Dataset, fraction: float, text_column: str, seed: int) -> tuple[Dataset, Dataset]:
     if len(train) > 1:
         parts = train.train_test_split(test_size=math.ceil(fraction * len(train)), seed=seed)
         return parts["train"], parts["test"]
-    return _cut(train[0][text_column], fraction, text_column)
+    parts = _cut_text(train[0][text_column], 1 - fraction)
+    if parts is None:
+        raise ValueError("the training data is one text, too short to hold out a part: give a validation file")
+    return _as_rows(parts, text_column)
 
 
-def _cut(text: str, held_out: float, column: str) -> tuple[Dataset, Dataset]:
-    head, tail = _cut_text(text, 1 - held_out)
-    return Dataset.from_dict({column: [head]}), Dataset.from_dict({column: [tail]})
+def _as_rows(parts: tuple[str, str], column: str) -> tuple[Dataset, Dataset]:
+    head, tail = (Dataset.from_dict({column: [part]}) for part in parts)
+    return head, tail
 
 
-def _cut_text(text: str, fraction: float) -> Sequence[str]:
-    """In two at the line end (or the blank, or the character) nearest before ``fraction`` of its length."""
+def _cut_text(text: str, fraction: float) -> tuple[str, str] | None:
+    """In two at the line end (or the blank, or the character) nearest before ``fraction`` of its length.
+
+    None if one of them would be blank.
+    """
     place = int(len(text) * fraction)
     for end in ("\n", " "):
         found = text.rfind(end, place // 2, place)
@@ -260,6 +292,4 @@ def _cut_text(text: str, fraction: float) -> Sequence[str]:
             place = found + 1
             break
     head, tail = text[:place], text[place:]
-    if not head.strip() or not tail.strip():
-        raise ValueError("the training data is one text, too short to hold out a part: give a validation file")
-    return head, tail
+    return (head, tail) if head.strip() and tail.strip() else None

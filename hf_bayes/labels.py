@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
 
-from hf_bayes.data import check_split
+from hf_bayes.data import check_split, check_texts
 
 
 class LabelledText(NamedTuple):
@@ -69,8 +69,9 @@ def labelled_text(
             where numbers are asked for, or one that the training split lacks.
     """
     for name, split in splits.items():
-        for column in [text_column, label_column, *([] if pair_column is None else [pair_column])]:
-            check_split(split, column, f"the split {name!r}")
+        for column in [text_column, *([] if pair_column is None else [pair_column])]:
+            check_texts(split, column, f"the split {name!r}")
+        check_split(split, label_column, f"the split {name!r}")
     labels = _labels_of(splits["train"], label_column, numbers=numbers)
 
     def encode(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:

@@ -253,8 +253,8 @@ class SavingMixin(AnyTrainer):
             commit_message: of the commit.
             blocking: False returns at once, while the upload goes on.
             token: of the Hub; ``args.hub_token`` by default.
-            revision: a branch, made if it is not there, or a pull request (refs/pr/1); ``args.hub_revision`` by default,
-                or else the main branch.
+            revision: a branch, made if it is not there, or a pull request (refs/pr/1); ``args.hub_revision`` by
+                default, or else the main branch.
             private: whether a new repository is; ``args.hub_private_repo`` by default.
             tags: of the model card, beside its own.
         Returns:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_bayes import LaplaceConfig, MAPConfig, MeanFieldConfig
-from hf_bayes.cli import ModelArguments, mapping
+from hf_bayes import LaplaceConfig, MAPConfig
+from hf_bayes.cli import ModelArguments, mapping, method_config
 from hf_bayes.config import MethodConfig
 
 
@@ -51,7 +51,7 @@ def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
     known = {
         **dict.fromkeys(("single", "sequential", "offline"), MAPConfig(**common)),
         **{f"laplace_{name}": LaplaceConfig(structure=name, **laplace) for name in ("diagonal", "kronecker")},
-        "mean_field": MeanFieldConfig(**common, **mapping(given.mean_field_args)),
+        "mean_field": method_config("mean_field", {**common, **mapping(given.mean_field_args)}),
     }
     if unknown := sorted(set(given.methods) - set(known)):
         raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(known)}")

@@ -23,7 +23,7 @@ from hf_bayes.cli import (
     parse_arguments,
     train_and_save,
 )
-from hf_bayes.data import token_windows
+from hf_bayes.data import check_window, token_windows
 
 
 @dataclass
@@ -52,6 +52,7 @@ def main() -> None:
 
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
+    check_window(data_args.window, model.config)
 
     with args.main_process_first(desc="data"):
         windows = {

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
-from hf_bayes.data import Window, load_splits, token_windows, window_spans
+from hf_bayes.data import Window, load_episode, load_splits, token_windows, window_spans
 from hf_bayes.likelihood import IGNORE
 from tests.models import TEXTS
 
@@ -170,6 +170,22 @@ def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
     assert list(load_splits(rows, validation_fraction=0)) == ["train"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gap.csv", "text,label\nhello there,2\n,4\nmore of it,5\n", "row 1 of 'text' holds nothing"),
+        ("gap.jsonl", '{"text": "a b"}\n{"text": null}\n', "row 1 of 'text' holds nothing"),
+        ("numbers.csv", "text,label\n1,2\n3,4\n", "'text' holds int64, expected text"),
+        ("lists.jsonl", '{"text": ["a", "b"]}\n{"text": ["c"]}\n', "'text' holds List, expected text"),
+    ],
+)
+def test_a_row_that_is_no_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    for load in (load_splits, load_episode):
+        with pytest.raises(ValueError, match=rf"{name}': .*{message}"):
+            load(str(tmp_path / name))
+
+
 def test_bad_data_is_refused(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "empty.jsonl").write_text("")
@@ -186,6 +202,10 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
             load_splits(rows, validation_fraction=fraction)
     with pytest.raises(ValueError, match="too short to hold out a part"):
         load_splits(str(tmp_path / "letter.txt"))
+    with pytest.raises(
+        ValueError, match=r"letter\.txt' is too short to hold out 0.15 of it as its end: give more text"
+    ):
+        load_episode(str(tmp_path / "letter.txt"))
     with pytest.raises(ValueError, match="all be of one format"):
         load_splits(rows, validation_file=str(tmp_path / "notes.md"))
     with pytest.raises(ValueError, match="goes with a local training file"):

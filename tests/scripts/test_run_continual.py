@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import continual_results
 import run_continual
+from continual_arguments import ContinualArguments, methods
 
 from hf_bayes import Posterior
 from hf_bayes import data as data_module
@@ -179,6 +180,36 @@ def test_a_model_without_a_longest_context_gets_the_default_window(
 def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"methods \['ewc'\] are unknown: choose of single, sequential, offline"):
         run(monkeypatch, {**fields, "methods": ["ewc"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 49}, "window=49 is longer than the model's longest context, 48 tokens: lower window"),
+        ({"push_to_hub": True}, "push_to_hub is refused: there is a posterior for each method and episode"),
+        ({"mean_field_args": {"width": 1}}, "mean_field has no field .width."),
+    ],
+)
+def test_what_the_script_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(monkeypatch, fields | change)
+
+
+def test_mean_field_may_have_a_first_prior_of_its_own() -> None:
+    given = ContinualArguments(episodes=["one.txt"], mean_field_args='{"prior_std": 0.5}')
+    assert {name: config.prior_std for name, config in methods(given).items() if config.prior_std != 0.1} == {
+        "mean_field": 0.5
+    }
+
+
+def test_an_episode_without_a_token_to_test_on_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    (tmp_path / "two.txt").write_text("Hi")
+    with pytest.raises(ValueError, match=r"of '.*two\.txt': no window with a token to predict"):
+        run(monkeypatch, fields)
 
 
 def test_the_lora_is_the_papers_and_there_has_to_be_one(
