@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ _CAPTIONS = {
 }
 _STOPS = ("#fff7bc", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506")
 _INKS = ("#000000", "#ffffff")  # of these two, one has a contrast of 4.5 or more with any colour (WCAG AA)
+_LARGEST = sys.float_info.max
+_ROUNDING = 1e-3  # may leave a log-probability of 0 a little above it
 _MINUS = "\N{MINUS SIGN}"
 # Characters that would change how the rest is shown, or that HTML and terminals take for commands: C0 and C1 controls,
 # surrogates, separators, directional marks and overrides, noncharacters of the first plane.
@@ -134,6 +137,7 @@ def _flat(records: Any) -> list[Record]:
                 "a record to render has 'tokens', as from \"bayesian-text-generation\" or its score(); "
                 f"got one with {', '.join(map(repr, records)) or 'nothing'}"
             )
+        _check(records)
         return [records]
     if not isinstance(records, Iterable) or isinstance(records, str | bytes):
         raise ValueError(
@@ -144,6 +148,37 @@ def _flat(records: Any) -> list[Record]:
     if not flat:
         raise ValueError("no records to render")
     return flat
+
+
+def _check(record: Record) -> None:
+    """Raise for a token without its text, and for numbers that no colour and no height stands for.
+
+    A NaN is neither above nor below another number: the scale of all tokens would depend on where it stands.
+    """
+    for index, token in enumerate(record["tokens"]):
+        if not isinstance(token, Mapping) or not isinstance(token.get("token"), str):
+            raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
+        _check_numbers(token, ("logprob",), f"token {index} ({token['token']!r:.40})")
+    if not isinstance(record.get("uncertainty"), Mapping):
+        raise ValueError(
+            "a record to render has the means of its tokens as 'uncertainty', "
+            f"got one with {', '.join(map(repr, record))}"
+        )
+    _check_numbers(record["uncertainty"], ("sequence_logprob", "sequence_logprob_tokenwise"), "'uncertainty'")
+
+
+def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
+    for name in (*_PARTS, *logprobs):
+        value = values.get(name)
+        expected, lowest, highest = (
+            ("a log-probability, 0 or below", -math.inf, _ROUNDING)  # of what is impossible, -inf
+            if name in logprobs
+            else ("a finite number of nats", -_LARGEST, _LARGEST)
+        )
+        if not isinstance(value, int | float) or not lowest <= value <= highest:
+            raise ValueError(
+                f"{what} of a record to render: {name!r} is {expected}, got {value!r:.40}. Leave the record out"
+            )
 
 
 class Context(NamedTuple):
@@ -157,7 +192,7 @@ class Context(NamedTuple):
 def _context(record: Record) -> Context:
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
     if not isinstance(text, str):
-        messages = [{name: visible(str(message[name])) for name in ("role", "content")} for message in text[:-1]]
+        messages = [{"role": visible(str(turn["role"])), "content": visible(_said(turn))} for turn in text[:-1]]
         role, text = visible(text[-1]["role"]), str(text[-1]["content"])
     tokens = [token["token"] for token in record["tokens"]]
     for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
@@ -165,6 +200,12 @@ def _context(record: Record) -> Context:
         if text.endswith(new):
             return Context(messages, role, visible(text[: len(text) - len(new)]))
     return Context(messages, role, "")
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    """The text of a message; of one that has none, such as a call of a tool, what it holds."""
+    content = turn.get("content")
+    return content if isinstance(content, str) else str({name: turn[name] for name in turn if name != "role"})
 
 
 def _number(value: float, digits: int = 3) -> str:
@@ -195,7 +236,8 @@ def to_html(
         title: of the page.
         vmax: nats at the end of the scale; None takes the largest value there is, rounded up.
     Raises:
-        ValueError: for records without tokens, an unknown measure, or a vmax that is not positive.
+        ValueError: for records without tokens or with numbers that are none, an unknown measure, or a vmax that is not
+            positive.
     """
     records = _flat(record_or_records)
     scale = _scale(records, measure, vmax)

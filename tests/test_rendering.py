@@ -26,6 +26,13 @@ def record(tokens: list[str], prompt: str = "", step: float = 0.1, key: str = "g
     return {key: prompt + "".join(tokens), "tokens": entries, "uncertainty": summary}
 
 
+def spoilt(**values: Any) -> dict[str, Any]:
+    """Of three tokens, the second with other ``values``."""
+    whole = record(["a", "b", "c"])
+    whole["tokens"][1].update(values)
+    return whole
+
+
 class Page(HTMLParser):
     """Elements in order; the text and level of each token; everything the reader sees."""
 
@@ -171,6 +178,14 @@ def test_chats_show_who_speaks() -> None:
     assert "assistant: Good day" in to_terminal({**record(["Good", " day"]), "generated_text": chat}).plain
 
 
+def test_a_call_of_a_tool_is_shown_as_what_it_is() -> None:
+    chat = record(["12", " degrees"])
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"town": "<Oslo>"}}}]}
+    chat["generated_text"] = [call, {"role": "assistant", "content": "12 degrees"}]
+    assert "'town': '<Oslo>'" in Page(to_html(chat)).text
+    assert "assistant: {'tool_calls': [{'function': {'name': 'weather'" in to_terminal(chat).plain
+
+
 def test_control_characters_become_signs() -> None:
     acting = ["\x1b[31m", "\x00", "\r", "\u202e", "\x85", "\ud800", "\u2028", "\ufffe"]
     page = Page(to_html(record(acting)))
@@ -210,6 +225,13 @@ def test_records_survive_json_on_the_way() -> None:
     assert original == before
 
 
+def test_a_token_that_is_impossible_is_shown_all_the_same() -> None:
+    impossible = spoilt(logprob=-float("inf"))
+    impossible["uncertainty"]["sequence_logprob"] = -float("inf")
+    assert "\N{MINUS SIGN}inf  p 0 %" in to_html(impossible)
+    assert "log p(sequence) \N{MINUS SIGN}inf" in to_terminal(impossible).plain
+
+
 @pytest.mark.parametrize(
     ("records", "options", "message"),
     [
@@ -218,6 +240,17 @@ def test_records_survive_json_on_the_way() -> None:
         ("The cell", {}, "a record to render is what .* returns, .* got 'The cell'"),
         (["The cell"], {}, "a record to render is what .* returns, .* got 'The cell'"),
         (None, {}, "a record to render is what .* returns, .* got None"),
+        (spoilt(epistemic=float("nan")), {}, r"token 1 \('b'\) .* 'epistemic' is a finite number of nats, got nan"),
+        (spoilt(total=float("inf")), {"measure": "epistemic"}, "'total' is a finite number of nats, got inf"),
+        (spoilt(aleatoric=None), {}, "'aleatoric' is a finite number of nats, got None"),
+        (spoilt(logprob=float("nan")), {}, "'logprob' is a log-probability, 0 or below, got nan"),
+        (spoilt(logprob=2.5), {}, "'logprob' is a log-probability, 0 or below, got 2.5"),
+        (spoilt(token=b"b"), {}, "token 1 of a record to render has its text as 'token'"),
+        (
+            {"tokens": record(["a"])["tokens"]},
+            {},
+            "has the means of its tokens as 'uncertainty', got one with 'tokens'",
+        ),
         (record(["a"]), {"measure": "entropy"}, "measure is one of total, aleatoric, epistemic; got 'entropy'"),
         (record(["a"]), {"vmax": 0.0}, "a positive number of nats; got 0.0"),
         (record(["a"]), {"vmax": float("nan")}, "a positive number of nats; got nan"),
