@@ -251,7 +251,7 @@ def check_texts(split: Dataset, column: str, what: str) -> None:
         for row, text in enumerate(split[column]):
             if text is None:
                 raise ValueError(
-                    f"{what}: row {row} of {column!r} holds nothing (null), expected text: fill it, or leave the row out"
+                    f"{what}: row {row} of {column!r} holds nothing (null), expected text: fill it, or leave it out"
                 )
 
 

@@ -293,11 +293,11 @@ NAMED = {"id2label": {0: "no", 1: "maybe", 2: "yes"}, "label2id": {"no": 0, "may
         ({}, None),  # nobody has named the labels
         (
             {"id2label": {0: "yes", 1: "maybe", 2: "no"}},
-            r"the labels \['yes', 'maybe', 'no'\], expected \['no', 'maybe'",
+            r"\['yes', 'maybe', 'no'\], expected \['no', 'maybe'",
         ),
         (
             NAMED | {"problem_type": "multi_label_classification"},
-            "'multi_label_classification', expected 'single_label",
+            "'multi_label_classification', expected 'single",
         ),
     ],
 )
