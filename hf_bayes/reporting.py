@@ -88,13 +88,12 @@ class ReportingMixin(AnyTrainer):
         if ratio is not None:
             self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
             if ratio > 1:
-                std = 1.0 if config.prior_std is None else config.prior_std
-                # s_A s_B, so that of several numbers each goes down by the square root
-                limit = f"{ratio**-0.5:.2g} times these" if isinstance(std, dict) else f"{std * ratio**-0.5:.2g}"
+                given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
+                narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
                 self._warn(
                     "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
-                    "rank and alpha; below %s the ratio is under 1",
-                    ratio, std, limit,
+                    "rank and alpha; %s the ratio is under 1",
+                    ratio, given, narrow,
                 )  # fmt: skip
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import logging
 import math
-import re
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -194,23 +191,3 @@ def test_the_trainer_samples_under_the_prior_that_is_named_and_says_which(tmp_pa
             assert torch.allclose(std, torch.tensor(0.5 * math.sqrt(2 / (16 if "lora_A" in name else 2))))
     with pytest.raises(ValueError, match="laplace: prior must be one of gaussian, he, got 'laplace'"):
         LaplaceConfig(prior="laplace")
-
-
-@pytest.mark.parametrize(
-    ("prior_std", "words"),
-    [
-        (None, r"prior_std=1.0 is wide for this rank and alpha; below {:.2g} the"),
-        (2.0, r"prior_std=2.0 is wide for this rank and alpha; below {:.2g} the"),
-        ({"lora_A": 2.0, "lora_B": 1.0}, r"prior_std={{.*}} is wide .* below {:.2g} times these the"),
-    ],
-)
-def test_a_prior_too_wide_for_its_lora_is_warned_of_with_the_limit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, prior_std: Any, words: str
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        trainer = runs.trainer(tmp_path, SGHMCConfig(prior_std=prior_std), max_steps=1)
-        trainer.train()
-    ratio = lora_prior_ratio(trainer.bayesian.model, trainer.bayesian.layout, trainer.prior)
-    assert ratio is not None
-    number = prior_std if isinstance(prior_std, float) else 1.0
-    assert re.search(words.format(number / ratio**0.5), caplog.text)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from hf_bayes import Posterior
 from hf_bayes import trainer as trainer_module
+from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.methods import METHODS
 from hf_bayes.posterior import Draws
 from hf_bayes.samplers.sghmc import SGHMCConfig
@@ -986,3 +988,22 @@ def test_push_uploads_the_posterior_and_neither_checkpoints_nor_pickles(tmp_path
         name for name in sent["allow_patterns"] if "checkpoint" in name or name.endswith((".bin", ".pt", ".pth"))
     ]
     assert "manifest.json" in sent["allow_patterns"]
+
+
+@pytest.mark.parametrize("prior_std", [None, 2.0, {"lora_A": 1.0, "lora_B": 4.0}])
+def test_the_width_that_a_wide_prior_is_told_is_the_one_that_is_not_wide(tmp_path, caplog, prior_std):
+    def ratio_and_advice(prior_std):
+        caplog.clear()
+        model = with_lora(tiny_llama())
+        runs.trainer(tmp_path, MAPConfig(prior_std=prior_std), model=model, max_steps=1, map_updates=0).train()
+        found = re.search(
+            r"by (\S+) times their RMS: prior_std=(.*) is wide .*alpha; (.*) (\S+) the ratio", caplog.text
+        )
+        return None if found is None else (found[2], found[3], float(found[4]))
+
+    given, how, number = ratio_and_advice(prior_std)
+    assert given == str(1.0 if prior_std is None else prior_std)  # the default, by its number
+    assert how == ("multiplied by" if isinstance(prior_std, dict) else "below")
+    number *= 0.97  # it was rounded to two digits
+    narrow = {name: std * number for name, std in prior_std.items()} if isinstance(prior_std, dict) else number
+    assert ratio_and_advice(narrow) is None
