@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes import LaplaceConfig, MAPConfig
 from hf_bayes.cli import ModelArguments, mapping, method_config
 from hf_bayes.config import MethodConfig
+from hf_bayes.data import token_windows
 
 
 @dataclass
@@ -56,3 +58,23 @@ def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
     if unknown := sorted(set(given.methods) - set(known)):
         raise ValueError(f"methods {unknown} are unknown: choose of {', '.join(known)}")
     return {name: known[name] for name in given.methods}
+
+
+def refuse_push(args: Any) -> None:
+    """Raise for ``push_to_hub``: Trainer would make a repository, and send it nothing."""
+    if args.push_to_hub:
+        raise ValueError(
+            "push_to_hub is refused: there is a posterior for each method and episode, and no one repository for all "
+            "of them. Push those you want afterwards: Posterior.from_pretrained(FOLDER).push_to_hub(ID)"
+        )
+
+
+def windows(episodes: Sequence[str], texts: Sequence[Any], tokenizer: Any, **cut: Any) -> list[Any]:
+    """``token_windows`` of one part of each episode."""
+    found = []
+    for episode, rows in zip(episodes, texts, strict=True):
+        try:
+            found.append(token_windows(rows, tokenizer, **cut))
+        except ValueError as error:
+            raise ValueError(f"a part of {episode!r}: {error}") from error
+    return found

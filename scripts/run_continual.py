@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from continual_arguments import ContinualArguments, LoraArguments, methods
+from continual_arguments import ContinualArguments, LoraArguments, methods, refuse_push, windows
 from continual_results import Results, figures, table, test_losses
 from datasets import concatenate_datasets
 from peft import PeftModel, TaskType
@@ -26,7 +26,7 @@ from hf_bayes.base_model import describe
 from hf_bayes.checkpoints import newest_complete
 from hf_bayes.cli import end_process_group, parse_arguments
 from hf_bayes.config import MethodConfig
-from hf_bayes.data import check_window, load_episode, token_windows
+from hf_bayes.data import check_window, load_episode
 from hf_bayes.fingerprint import fingerprint_json
 from hf_bayes.subspace import select
 
@@ -62,11 +62,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     Returns:
         {method: [[test loss of episode e] after episode n]}.
     """
-    if args.push_to_hub:
-        raise ValueError(
-            "push_to_hub is refused: there is a posterior for each method and episode, and no one repository for all "
-            "of them. Push those you want afterwards: Posterior.from_pretrained(FOLDER).push_to_hub(ID)"
-        )
+    refuse_push(args)
     output = Path(args.output_dir)
     tokenizer = model_args.load_tokenizer()
     collate = DataCollatorForSeq2Seq(tokenizer)
@@ -85,16 +81,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     check_window(window, first.config)
     cut = {"length": window, "overlap": window - (given.stride or window // 2), "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
-
-    def windows(episode: str, part: str, rows: Any) -> Any:
-        try:
-            return token_windows(rows, tokenizer, **cut)
-        except ValueError as error:
-            raise ValueError(f"{part} of {episode!r}: {error}") from error
-
-    pairs = list(zip(given.episodes, texts, strict=True))
-    train = [windows(episode, "the beginning", parts[0]) for episode, parts in pairs]
-    test = [windows(episode, "the held-out end", parts[1]) for episode, parts in pairs]
+    train, test = (windows(given.episodes, part, tokenizer, **cut) for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
     settings |= {name: getattr(args, name) for name in SETTINGS}
     settings["rows_per_update"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
