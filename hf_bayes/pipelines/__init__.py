@@ -1,0 +1,122 @@
+"""Text or images in, records out: pipelines of transformers whose records carry uncertainty."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, PreTrainedTokenizerBase
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from hf_bayes.artifact import Posterior
+from hf_bayes.loading import check_tokenizer, load_image_processor, load_tokenizer
+from hf_bayes.model import BayesianModel
+from hf_bayes.pipelines.classification import BayesianImageClassificationPipeline, BayesianTextClassificationPipeline
+from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.pipelines.text_generation import BayesianTextGenerationPipeline
+from hf_bayes.pipelines.token_classification import BayesianTokenClassificationPipeline
+
+_PIPELINES: tuple[type[BayesianPipeline], ...] = (
+    BayesianTextGenerationPipeline,
+    BayesianTextClassificationPipeline,
+    BayesianTokenClassificationPipeline,
+    BayesianImageClassificationPipeline,
+)
+_TASKS = {each.task_name: each for each in _PIPELINES}
+_READERS: dict[str, tuple[Any, Any]] = {
+    "tokenizer": (load_tokenizer, AutoTokenizer),
+    "image_processor": (load_image_processor, AutoImageProcessor),
+}
+"""What pipelines read inputs with: how a posterior's is loaded, and another one."""
+
+
+def pipeline(
+    task: str | None = None,
+    model: str | os.PathLike[str] | BayesianModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
+    *,
+    image_processor: BaseImageProcessor | str | os.PathLike[str] | None = None,
+    members: int | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: int | str | torch.device | None = None,
+    device_map: Any = None,
+    trust_remote_code: bool = False,
+    base_model: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A pipeline with a saved posterior or a Bayesian model.
+
+    Args:
+        task: "bayesian-text-generation", "bayesian-text-classification", "bayesian-token-classification" or
+            "bayesian-image-classification"; None takes that of the posterior.
+        model: a posterior directory, a repository of the Hub, or a Bayesian model.
+        tokenizer: a tokenizer or where to load one; None takes the posterior's.
+        image_processor: likewise, where the inputs are images.
+        members, revision, subfolder, token, dtype, device_map, trust_remote_code, base_model: for loading, as in
+            ``BayesianModelForCausalLM.from_pretrained``.
+        device: as in transformers: None takes the first accelerator if there is one.
+        kwargs: for the pipeline: ``batch_size`` or any argument of a call.
+    Raises:
+        ValueError: for an unknown task, a model of another kind, or a tokenizer that is not the posterior's.
+    """
+    if task is not None and task not in _TASKS:
+        names = ", ".join(map(repr, _TASKS))
+        raise ValueError(f"unknown task {task!r}: expected one of {names}, or none: pipeline(model=...) finds its task")
+    if model is None:
+        raise ValueError(f"a pipeline needs a posterior: give model=, its directory or repository (got {task=} alone)")
+    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token}
+    loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "base_model": base_model}
+    given = [name for name, value in (location | loading).items() if value is not None]
+    if given and not isinstance(model, str | os.PathLike):
+        raise ValueError(f"{', '.join(given)}: the model is loaded already, give this to its from_pretrained")
+    pipeline_class = _find(model, location) if task is None else _TASKS[task]
+    reads, model_class = pipeline_class.reads, pipeline_class.model_class
+    load, auto_class = _READERS[reads]
+    processor = _only(pipeline_class, tokenizer=tokenizer, image_processor=image_processor)
+    if isinstance(model, str | os.PathLike):
+        if processor is None:
+            processor = load(model, trust_remote_code=trust_remote_code, **location)
+        model = model_class.from_pretrained(model, trust_remote_code=trust_remote_code, **location, **loading)
+    pipeline_class.check_model(model)
+    if processor is None:
+        raise ValueError(f"a model in memory comes without its {reads.replace('_', ' ')}: give {reads}=")
+    if isinstance(processor, str | os.PathLike):
+        processor = auto_class.from_pretrained(processor, trust_remote_code=trust_remote_code)
+    if model.posterior is not None and reads == "tokenizer":
+        check_tokenizer(model.posterior, processor)
+    kwargs |= {reads: processor} | ({} if device is None else {"device": device})
+    return pipeline_class(model=model, task=pipeline_class.task_name, **kwargs)
+
+
+def _find(model: str | os.PathLike[str] | BayesianModel, location: dict[str, Any]) -> type[BayesianPipeline]:
+    """The pipeline of a posterior's, or a model's, task."""
+    if isinstance(model, str | os.PathLike):
+        found = Posterior.from_pretrained(model, **location).config.task
+    elif isinstance(model, BayesianModel):
+        found = model.task
+    else:
+        raise ValueError(
+            f"a pipeline needs a posterior's directory or repository, or a Bayesian model, got {type(model).__name__}"
+        )
+    return next(each for each in _PIPELINES if each.model_class.task == found)
+
+
+def _only(pipeline_class: type[BayesianPipeline], **processors: Any) -> Any:
+    """What is given of the one that the pipeline reads its inputs with."""
+    task, reads = pipeline_class.task_name, pipeline_class.reads
+    if others := [name for name, given in processors.items() if given is not None and name != reads]:
+        raise ValueError(f"{task} reads its inputs with a {reads.replace('_', ' ')}: give {reads}=, not {others[0]}=")
+    return processors[reads]
+
+
+for _pipeline_class in _PIPELINES:
+    PIPELINE_REGISTRY.register_pipeline(
+        _pipeline_class.task_name,
+        pipeline_class=_pipeline_class,
+        pt_model=_pipeline_class.model_class.auto_class,
+        type="image" if _pipeline_class.reads == "image_processor" else "text",
+    )

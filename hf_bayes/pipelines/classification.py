@@ -1,0 +1,90 @@
+"""Classification of texts and images whose records carry total, aleatoric and epistemic uncertainty.
+
+A record is what transformers returns, {"label", "score"}, and one key more, "uncertainty": {"total", "aleatoric",
+"epistemic"} of the text or image in nats (those that are defined, of a linearised model); with ``top_k``, each of its
+records has it. Scores are probabilities of the mixture. For regression they are predictive means, and "uncertainty"
+holds {"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. Multi-label heads have no
+uncertainties, their records are those of transformers.
+
+``function_to_apply`` is "softmax" for classes, "sigmoid" for labels of their own, "none" for numbers. "none" gives the
+mixture's log-probabilities of classes, and for labels of their own the logits of the mean probabilities. What would
+give no quantity of the posterior is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import ImageClassificationPipeline, TextClassificationPipeline
+
+from hf_bayes.classification import (
+    BayesianModelForImageClassification,
+    BayesianModelForSequenceClassification,
+    Deviations,
+)
+from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.records import PARTS
+
+_FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
+    Categorical: ("softmax", "none"),
+    Bernoulli: ("sigmoid", "none"),
+    Normal: ("none",),
+}
+"""What may be applied to a head's answers; the first gives its scores."""
+
+
+class _ScoredPipeline(BayesianPipeline):
+    """Of whole inputs: one answer each, ``top_k`` records of it."""
+
+    def _sanitize_parameters(self, function_to_apply: str | None = None, **kwargs: Any) -> Any:
+        if isinstance(function_to_apply, str) and function_to_apply.lower() not in (known := self._functions()):
+            raise ValueError(
+                f"function_to_apply={str(function_to_apply)!r} has no meaning for a "
+                f"{type(self.model.likelihood).__name__} likelihood: expected {' or '.join(map(repr, known))}. "
+                f"Leave it out for {known[0]!r}"
+            )
+        top_k = kwargs.get("top_k")
+        if isinstance(top_k, int) and top_k < 1:
+            raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")
+        return super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
+
+    def postprocess(self, model_outputs: Any, function_to_apply: str | None = None, **kwargs: Any) -> Any:
+        # transformers goes by the configuration, and takes a single output for a logit
+        result = super().postprocess(model_outputs, function_to_apply or self._functions()[0], **kwargs)
+        for record in [result] if isinstance(result, dict) else result:
+            if "total" in model_outputs:
+                record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
+            if "predictive_std" in model_outputs:
+                # as transformers names outputs; label2id may say otherwise, or nothing
+                output = next(i for i, name in self.model.config.id2label.items() if name == record["label"])
+                record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
+        return result
+
+    def _functions(self) -> tuple[str, ...]:
+        return _FUNCTIONS[type(self.model.likelihood)]
+
+
+class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):
+    """transformers' text classification with a Bayesian model; records as in the module's docstring."""
+
+    task_name = "bayesian-text-classification"
+    model_class = BayesianModelForSequenceClassification
+
+    def _forward(self, model_inputs: Any) -> Any:
+        if "use_cache" in inspect.signature(self.model.core.forward).parameters:
+            model_inputs["use_cache"] = False
+        return self.model(**model_inputs)
+
+
+class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPipeline):
+    """transformers' image classification with a Bayesian model; records as in the module's docstring.
+
+    Takes what ``ImageClassificationPipeline`` takes: images, arrays, paths and addresses of images, lists, generators
+    and data sets of them, ``batch_size``, ``top_k`` (5 unless told) and ``timeout``.
+    """
+
+    task_name = "bayesian-image-classification"
+    model_class = BayesianModelForImageClassification
+    reads = "image_processor"

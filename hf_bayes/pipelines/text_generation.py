@@ -1,0 +1,162 @@
+"""Text generation whose records carry total, aleatoric and epistemic uncertainty.
+
+A record of "bayesian-text-generation" is what transformers returns, and two keys more::
+
+    {"generated_text": ..., "tokens": [{"token", "id", "logprob", "total", "aleatoric", "epistemic"}, ...],
+     "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"}}
+
+``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
+raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
+token's share of the text: joined, the tokens that are not special are the generated text. A character that is spread
+over several tokens belongs to the one that completes it, the others have "". Special tokens go by name ("</s>"); where
+a tokenizer cleans up spaces, ``token`` still has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Generator, Iterable, Mapping
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
+
+from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.generation import Scores
+from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.records import Record, UncertaintyStreamer, scored
+
+
+class _Abandoned(Exception):
+    """Nobody reads the stream any more."""
+
+
+class _Finished(NamedTuple):
+    """The last thing in a stream's queue."""
+
+    records: list[Record]
+
+
+class _QueueStreamer(UncertaintyStreamer):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.queue: SimpleQueue[Record | BaseException | _Finished] = SimpleQueue()
+        self.abandoned = threading.Event()
+        super().__init__(tokenizer, self.queue.put)
+
+    def put(self, value: Tensor) -> None:
+        if self.abandoned.is_set():
+            raise _Abandoned
+        super().put(value)
+
+
+class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
+    """transformers' text generation with a Bayesian model; records as in the module's docstring.
+
+    Takes what ``TextGenerationPipeline`` takes: strings, lists, generators, data sets and chats, ``batch_size``,
+    ``num_return_sequences``, ``return_full_text``, ``return_tensors``, ``stop_sequence``, ``streamer`` and whatever
+    ``generate`` takes. Its defaults are transformers', too: sampling at temperature 0.7, 256 new tokens.
+    """
+
+    task_name = "bayesian-text-generation"
+    model_class = BayesianModelForCausalLM
+
+    def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+        return super()._prepare_generate_kwargs(generate_kwargs, return_dict_in_generate=True, **overrides)
+
+    def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:
+        if not hasattr(TextGenerationPipeline, "_prepare_generate_kwargs"):  # transformers 5.17 has no such hook
+            config: Any = copy.copy(generate_kwargs.get("generation_config", self.generation_config))
+            config.return_dict_in_generate = True
+            generate_kwargs["generation_config"] = config
+        outputs = super()._forward(model_inputs, **generate_kwargs)
+        outputs.update(outputs.pop("additional_outputs", {}))  # there, the scores are inside
+        outputs.pop("beam_indices", None)
+        return outputs
+
+    def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
+        scores = {name: model_outputs[name][0] for name in Scores._fields}
+        rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
+        records = super().postprocess(rest, *args, **kwargs)
+        num_new = scores["logprobs"].shape[-1]
+        new = model_outputs["generated_sequence"][0][:, -num_new:]
+        for row, record in enumerate(records):
+            record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
+        return records
+
+    def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
+        """Generate and yield each token's record as soon as the token is drawn; the generator's value is the record.
+
+        The same numbers as from calling the pipeline with the same state of torch's generator. Generation runs in a
+        thread and ends when the iteration is abandoned.
+
+        Args:
+            prompt: a string or a chat.
+            kwargs: as when calling the pipeline, one sequence and no beams.
+        """
+        chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, Mapping) for turn in prompt)
+        if not isinstance(prompt, str) and not chat:
+            raise ValueError(f"a stream has one prompt, a string or a chat (a list of messages); got {prompt!r:.100}")
+        return self._stream(prompt, kwargs)
+
+    def _stream(self, prompt: Any, kwargs: dict[str, Any]) -> Generator[Record, None, Record]:
+        streamer = _QueueStreamer(self.tokenizer)
+
+        def run() -> None:
+            try:
+                streamer.queue.put(_Finished(self(prompt, streamer=streamer, **kwargs)))
+            except _Abandoned:
+                pass
+            except BaseException as error:  # to be raised where the tokens are read
+                streamer.queue.put(error)
+
+        thread = threading.Thread(target=run, name="hf_bayes-stream", daemon=True)
+        thread.start()
+        try:
+            while not isinstance(item := streamer.queue.get(), _Finished):
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            streamer.abandoned.set()
+            thread.join()
+        return item.records[0]
+
+    def score(self, texts: str | Iterable[str], *, batch_size: int | None = None, **tokenizer_kwargs: Any) -> Any:
+        """What the posterior says of given texts, teacher-forced: a record for a string, a list of them for several.
+
+        A record has "text" in place of "generated_text". Its tokens are all but the text's first, of which a causal
+        model says nothing; with a tokenizer that begins texts with a token of its own that is all of them.
+
+        Args:
+            texts: strings of two tokens or more.
+            batch_size: texts at a time; None takes the pipeline's, else 1.
+            tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
+        Raises:
+            ValueError: for a text of fewer than two tokens, and for what is no text.
+        """
+        if isinstance(texts, str):
+            return self.score([texts], batch_size=1, **tokenizer_kwargs)[0]
+        texts = list(texts) if isinstance(texts, Iterable) else [texts]
+        if odd := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
+        size, records = batch_size or self._batch_size or 1, []
+        for start in range(0, len(texts), size):
+            records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
+        return records
+
+    def _score_batch(self, texts: list[str], tokenizer_kwargs: dict[str, Any]) -> list[Record]:
+        inputs = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt", **tokenizer_kwargs)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        for text, length in zip(texts, mask.sum(1).tolist(), strict=True):
+            if length < 2:
+                raise ValueError(f"a text needs two tokens or more to be scored, got {length:.0f} in {text!r}")
+        with self.device_placement():
+            scores = self.model.score(ids.to(self.device), mask.to(self.device))._asdict()
+        records = []
+        for row, text in enumerate(texts):
+            own = {name: value[row].cpu() for name, value in scores.items()}
+            first = ids[row, int(mask[row].argmax())].item()
+            records.append({"text": text, **scored(self.tokenizer, ids[row, 1:], own, [first])})
+        return records

@@ -1,0 +1,98 @@
+"""Taggers whose records carry total, aleatoric and epistemic uncertainty.
+
+A record of a token is what transformers returns, and one key more::
+
+    {"entity", "score", "index", "word", "start", "end", "uncertainty": {"total", "aleatoric", "epistemic"}}
+
+in nats (those that are defined, of a linearised model). ``score`` is the mixture's probability of the token's label.
+With an ``aggregation_strategy`` a record is an entity's, and each uncertainty a mean over the entity's tokens: over all
+tokens of its words, whichever of them the strategy takes its label from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import TokenClassificationPipeline
+from transformers.pipelines.token_classification import AggregationStrategy
+
+from hf_bayes.classification import BayesianModelForTokenClassification
+from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.records import PARTS, Record
+
+_TOKENS = "tokens"
+"""Where an entity that is being put together keeps the places of its tokens."""
+
+
+class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationPipeline):
+    """transformers' token classification with a Bayesian model; records as in the module's docstring.
+
+    Takes what ``TokenClassificationPipeline`` takes: texts, or lists of words with ``is_split_into_words`` (and
+    ``delimiter``), in lists, generators and data sets, ``batch_size``, ``aggregation_strategy``, ``ignore_labels``,
+    ``stride``, and for one text ``offset_mapping``.
+    """
+
+    task_name = "bayesian-token-classification"
+    model_class = BayesianModelForTokenClassification
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, tuple):
+            inputs = list(inputs)
+        if (
+            kwargs.get("offset_mapping")
+            and not isinstance(inputs, str)
+            and not (isinstance(inputs, list) and len(inputs) == 1)
+        ):
+            # transformers would read the first text's offsets for all of them
+            raise ValueError("offset_mapping is that of one text, got several texts: give one text at a time")
+        if kwargs.get("is_split_into_words") and not isinstance(inputs, list):
+            # transformers reads a generator to its end to see what it holds, and has nothing left to tag
+            return super(TokenClassificationPipeline, self).__call__(inputs, **kwargs)
+        return super().__call__(inputs, **kwargs)
+
+    def _sanitize_parameters(self, **kwargs: Any) -> Any:
+        known = list(inspect.signature(TokenClassificationPipeline._sanitize_parameters).parameters)[1:]
+        if unknown := [name for name in kwargs if name not in known]:
+            raise ValueError(
+                f"{self.task_name} takes no {', '.join(unknown)}: a token has one record, with its likeliest label and "
+                f"that label's probability. Beside batch_size and num_workers it takes {', '.join(known)}"
+            )
+        strategy, strategies = kwargs.get("aggregation_strategy"), AggregationStrategy.__members__
+        if isinstance(strategy, str) and strategy.upper() not in strategies:
+            names = ", ".join(repr(name.lower()) for name in strategies)
+            raise ValueError(f"unknown aggregation_strategy {strategy!r}: expected one of {names}")
+        if isinstance(kwargs.get("ignore_labels"), str):
+            raise ValueError(
+                f"ignore_labels is a list of labels, got the text {kwargs['ignore_labels']!r}: give "
+                f"[{kwargs['ignore_labels']!r}]"
+            )
+        return super()._sanitize_parameters(**kwargs)
+
+    def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = {name: model_inputs[name] for name in self.tokenizer.model_input_names if name in model_inputs}
+        if "use_cache" in inspect.signature(self.model.core.forward).parameters:
+            inputs["use_cache"] = False
+        output = self.model(**inputs)
+        # the answers first: by the first entry transformers counts the rows of a batch
+        return {name: output[name] for name in ("logits", *PARTS) if name in output} | model_inputs
+
+    def postprocess(self, all_outputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Record]:
+        whole = {name: all_outputs[0].get(name) for name in ("sentence", "word_to_chars_map")}
+        entities = []
+        for outputs in all_outputs:  # chunks of a long text, each with places of its own
+            for entity in super().postprocess([outputs | whole], *args, **kwargs):
+                tokens = entity.pop(_TOKENS, None) or [entity["index"]]
+                means = {part: outputs[part][0, tokens].double().mean().item() for part in PARTS if part in outputs}
+                entities.append({**entity, "score": float(entity["score"]), "uncertainty": means})
+        return self.aggregate_overlapping_entities(entities) if len(all_outputs) > 1 else entities
+
+    def aggregate_word(self, entities: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().aggregate_word(entities, *args, **kwargs) | {_TOKENS: _places(entities)}
+
+    def group_sub_entities(self, entities: list[dict[str, Any]]) -> dict[str, Any]:
+        return super().group_sub_entities(entities) | {_TOKENS: _places(entities)}
+
+
+def _places(entities: list[dict[str, Any]]) -> list[int]:
+    return [place for entity in entities for place in entity.get(_TOKENS, [entity.get("index")])]
