@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
+from transformers.pipelines import PIPELINE_REGISTRY
 
 import hf_bayes
 from hf_bayes import hub
@@ -362,6 +363,9 @@ def test_card_names_what_loads_its_task(task: str, tag: str, suffix: str) -> Non
     card = ModelCard(hub.render_card(posterior.config.to_dict(), adapter=True))
     assert card.data.pipeline_tag == tag
     assert card.data.eval_results[0].task_type == tag
+    assert f'pipeline("bayesian-{tag}", "user/this-posterior")' in card.text
+    assert hf_bayes.pipeline  # imported by the first look, which registers the tasks
+    assert f"bayesian-{tag}" in PIPELINE_REGISTRY.get_supported_tasks()
     assert f"from hf_bayes import BayesianModel{suffix}\n" in card.text
     assert f"from transformers import AutoModel{suffix}\n" in card.text
     assert hasattr(hf_bayes, f"BayesianModel{suffix}")

@@ -3,7 +3,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, TextGenerationPipeline, TextStreamer
 
 from hf_bayes.artifact import Posterior
@@ -24,6 +25,7 @@ from hf_bayes.records import UncertaintyStreamer
 from hf_bayes.subspace import select
 from tests import models
 from tests.members.reference import scattered
+from tests.members.subjects import bert_tagger
 
 PROMPTS = ["A chain that has not", "Langevin", "Uncertainty is total, aleatoric"]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -422,6 +424,57 @@ def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -
         pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
 
 
+@pytest.mark.parametrize(
+    ("head", "function", "message"),
+    [
+        ({}, "sigmoid", "'sigmoid' has no meaning for a Categorical likelihood: expected 'softmax' or 'none'"),
+        ({"problem_type": "multi_label_classification"}, "softmax", "Bernoulli likelihood: expected 'sigmoid' or"),
+        ({"num_labels": 1, "noise_std": 1.0}, "SIGMOID", "Normal likelihood: expected 'none'"),
+    ],
+)
+def test_functions_that_give_no_quantity_of_the_posterior_are_refused(
+    head: dict[str, Any], function: str, message: str
+) -> None:
+    noise_std, config = head.get("noise_std"), {key: value for key, value in head.items() if key != "noise_std"}
+    model = attach(models.with_lora(models.tiny_bert(**config)), num_members=2, noise_std=noise_std)
+    texts = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
+    with pytest.raises(ValueError, match=message):
+        texts(models.TEXTS[0], function_to_apply=function)
+    assert texts(models.TEXTS[0], function_to_apply="NONE")
+
+
+def test_the_logarithms_of_the_mixture_can_be_had(classify: Any) -> None:
+    found = {record["label"]: record["score"] for record in classify(models.TEXTS[0], top_k=None)}
+    logs = classify(models.TEXTS[0], top_k=None, function_to_apply="none")
+    # 1e-6: softmax of log-probabilities in float32
+    assert {r["label"]: math.exp(r["score"]) for r in logs} == pytest.approx(found, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "task"),
+    [
+        (lambda: models.tiny_llama(), "bayesian-text-generation"),
+        (lambda: models.tiny_bert(), "bayesian-text-classification"),
+        (lambda: bert_tagger(torch.float32), "bayesian-token-classification"),
+    ],
+    ids=["language model", "classifier", "tagger"],
+)
+def test_a_task_that_is_not_named_is_the_models(make: Callable[[], nn.Module], task: str) -> None:
+    model = attach(make(), subspace="last_layer", num_members=2)
+    named, found = (pipeline(each, model, models.tiny_tokenizer()) for each in (task, None))
+    assert type(found) is type(named)
+    assert found.task == named.task == task
+
+
+def test_what_a_pipeline_is_made_of_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match="needs a posterior: give model=, its directory or repository"):
+        pipeline("bayesian-text-generation")
+    with pytest.raises(ValueError, match=r"unknown task 'some/posterior': .* pipeline\(model=...\) finds its task"):
+        pipeline("some/posterior")
+    with pytest.raises(ValueError, match="or a Bayesian model, got LlamaForCausalLM"):
+        pipeline(model=models.tiny_llama(), tokenizer=models.tiny_tokenizer())
+
+
 @pytest.fixture(scope="module")
 def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A posterior of three adapters on a base model of its own, each in a directory."""
@@ -442,6 +495,7 @@ def test_a_directory_is_enough(posterior: Path) -> None:
     generate = pipeline("bayesian-text-generation", posterior)
     (record,) = generate(PROMPTS[0], **GREEDY)
     assert generate.model.num_members == 3
+    assert pipeline(model=posterior)(PROMPTS[0], **GREEDY) == [record]
     model = BayesianModelForCausalLM.from_pretrained(posterior)
     assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
     fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)

@@ -109,7 +109,7 @@ def _only(pipeline_class: type[BayesianPipeline], **processors: Any) -> Any:
     """What is given of the one that the pipeline reads its inputs with."""
     task, reads = pipeline_class.task_name, pipeline_class.reads
     if others := [name for name, given in processors.items() if given is not None and name != reads]:
-        raise ValueError(f"{task} reads its inputs with a {reads.replace('_', ' ')}: give {reads}=, not {others[0]}=")
+        raise ValueError(f"{task} reads its inputs with {reads}=, got {others[0]}=: leave that out")
     return processors[reads]
 
 
