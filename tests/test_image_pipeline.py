@@ -109,6 +109,7 @@ def test_batches_generators_paths_and_data_sets_equal_single_images(
     for image, path in zip(PICTURES, paths, strict=True):
         image.save(path)
     assert classify(paths, batch_size=2) == expected
+    assert classify([np.array(image) for image in PICTURES], batch_size=2) == expected
     assert list(classify(KeyDataset(Dataset.from_dict({"image": paths}), "image"), batch_size=4)) == expected
     taken = []
 
@@ -173,6 +174,11 @@ def test_arguments_without_a_meaning_are_refused(head: dict[str, Any], options: 
         images(PICTURES[0], **options)
     with pytest.raises(ValueError, match=message):
         pipeline("bayesian-image-classification", images.model, image_processor=processor(), **options)
+
+
+def test_no_images_at_all_are_refused(classify: BayesianImageClassificationPipeline) -> None:
+    with pytest.raises(ValueError, match="got an empty list: give one input or more"):
+        classify([])
 
 
 def test_transformers_own_factory_knows_images(classify: BayesianImageClassificationPipeline) -> None:

@@ -223,6 +223,29 @@ def test_offsets_may_be_given_for_one_text(tag: BayesianTokenClassificationPipel
     for several in (TEXTS[:2], (text for text in TEXTS)):
         with pytest.raises(ValueError, match="offset_mapping is that of one text"):
             tag(several, offset_mapping=[offsets, offsets])
+    with pytest.raises(ValueError, match="offset_mapping is that of a whole text, and with stride= every chunk"):
+        tag(TEXTS[0], offset_mapping=offsets, stride=2)
+
+
+def test_a_list_of_words_leaves_later_texts_as_they_are(tag: BayesianTokenClassificationPipeline) -> None:
+    chunked = pipeline(
+        "bayesian-token-classification", tag.model, tag.tokenizer, stride=4, aggregation_strategy="simple"
+    )
+    before = chunked(TEXTS[0], ignore_labels=[])
+    chunked(TEXTS[1].split(), is_split_into_words=True)
+    assert chunked(TEXTS[0], ignore_labels=[]) == before
+
+
+def test_a_text_without_tokens_is_refused(tag: BayesianTokenClassificationPipeline) -> None:
+    for inputs in ("", [TEXTS[0], ""]):
+        with pytest.raises(ValueError, match="a text needs a token or more to be tagged, got none in ''"):
+            tag(inputs, batch_size=2)
+
+
+@pytest.mark.parametrize("name", ["is_split_into_words", "delimiter", "offset_mapping"])
+def test_what_an_input_is_like_belongs_to_its_call(name: str, tag: BayesianTokenClassificationPipeline) -> None:
+    with pytest.raises(ValueError, match=f"{name}: what one input is like, and no default of a pipeline"):
+        pipeline("bayesian-token-classification", tag.model, tag.tokenizer, **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -232,6 +255,7 @@ def test_offsets_may_be_given_for_one_text(tag: BayesianTokenClassificationPipel
         ({"top_k": 2}, r"takes no top_k: .* it takes ignore_labels, aggregation_strategy"),
         ({"aggregation_strategy": "median"}, "unknown aggregation_strategy 'median': expected one of 'none', 'simple'"),
         ({"ignore_labels": "O"}, r"ignore_labels is a list of labels, got the text 'O': give \['O'\]"),
+        ({"stride": -1, "aggregation_strategy": "simple"}, "stride is by how many tokens chunks overlap, got -1"),
         ({"stride": 64, "aggregation_strategy": "simple"}, "`stride` must be less than"),
         ({"stride": 2, "aggregation_strategy": "none"}, "`stride` was provided to process all the text but"),
     ],

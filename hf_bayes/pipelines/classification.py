@@ -38,6 +38,11 @@ _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
 class _ScoredPipeline(BayesianPipeline):
     """Of whole inputs: one answer each, ``top_k`` records of it."""
 
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, list) and not inputs:
+            raise ValueError(f"{self.task_name} got an empty list: give one input or more")
+        return super().__call__(inputs, **kwargs)
+
     def _sanitize_parameters(self, function_to_apply: str | None = None, **kwargs: Any) -> Any:
         if isinstance(function_to_apply, str) and function_to_apply.lower() not in (known := self._functions()):
             raise ValueError(

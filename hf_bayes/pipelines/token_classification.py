@@ -11,13 +11,15 @@ tokens of its words, whichever of them the strategy takes its label from.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
-from transformers import TokenClassificationPipeline
+from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
 from hf_bayes.classification import BayesianModelForTokenClassification
+from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.records import PARTS, Record
 
@@ -36,20 +38,37 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
     task_name = "bayesian-token-classification"
     model_class = BayesianModelForTokenClassification
 
+    def __init__(self, model: BayesianModel, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any) -> None:
+        if lost := [name for name in ("is_split_into_words", "delimiter", "offset_mapping") if name in kwargs]:
+            # every call of transformers' pipeline sets these anew
+            raise ValueError(
+                f"{', '.join(lost)}: what one input is like, and no default of a pipeline: give it in calls"
+            )
+        super().__init__(model, tokenizer, **kwargs)
+
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, tuple):
             inputs = list(inputs)
-        if (
-            kwargs.get("offset_mapping")
-            and not isinstance(inputs, str)
-            and not (isinstance(inputs, list) and len(inputs) == 1)
-        ):
-            # transformers would read the first text's offsets for all of them
-            raise ValueError("offset_mapping is that of one text, got several texts: give one text at a time")
+        if kwargs.get("offset_mapping"):
+            if not isinstance(inputs, str) and not (isinstance(inputs, list) and len(inputs) == 1):
+                # transformers would read the first text's offsets for all of them
+                raise ValueError("offset_mapping is that of one text, got several texts: give one text at a time")
+            if kwargs.get("stride") is not None or "tokenizer_params" in self._preprocess_params:
+                raise ValueError(
+                    "offset_mapping is that of a whole text, and with stride= every chunk would read it from its "
+                    "start: leave out one of them"
+                )
         if kwargs.get("is_split_into_words") and not isinstance(inputs, list):
             # transformers reads a generator to its end to see what it holds, and has nothing left to tag
             return super(TokenClassificationPipeline, self).__call__(inputs, **kwargs)
         return super().__call__(inputs, **kwargs)
+
+    def preprocess(self, sentence: Any, offset_mapping: Any = None, **kwargs: Any) -> Any:
+        # transformers writes into these, which are the pipeline's own, that one input came in words
+        for chunk in super().preprocess(sentence, offset_mapping, **copy.deepcopy(kwargs)):
+            if chunk["input_ids"].numel() == 0:  # of a tokenizer that adds no tokens of its own
+                raise ValueError(f"a text needs a token or more to be tagged, got none in {sentence!r:.100}")
+            yield chunk
 
     def _sanitize_parameters(self, **kwargs: Any) -> Any:
         known = list(inspect.signature(TokenClassificationPipeline._sanitize_parameters).parameters)[1:]
@@ -62,6 +81,8 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
         if isinstance(strategy, str) and strategy.upper() not in strategies:
             names = ", ".join(repr(name.lower()) for name in strategies)
             raise ValueError(f"unknown aggregation_strategy {strategy!r}: expected one of {names}")
+        if (kwargs.get("stride") or 0) < 0:
+            raise ValueError(f"stride is by how many tokens chunks overlap, got {kwargs['stride']}: give 0 or more")
         if isinstance(kwargs.get("ignore_labels"), str):
             raise ValueError(
                 f"ignore_labels is a list of labels, got the text {kwargs['ignore_labels']!r}: give "
