@@ -23,7 +23,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines import BayesianImageClassificationPipeline, pipeline
 from hf_bayes.subspace import select
 from tests import models
-from tests.members.reference import entropies, mixture, scattered, separate_logits
+from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.models import tiny_vit, with_lora
 from tests.test_classification import from_disk, image_rows, run
 from tests.test_pipelines import PARTS, approximately
@@ -86,17 +86,15 @@ def test_images_have_the_mixtures_probabilities_and_entropies(classify: Bayesian
 def test_one_member_gives_the_records_of_transformers(options: dict[str, Any]) -> None:
     model = labelled_vit()
     layout = select(model, "last_block")
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in layout.unflatten(scattered(model, layout, 1)[0]).items():
-            parameters[name].copy_(value)
     stock = ImageClassificationPipeline(model=model, image_processor=processor())
     single = pipeline("bayesian-image-classification", bayesian(1), image_processor=processor())
     for image in PICTURES:
         found = single(image, **options)
         assert {record.pop("uncertainty")["epistemic"] for record in found} == {0.0}
+        with showing(model, layout, scattered(model, layout, 1)[0]):
+            expected = stock(image, **options)
         # 1e-6: the softmax of log-probabilities against that of logits
-        assert found == [{**r, "score": pytest.approx(r["score"], abs=1e-6)} for r in stock(image, **options)]
+        assert found == [{**record, "score": pytest.approx(record["score"], abs=1e-6)} for record in expected]
 
 
 def test_batches_generators_paths_and_data_sets_equal_single_images(

@@ -11,7 +11,7 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import TokenClassificationPipeline
+from transformers import Cache, TokenClassificationPipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_bayes import LaplaceConfig, fit_laplace
@@ -20,7 +20,7 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines import BayesianTokenClassificationPipeline, pipeline
 from hf_bayes.subspace import select
 from tests import models
-from tests.members.reference import entropies, mixture, scattered, separate_logits
+from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.members.subjects import bert_tagger, llama_tagger
 from tests.runs import token_rows
 from tests.test_pipelines import PARTS, approximately
@@ -50,15 +50,12 @@ def tag() -> BayesianTokenClassificationPipeline:
 
 
 @pytest.fixture(scope="module")
-def stock() -> TokenClassificationPipeline:
+def stock() -> Iterator[TokenClassificationPipeline]:
     """transformers' own, on the single member of ``single``."""
     model = labelled_tagger()
     layout = select(model, "last_block")
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in layout.unflatten(scattered(model, layout, 1)[0]).items():
-            parameters[name].copy_(value)
-    return TokenClassificationPipeline(model=model, tokenizer=models.tiny_tokenizer())
+    with showing(model, layout, scattered(model, layout, 1)[0]):
+        yield TokenClassificationPipeline(model=model, tokenizer=models.tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +144,15 @@ def test_batches_generators_and_data_sets_equal_single_texts(make: Any, strategy
     assert list(tag((text for text in TEXTS), batch_size=2, **options)) == expected
     assert list(tag(KeyDataset(Dataset.from_dict({"text": TEXTS}), "text"), batch_size=4, **options)) == expected
     assert tag(TEXTS[::-1], batch_size=3, **options) != expected
+
+
+def test_a_causal_tagger_fills_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    tag, filled, update = pipeline(model=bayesian(llama_tagger), tokenizer=models.tiny_tokenizer()), [], Cache.update
+    monkeypatch.setattr(Cache, "update", lambda *args, **kwargs: filled.append(1) or update(*args, **kwargs))
+    assert tag(TEXTS[0], ignore_labels=[])
+    assert filled == []
+    tag.model(**models.batch())
+    assert filled  # as it does when nobody says otherwise
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -13,7 +13,6 @@ give no quantity of the posterior is refused.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from transformers import ImageClassificationPipeline, TextClassificationPipeline
@@ -78,9 +77,7 @@ class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipe
     model_class = BayesianModelForSequenceClassification
 
     def _forward(self, model_inputs: Any) -> Any:
-        if "use_cache" in inspect.signature(self.model.core.forward).parameters:
-            model_inputs["use_cache"] = False
-        return self.model(**model_inputs)
+        return self.call_without_cache(model_inputs)
 
 
 class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPipeline):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 from transformers import Pipeline, PreTrainedTokenizerBase
@@ -42,3 +43,9 @@ class BayesianPipeline(Pipeline):
 
     def check_model_type(self, supported_models: Any) -> None:
         """Done at construction: transformers would look the class up in a list of its own models."""
+
+    def call_without_cache(self, inputs: Any) -> Any:
+        """The model's answer to whole texts. A causal backbone would keep the keys and values of all members."""
+        if "use_cache" in inspect.signature(self.model.core.forward).parameters:
+            inputs = {**inputs, "use_cache": False}
+        return self.model(**inputs)

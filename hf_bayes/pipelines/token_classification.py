@@ -92,9 +92,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
 
     def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = {name: model_inputs[name] for name in self.tokenizer.model_input_names if name in model_inputs}
-        if "use_cache" in inspect.signature(self.model.core.forward).parameters:
-            inputs["use_cache"] = False
-        output = self.model(**inputs)
+        output = self.call_without_cache(inputs)
         # the answers first: by the first entry transformers counts the rows of a batch
         return {name: output[name] for name in ("logits", *PARTS) if name in output} | model_inputs
 
