@@ -101,40 +101,48 @@ def unwrapped(model: PeftModel) -> nn.Module:
 
 
 def load_tokenizer(
-    directory_or_repo: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any
+    directory_or_repo: str | os.PathLike[str],
+    *,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside a posterior, else that of its base model.
 
     Args:
-        location: revision, subfolder and token of the posterior.
+        base_model: where the base is now; None, or the model itself, takes the name in the posterior.
+        location: revision, subfolder and token of the posterior; the token is the base model's, too.
     Raises:
-        ValueError: if it is not the tokenizer the posterior was made with.
+        ValueError: if it is not the tokenizer the posterior was made with, or nothing says where it is.
     """
     posterior = Posterior.from_pretrained(directory_or_repo, **location)
-    where = _beside(posterior, directory_or_repo, "tokenizer_config.json", location)
-    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+    source, hub = _beside(posterior, directory_or_repo, "tokenizer", base_model, trust_remote_code, location)
+    tokenizer = AutoTokenizer.from_pretrained(source, **hub)
     check_tokenizer(posterior, tokenizer)
     return tokenizer
 
 
 def load_image_processor(
-    directory_or_repo: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any
+    directory_or_repo: str | os.PathLike[str],
+    *,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
 ) -> BaseImageProcessor:
-    """The image processor saved beside a posterior, else that of its base model.
+    """The image processor saved beside a posterior, else that of its base model; arguments as of ``load_tokenizer``.
 
-    Args:
-        location: revision, subfolder and token of the posterior.
     Raises:
         OSError: if neither has one.
+        ValueError: if nothing says where it is.
     """
     posterior = Posterior.from_pretrained(directory_or_repo, **location)
-    where = _beside(posterior, directory_or_repo, "preprocessor_config.json", location)
+    source, hub = _beside(posterior, directory_or_repo, "image processor", base_model, trust_remote_code, location)
     try:
-        return AutoImageProcessor.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        return AutoImageProcessor.from_pretrained(source, **hub)
     except OSError as error:
         raise OSError(
-            f"no image processor beside the posterior {directory_or_repo}, nor of its base model "
-            f"{where['pretrained_model_name_or_path']}: give it as image_processor= ({error})"
+            f"no image processor beside the posterior {directory_or_repo}, nor of its base model {source}: give it as "
+            f"image_processor= ({error})"
         ) from error
 
 
@@ -149,20 +157,28 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
         )
 
 
+_FILES = {"tokenizer": "tokenizer_config.json", "image processor": "preprocessor_config.json"}
+
+
 def _beside(
-    posterior: Posterior, directory_or_repo: str | os.PathLike[str], file: str, location: dict[str, Any]
-) -> dict[str, Any]:
-    """Where a posterior's tokenizer or image processor is to be loaded from: its own directory, else its base model."""
+    posterior: Posterior,
+    directory_or_repo: Any,
+    what: str,
+    given: Any,
+    trust_remote_code: bool,
+    location: dict[str, Any],
+) -> tuple[str, dict[str, Any]]:
+    """Where to load a tokenizer or image processor from, the posterior's own directory or else its base model."""
     local = Path(directory_or_repo) / (location.get("subfolder") or "")
-    if (local / file).is_file():
-        return {"pretrained_model_name_or_path": local}
-    recorded = posterior.config.base_model
-    if not recorded["name_or_path"]:
+    if (local / _FILES[what]).is_file():
+        return str(local), {"trust_remote_code": trust_remote_code}
+    name, hub = _where(posterior.config.base_model, given, location.get("token"), trust_remote_code)
+    if not name:
         raise ValueError(
-            f"there is no {file} beside the posterior {directory_or_repo}, which does not name its base model either: "
-            "give the pipeline a tokenizer= or image_processor="
+            f"{directory_or_repo} holds no {what} and does not name its base model (it was built from a config): "
+            f"give the {what}"
         )
-    return {"pretrained_model_name_or_path": recorded["name_or_path"], "revision": recorded["revision"]}
+    return name, hub
 
 
 def _load_base(
@@ -174,14 +190,11 @@ def _load_base(
     if isinstance(given, nn.Module):
         base.refuse_spread(given)
         return given, dtype
-    name = str(given) if given is not None else recorded["name_or_path"]
+    name, hub = _where(recorded, given, token, trust_remote_code)
     if not name:
         raise ValueError(
             "the posterior does not name its base model (it was built from a config): give it as base_model="
         )
-    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
-    if given is None:
-        hub["revision"] = recorded["revision"] or "main"
     head = posterior.config.head
     config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
@@ -189,6 +202,14 @@ def _load_base(
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
     base.refuse_spread(model)
     return model, dtype
+
+
+def _where(recorded: dict[str, Any], given: Any, token: Any, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """Name of the base model, or its folder, and what ``from_pretrained`` is told beside it."""
+    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
+    if isinstance(given, str | os.PathLike):
+        return str(given), hub
+    return recorded["name_or_path"], {**hub, "revision": recorded["revision"] or "main"}
 
 
 def _adapter_name(layout: Layout) -> str:

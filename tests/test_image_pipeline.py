@@ -223,6 +223,9 @@ def test_a_posterior_brings_its_image_processor_or_its_bases(tmp_path: Path) -> 
     assert mean_of(pipeline(model=saved)) == 0.9
     assert mean_of(pipeline(model=saved, image_processor=processor(0.3))) == 0.3
     assert mean_of(pipeline(model=saved, image_processor=tmp_path / "base")) == 0.9
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert mean_of(pipeline(model=saved, base_model=tmp_path / "moved")) == 0.9
+    (tmp_path / "moved").rename(tmp_path / "base")
     (tmp_path / "base" / "preprocessor_config.json").unlink()
     with pytest.raises(OSError, match=r"beside the posterior .* give it as image_processor="):
         pipeline(model=saved)

@@ -79,7 +79,7 @@ def pipeline(
     processor = _only(pipeline_class, tokenizer=tokenizer, image_processor=image_processor)
     if isinstance(model, str | os.PathLike):
         if processor is None:
-            processor = load(model, trust_remote_code=trust_remote_code, **location)
+            processor = load(model, base_model=base_model, trust_remote_code=trust_remote_code, **location)
         model = model_class.from_pretrained(model, trust_remote_code=trust_remote_code, **location, **loading)
     pipeline_class.check_model(model)
     if processor is None:
