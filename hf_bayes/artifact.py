@@ -152,9 +152,17 @@ class Posterior:
         revision: str | None = None,
         subfolder: str | None = None,
         token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
     ) -> Posterior:
         """Read a directory or a repository of the Hub, all of it verified. Warns if the run did not converge.
 
+        Args:
+            directory_or_repo: a directory is read as it is, a repository is downloaded.
+            revision: branch, tag or commit of a repository.
+            subfolder: of the directory or repository.
+            token, cache_dir, force_download, local_files_only: as in transformers.
         Raises:
             OSError: if there is no posterior.
             ValueError: if it is damaged, naming the file.
@@ -165,6 +173,9 @@ class Posterior:
             revision=revision,
             subfolder=subfolder,
             token=token,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
         )
         files = storage.read_directory(directory, format=POSTERIOR)
         try:

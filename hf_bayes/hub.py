@@ -18,6 +18,8 @@ from hf_bayes import storage
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
+DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
+"""How anything comes from the Hub: what holds for a posterior holds for its base model."""
 _TASKS = {
     "causal_lm": ("text-generation", "ForCausalLM"),
     "sequence_classification": ("text-classification", "ForSequenceClassification"),
@@ -38,7 +40,7 @@ def fetch(
     patterns: Sequence[str],
     revision: str | None = None,
     subfolder: str | None = None,
-    token: str | bool | None = None,
+    **download: Any,
 ) -> Path:
     """A local directory: ``source`` itself, or the Hub's repository of that id, downloaded.
 
@@ -47,7 +49,7 @@ def fetch(
         patterns: which files to download; a directory is used as it is.
         revision: branch, tag or commit of a repository.
         subfolder: relative to the directory or repository.
-        token: of the Hub.
+        download: of ``DOWNLOAD``, as ``huggingface_hub.snapshot_download`` takes them.
     Raises:
         OSError: if there is neither.
         ValueError: if ``subfolder`` leads out of the directory.
@@ -59,7 +61,7 @@ def fetch(
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{source} is a file: give the directory of the posterior")
     if not path.exists():
-        path = _download(str(source), patterns=patterns, revision=revision, folder="/".join(parts), token=token)
+        path = _download(str(source), patterns=patterns, folder="/".join(parts), revision=revision, **download)
     path = path.joinpath(*parts)
     if not path.is_dir():
         raise FileNotFoundError(f"{source} has no folder {subfolder!r}")
@@ -179,9 +181,7 @@ def is_local(name: str | None) -> bool:
     return name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1 or Path(name).is_dir()
 
 
-def _download(
-    source: str, *, patterns: Sequence[str], revision: str | None, folder: str, token: str | bool | None
-) -> Path:
+def _download(source: str, *, patterns: Sequence[str], folder: str, **download: Any) -> Path:
     try:
         validate_repo_id(source)
     except HFValidationError:
@@ -191,10 +191,9 @@ def _download(
         return Path(
             huggingface_hub.snapshot_download(
                 source,
-                revision=revision,
-                token=token,
                 allow_patterns=[prefix + pattern for pattern in patterns],
                 ignore_patterns=["checkpoint-*"],
+                **download,
             )
         )
     except (HfHubHTTPError, OSError) as error:

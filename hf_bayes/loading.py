@@ -24,18 +24,17 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from hf_bayes import base_model as base
 from hf_bayes.artifact import Posterior
+from hf_bayes.hub import DOWNLOAD
 from hf_bayes.subspace import Layout
 
 
 def load(
-    directory_or_repo: str | os.PathLike[str],
+    directory_or_repo: str | os.PathLike[str] | Posterior,
     task: str,
     auto_class: Any,
     *,
     members: int | None,
-    revision: str | None,
-    subfolder: str | None,
-    token: str | bool | None,
+    location: dict[str, Any],
     dtype: torch.dtype | str | None,
     device_map: Any,
     trust_remote_code: bool,
@@ -47,35 +46,35 @@ def load(
     Args:
         task: what the posterior has to be for.
         auto_class: what loads its base.
+        location: of the posterior, as ``Posterior.from_pretrained`` takes it.
 
     Raises:
         ValueError: if the posterior is of another task, or the base model is not the one it was made with (naming what
             differs; ``check_base=False`` overrides).
         OSError: if there is no posterior, or no base model, to be found.
     """
-    posterior = Posterior.from_pretrained(directory_or_repo, revision=revision, subfolder=subfolder, token=token)
+    posterior = read(directory_or_repo, location)
+    what = "this posterior" if isinstance(directory_or_repo, Posterior) else str(directory_or_repo)
     if posterior.config.task != task:
-        raise ValueError(
-            f"{directory_or_repo} is a posterior for {posterior.config.task}, not {task}: load it with that class"
-        )
-    model, recorded = _load_base(posterior, auto_class, base_model, token, device_map, trust_remote_code)
+        raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
+    model, recorded = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
     if posterior.adapter_config is not None:
         config = PeftConfig.from_peft_type(**{**posterior.adapter_config, "inference_mode": False})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of a base that it has already wrapped, which this is not
             model = get_peft_model(model, config, adapter_name=_adapter_name(posterior.layout))
-    _check_parameters(model, posterior.layout, directory_or_repo)
+    _check_parameters(model, posterior.layout, what)
     if check_base:
         core = model.get_base_model() if posterior.adapter_config is not None else model
         problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
         if problems:
             raise ValueError(
-                f"{directory_or_repo} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
+                f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
                 "as base_model=, or pass check_base=False if you know that the difference does not matter"
             )
         if problems := base.head_differences(posterior.config.head, core.config):
             raise ValueError(
-                f"the base model given for {directory_or_repo} has a config with {'; '.join(problems)}: set that "
+                f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
                 "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
                 "that the difference does not matter"
             )
@@ -84,9 +83,22 @@ def load(
         model = model if wanted == recorded else model.to(wanted)
     model.eval()
     if members == 1 or posterior.config.num_members == 1:
-        warnings.warn(f"{directory_or_repo}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
+        warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
     theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
     return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+
+
+def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any]) -> Posterior:
+    """The posterior there, or the one that is given.
+
+    Raises:
+        ValueError: for a place within what is in memory already, and as ``Posterior.from_pretrained``.
+    """
+    if not isinstance(directory_or_repo, Posterior):
+        return Posterior.from_pretrained(directory_or_repo, **location)
+    if given := [name for name in ("revision", "subfolder") if location.get(name) is not None]:
+        raise ValueError(f"{', '.join(given)}: the posterior is in memory already, give this where it is read")
+    return directory_or_repo
 
 
 def unwrapped(model: PeftModel) -> nn.Module:
@@ -103,6 +115,7 @@ def unwrapped(model: PeftModel) -> nn.Module:
 def load_tokenizer(
     directory_or_repo: str | os.PathLike[str],
     *,
+    posterior: Posterior | None = None,
     base_model: Any = None,
     trust_remote_code: bool = False,
     **location: Any,
@@ -110,12 +123,14 @@ def load_tokenizer(
     """The tokenizer saved beside a posterior, else that of its base model.
 
     Args:
+        posterior: what is there, if it has been read already.
         base_model: where the base is now; None, or the model itself, takes the name in the posterior.
-        location: revision, subfolder and token of the posterior; the token is the base model's, too.
+        location: of the posterior, as ``Posterior.from_pretrained`` takes it; how it comes from the Hub (the token, the
+            cache) is how the base model does.
     Raises:
         ValueError: if it is not the tokenizer the posterior was made with, or nothing says where it is.
     """
-    posterior = Posterior.from_pretrained(directory_or_repo, **location)
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
     source, hub = _beside(posterior, directory_or_repo, "tokenizer", base_model, trust_remote_code, location)
     tokenizer = AutoTokenizer.from_pretrained(source, **hub)
     check_tokenizer(posterior, tokenizer)
@@ -125,6 +140,7 @@ def load_tokenizer(
 def load_image_processor(
     directory_or_repo: str | os.PathLike[str],
     *,
+    posterior: Posterior | None = None,
     base_model: Any = None,
     trust_remote_code: bool = False,
     **location: Any,
@@ -135,7 +151,7 @@ def load_image_processor(
         OSError: if neither has one.
         ValueError: if nothing says where it is.
     """
-    posterior = Posterior.from_pretrained(directory_or_repo, **location)
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
     source, hub = _beside(posterior, directory_or_repo, "image processor", base_model, trust_remote_code, location)
     try:
         return AutoImageProcessor.from_pretrained(source, **hub)
@@ -172,7 +188,7 @@ def _beside(
     local = Path(directory_or_repo) / (location.get("subfolder") or "")
     if (local / _FILES[what]).is_file():
         return str(local), {"trust_remote_code": trust_remote_code}
-    name, hub = _where(posterior.config.base_model, given, location.get("token"), trust_remote_code)
+    name, hub = _where(posterior.config.base_model, given, location, trust_remote_code)
     if not name:
         raise ValueError(
             f"{directory_or_repo} holds no {what} and does not name its base model (it was built from a config): "
@@ -182,7 +198,12 @@ def _beside(
 
 
 def _load_base(
-    posterior: Posterior, auto_class: Any, given: Any, token: Any, device_map: Any, trust_remote_code: bool
+    posterior: Posterior,
+    auto_class: Any,
+    given: Any,
+    location: dict[str, Any],
+    device_map: Any,
+    trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, torch.dtype | None]:
     recorded = posterior.config.base_model
     # adapters that came without a record of their base take it as transformers finds it
@@ -190,7 +211,7 @@ def _load_base(
     if isinstance(given, nn.Module):
         base.refuse_spread(given)
         return given, dtype
-    name, hub = _where(recorded, given, token, trust_remote_code)
+    name, hub = _where(recorded, given, location, trust_remote_code)
     if not name:
         raise ValueError(
             "the posterior does not name its base model (it was built from a config): give it as base_model="
@@ -204,9 +225,11 @@ def _load_base(
     return model, dtype
 
 
-def _where(recorded: dict[str, Any], given: Any, token: Any, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+def _where(
+    recorded: dict[str, Any], given: Any, location: dict[str, Any], trust_remote_code: bool
+) -> tuple[str, dict[str, Any]]:
     """Name of the base model, or its folder, and what ``from_pretrained`` is told beside it."""
-    hub: dict[str, Any] = {"token": token, "trust_remote_code": trust_remote_code}
+    hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
     if isinstance(given, str | os.PathLike):
         return str(given), hub
     return recorded["name_or_path"], {**hub, "revision": recorded["revision"] or "main"}

@@ -261,12 +261,15 @@ class BayesianModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        directory_or_repo: str | os.PathLike[str],
+        directory_or_repo: str | os.PathLike[str] | Posterior,
         *,
         members: int | None = None,
         revision: str | None = None,
         subfolder: str | None = None,
         token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
         dtype: torch.dtype | str | None = None,
         device_map: Any = None,
         trust_remote_code: bool = False,
@@ -276,9 +279,10 @@ class BayesianModel(PreTrainedModel):
         """A saved posterior on its base model.
 
         Args:
-            directory_or_repo: a posterior directory or a repository of the Hub.
+            directory_or_repo: a posterior directory, a repository of the Hub, or a ``Posterior`` in memory.
             members: how many; None means all draws, or 10 of a Gaussian.
-            revision, subfolder, token: of the repository.
+            revision, subfolder: of the repository.
+            token, cache_dir, force_download, local_files_only: as in transformers, of the base model, too.
             dtype: of the base model; None keeps the one the posterior was made with. Members stay float32.
             device_map: as in transformers, onto one device.
             trust_remote_code: handed on to transformers for the base model; a posterior never brings code.
@@ -295,9 +299,14 @@ class BayesianModel(PreTrainedModel):
             cls.task,
             cls.auto_class,
             members=members,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
+            location={
+                "revision": revision,
+                "subfolder": subfolder,
+                "token": token,
+                "cache_dir": cache_dir,
+                "force_download": force_download,
+                "local_files_only": local_files_only,
+            },
             dtype=dtype,
             device_map=device_map,
             trust_remote_code=trust_remote_code,

@@ -239,10 +239,7 @@ def test_what_a_push_does_not_do_is_refused_before_anything_is_written(pushed: d
 
 def test_posterior_is_loaded_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws(2, adapter=True).save_pretrained(tmp_path / "posterior")
-    snapshot = as_hub_cache(tmp_path / "posterior", tmp_path / "cache")
-    refs = snapshot.parents[1] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(snapshot.name)
+    as_hub_cache(tmp_path / "posterior", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert equal(Posterior.from_pretrained("user/posterior"), draws(2, adapter=True))

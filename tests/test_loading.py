@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_bayes import storage
 from hf_bayes.artifact import Posterior
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.causal_lm import BayesianModelForCausalLM
@@ -25,6 +26,7 @@ from hf_bayes.pipelines import pipeline
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests.models import EOS, batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 from tests.runs import label_rows, trainer
+from tests.storage.test_read import as_hub_cache
 
 LOAD = """
 import sys, torch
@@ -185,6 +187,41 @@ def test_a_pipeline_takes_the_tokenizer_from_where_the_base_model_is_now(alone: 
     tiny_tokenizer().save_pretrained(saved / "base")
     generate = pipeline("bayesian-text-generation", alone, base_model=saved / "base")
     assert generate.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_posterior_and_base_model_come_from_the_cache_that_is_named(
+    alone: Path, saved: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiny_tokenizer().save_pretrained(saved / "base")
+    cache = tmp_path_factory.mktemp("cache")
+    as_hub_cache(alone, cache)
+    as_hub_cache(saved / "base", cache, "gated")
+    generate = pipeline(model="user/posterior", cache_dir=cache, local_files_only=True)
+    assert torch.equal(generate.model.theta, Posterior.from_pretrained(alone).sample())
+    assert generate.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    with pytest.raises(FileNotFoundError, match="user/posterior is no directory here"):
+        pipeline(model="user/posterior", local_files_only=True)
+    with pytest.raises(ValueError, match="cache_dir, local_files_only: the model is loaded already"):
+        pipeline(model=generate.model, tokenizer=generate.tokenizer, cache_dir=cache, local_files_only=True)
+
+
+def test_a_pipeline_reads_its_posterior_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+    read = storage.read_directory
+    monkeypatch.setattr(
+        storage, "read_directory", lambda *args, **kwargs: (reads.append(args), read(*args, **kwargs))[1]
+    )
+    pipeline(model=saved / "posterior")
+    assert len(reads) == 1
+
+
+def test_a_posterior_in_memory_is_put_on_its_base_model(saved: Path) -> None:
+    expected = load_file(saved / "expected.safetensors")
+    posterior = Posterior.from_pretrained(saved / "posterior")
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    assert torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
+    with pytest.raises(ValueError, match="revision: the posterior is in memory already"):
+        BayesianModelForCausalLM.from_pretrained(posterior, revision="v2")
 
 
 def test_a_posterior_that_knows_no_tokenizer_says_so(alone: Path) -> None:

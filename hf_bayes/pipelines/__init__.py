@@ -10,6 +10,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, 
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from hf_bayes.artifact import Posterior
+from hf_bayes.hub import DOWNLOAD
 from hf_bayes.loading import check_tokenizer, load_image_processor, load_tokenizer
 from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines.classification import BayesianImageClassificationPipeline, BayesianTextClassificationPipeline
@@ -41,6 +42,9 @@ def pipeline(
     revision: str | None = None,
     subfolder: str | None = None,
     token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    force_download: bool = False,
+    local_files_only: bool = False,
     dtype: torch.dtype | str | None = None,
     device: int | str | torch.device | None = None,
     device_map: Any = None,
@@ -56,8 +60,8 @@ def pipeline(
         model: a posterior directory, a repository of the Hub, or a Bayesian model.
         tokenizer: a tokenizer or where to load one; None takes the posterior's.
         image_processor: likewise, where the inputs are images.
-        members, revision, subfolder, token, dtype, device_map, trust_remote_code, base_model: for loading, as in
-            ``BayesianModelForCausalLM.from_pretrained``.
+        members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
+            trust_remote_code, base_model: for loading, as in ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
         kwargs: for the pipeline: ``batch_size`` or any argument of a call.
     Raises:
@@ -68,34 +72,40 @@ def pipeline(
         raise ValueError(f"unknown task {task!r}: expected one of {names}, or none: pipeline(model=...) finds its task")
     if model is None:
         raise ValueError(f"a pipeline needs a posterior: give model=, its directory or repository (got {task=} alone)")
-    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token}
-    loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "base_model": base_model}
-    given = [name for name, value in (location | loading).items() if value is not None]
+    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
+                                "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
+    loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map}
+    all_given = location | loading | {"base_model": base_model}
+    given = [name for name, value in all_given.items() if value is not None and value is not False]
     if given and not isinstance(model, str | os.PathLike):
         raise ValueError(f"{', '.join(given)}: the model is loaded already, give this to its from_pretrained")
-    pipeline_class = _find(model, location) if task is None else _TASKS[task]
+    posterior = Posterior.from_pretrained(model, **location) if isinstance(model, str | os.PathLike) else None
+    pipeline_class = _find(model, posterior) if task is None else _TASKS[task]
     reads, model_class = pipeline_class.reads, pipeline_class.model_class
     load, auto_class = _READERS[reads]
     processor = _only(pipeline_class, tokenizer=tokenizer, image_processor=image_processor)
-    if isinstance(model, str | os.PathLike):
+    bayesian: Any = model
+    if posterior is not None:
+        remote: dict[str, Any] = {"trust_remote_code": trust_remote_code, "base_model": base_model}
         if processor is None:
-            processor = load(model, base_model=base_model, trust_remote_code=trust_remote_code, **location)
-        model = model_class.from_pretrained(model, trust_remote_code=trust_remote_code, **location, **loading)
-    pipeline_class.check_model(model)
+            processor = load(model, posterior=posterior, **remote, **location)
+        download = {name: location[name] for name in DOWNLOAD}
+        bayesian = model_class.from_pretrained(posterior, **remote, **download, **loading)
+    pipeline_class.check_model(bayesian)
     if processor is None:
         raise ValueError(f"a model in memory comes without its {reads.replace('_', ' ')}: give {reads}=")
     if isinstance(processor, str | os.PathLike):
         processor = auto_class.from_pretrained(processor, trust_remote_code=trust_remote_code)
-    if model.posterior is not None and reads == "tokenizer":
-        check_tokenizer(model.posterior, processor)
+    if bayesian.posterior is not None and reads == "tokenizer":
+        check_tokenizer(bayesian.posterior, processor)
     kwargs |= {reads: processor} | ({} if device is None else {"device": device})
-    return pipeline_class(model=model, task=pipeline_class.task_name, **kwargs)
+    return pipeline_class(model=bayesian, task=pipeline_class.task_name, **kwargs)
 
 
-def _find(model: str | os.PathLike[str] | BayesianModel, location: dict[str, Any]) -> type[BayesianPipeline]:
+def _find(model: Any, posterior: Posterior | None) -> type[BayesianPipeline]:
     """The pipeline of a posterior's, or a model's, task."""
-    if isinstance(model, str | os.PathLike):
-        found = Posterior.from_pretrained(model, **location).config.task
+    if posterior is not None:
+        found = posterior.config.task
     elif isinstance(model, BayesianModel):
         found = model.task
     else:

@@ -140,11 +140,13 @@ def test_huge_manifest_is_refused_unread(directory: Path) -> None:
 # -- links ---------------------------------------------------------------------------------------------------------
 
 
-def as_hub_cache(source: Path, cache: Path) -> Path:
+def as_hub_cache(source: Path, cache: Path, name: str = "posterior") -> Path:
     """The layout of the Hub's cache: a snapshot's files are links into the repository's blobs."""
-    repository = cache / "models--user--posterior"
+    repository = cache / f"models--user--{name}"
     snapshot = repository / "snapshots" / ("0" * 40)
     (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
     for number, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
         blob = repository / "blobs" / f"{number:040d}"
         shutil.copy(path, blob)
