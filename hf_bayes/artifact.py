@@ -16,7 +16,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,7 @@ class Posterior:
         config: what they are.
         adapter_config: the content of peft's ``adapter_config.json`` if the parameters are an adapter's, else None.
         trace: what the run logged of its chains, for plots (docs/diagnostics.md); None if there was no run.
+        source: the directory or repository it was read from, for messages; None if it was made here.
     Raises:
         ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
     """
@@ -53,6 +54,7 @@ class Posterior:
     config: PosteriorConfig
     adapter_config: dict[str, Any] | None = None
     trace: dict[str, Any] | None = None
+    source: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.approximation, Draws):
@@ -182,6 +184,7 @@ class Posterior:
             posterior = cls(*posterior_files.read(files))
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from error
+        object.__setattr__(posterior, "source", str(directory_or_repo))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
             warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")

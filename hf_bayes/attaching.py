@@ -5,6 +5,7 @@ from __future__ import annotations
 from peft import PeftModel
 from torch import Tensor, nn
 
+from hf_bayes.base_model import refuse_foreign
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import (
     BayesianModelForImageClassification,
@@ -12,7 +13,7 @@ from hf_bayes.classification import (
     BayesianModelForTokenClassification,
 )
 from hf_bayes.members.stacked import refuse_attached
-from hf_bayes.model import BayesianModel, refuse_foreign
+from hf_bayes.model import BayesianModel
 from hf_bayes.subspace import initial, select
 
 

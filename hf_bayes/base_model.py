@@ -1,4 +1,4 @@
-"""How a posterior recognises the model and tokenizer it belongs to."""
+"""Which models may be a base, and how a posterior recognises the one, and the tokenizer, that it belongs to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +19,33 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "u
              "_attn_implementation")  # fmt: skip
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 """What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
+
+
+def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
+    """Raise, before anything is read or touched, for a model that no member axis fits."""
+    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
+        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
+        raise ValueError(
+            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
+            "sequences, tokens and images. Take one of these (docs/models.md)"
+        )
+    if isinstance(model, PeftModel):
+        _refuse_adapter(model.peft_config[model.active_adapter])
+    refuse_spread(core)
+
+
+def _refuse_adapter(config: PeftConfig) -> None:
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"an adapter of peft's {config.peft_type.value} adds virtual tokens outside the model's layers, which a "
+            "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
+        )
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith("pissa_niter"):
+        raise ValueError(
+            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
+            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
+        )
 
 
 def refuse_spread(core: nn.Module) -> None:

@@ -54,7 +54,7 @@ def load(
         OSError: if there is no posterior, or no base model, to be found.
     """
     posterior = read(directory_or_repo, location)
-    what = "this posterior" if isinstance(directory_or_repo, Posterior) else str(directory_or_repo)
+    what = posterior.source or "this posterior"
     if posterior.config.task != task:
         raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
     model, recorded = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)

@@ -13,12 +13,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.base_model import refuse_spread
+from hf_bayes.base_model import refuse_foreign
 from hf_bayes.batches import next_tokens
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load, unwrapped
@@ -413,33 +413,6 @@ def _refuse_compiling() -> None:
         "a model with a member axis cannot be compiled as a whole: members, trunk and head exchange forwards while it "
         f"runs. Compile its layers in place: {COMPILE_LAYERS}"
     )
-
-
-def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
-    """Raise, before anything is read or touched, for a model that no member axis fits."""
-    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
-        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
-        raise ValueError(
-            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
-            "sequences, tokens and images. Take one of these (docs/models.md)"
-        )
-    if isinstance(model, PeftModel):
-        _refuse_adapter(model.peft_config[model.active_adapter])
-    refuse_spread(core)
-
-
-def _refuse_adapter(config: PeftConfig) -> None:
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"an adapter of peft's {config.peft_type.value} adds virtual tokens outside the model's layers, which a "
-            "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
-        )
-    start = getattr(config, "init_lora_weights", None)
-    if isinstance(start, str) and start.startswith("pissa_niter"):
-        raise ValueError(
-            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
-            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
-        )
 
 
 def _refuse_members(layout: Layout, theta: Tensor) -> None:

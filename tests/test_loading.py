@@ -220,6 +220,10 @@ def test_a_posterior_in_memory_is_put_on_its_base_model(saved: Path) -> None:
     posterior = Posterior.from_pretrained(saved / "posterior")
     model = BayesianModelForCausalLM.from_pretrained(posterior)
     assert torch.equal(model(input_ids=expected["input_ids"]).logits, expected["logits"])
+    with pytest.raises(
+        ValueError, match=f"{saved}/posterior is a posterior for causal_lm"
+    ):  # named after its directory
+        BayesianModelForSequenceClassification.from_pretrained(posterior)
     with pytest.raises(ValueError, match="revision: the posterior is in memory already"):
         BayesianModelForCausalLM.from_pretrained(posterior, revision="v2")
 
