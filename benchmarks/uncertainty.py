@@ -20,7 +20,7 @@ SHAPE = (8, 64, 32_000)
 CHUNK = (8, 32, 8192)
 """As the benchmarks' model asks about in a prefill, 8 MB at a time."""
 BLOCK = 16
-"""Rows that are compiled for; of 2 to 64 the fastest on two cores."""
+"""Rows that are compiled for."""
 
 
 def measure(settings: Settings) -> list[Line]:
