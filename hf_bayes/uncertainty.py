@@ -29,7 +29,7 @@ _LN2 = math.log(2.0)
 
 # Bytes of a block. On CPU each thread's share should stay in its cache; elsewhere launching a kernel must not cost more
 # than running it.
-_BLOCK_BYTES_THREAD = 4 << 20
+_BLOCK_BYTES_THREAD = 1 << 20
 _MAX_THREADS = 4
 _BLOCK_BYTES_ACCELERATOR = 64 << 20
 
@@ -82,7 +82,7 @@ def mixture(logits: Tensor) -> Tensor:
     blocks = _Blocks(logits)
     log_probs = blocks.empty(blocks.num_classes)
     for rows, block in blocks.rows():
-        log_probs[rows] = blocks.members(block).log_mixture()
+        blocks.members(block).log_mixture(log_probs[rows])
     _refuse_undefined(log_probs[:, 0].isnan(), logits)
     return log_probs.view(logits.shape[1:])
 
@@ -104,25 +104,20 @@ def decompose(logits: Tensor, *, mask: Tensor | None = None) -> Uncertainty:
     """
     _check_mask(mask, logits)
     blocks = _Blocks(logits)
-    total, epistemic = blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
-    for rows, block in blocks.rows(mask):
-        members = blocks.members(block)
-        total[rows] = members.total()
-        epistemic[rows] = members.epistemic()
-    return _uncertainty(total, epistemic, blocks, mask)
+    sums = [blocks.members(block).sums() for _, block in blocks.rows(mask)]
+    return _uncertainty(sums, blocks, mask)
 
 
 @torch.no_grad()
 def predict(logits: Tensor) -> Prediction:
     """``mixture`` and ``decompose`` in one pass over [M, ..., C] logits; arguments and errors are theirs."""
     blocks = _Blocks(logits)
-    log_probs, total, epistemic = blocks.empty(blocks.num_classes), blocks.empty(), blocks.empty()
+    log_probs, sums = blocks.empty(blocks.num_classes), []
     for rows, block in blocks.rows():
         members = blocks.members(block)
-        log_probs[rows] = members.log_mixture()
-        total[rows] = members.total()
-        epistemic[rows] = members.epistemic()
-    return Prediction(log_probs.view(logits.shape[1:]), _uncertainty(total, epistemic, blocks))
+        members.log_mixture(log_probs[rows])
+        sums.append(members.sums())
+    return Prediction(log_probs.view(logits.shape[1:]), _uncertainty(sums, blocks))
 
 
 @torch.no_grad()
@@ -139,16 +134,15 @@ def partial(logits: Tensor) -> Partial:
         ValueError: if a row holds NaN or +inf, or only -inf.
     """
     blocks = _Blocks(logits)
-    probs, total, epistemic = blocks.empty(blocks.num_classes), blocks.empty(), blocks.empty()
+    probs, sums = blocks.empty(blocks.num_classes), []
     smallest = torch.finfo(probs.dtype).smallest_normal
     for rows, block in blocks.rows():
         members = blocks.members(block)
         possible = block.amax(0) > -math.inf
-        probs[rows] = torch.where(possible, members.mean.clamp_min(smallest), 0.0)
-        total[rows] = members.total()
-        epistemic[rows] = members.epistemic()
-    _refuse_undefined(total.isnan(), logits)
-    entropies = total - _refined(epistemic, torch.ones_like(total, dtype=torch.bool), blocks)
+        probs[rows] = torch.where(possible, members.mixture().clamp_min(smallest), 0.0)
+        sums.append(members.sums())
+    total, epistemic = _entropies(sums, blocks)
+    entropies = total - epistemic
     num_members = len(logits)
     return Partial(
         torch.tensor(num_members, device=logits.device),
@@ -178,10 +172,12 @@ def finish(sums: Partial) -> Prediction:
     blocks = _Blocks(sums.probs[None])
     log_probs, total = blocks.empty(blocks.num_classes), blocks.empty()
     for rows, block in blocks.rows():
-        mean = block[0] / num_members
+        log_scale = (block[0].amax(-1, keepdim=True) / num_members).log2().round_()  # see _Members
+        mean = block[0] * ((-log_scale).exp2() / num_members)
         log_mean = mean.log2()
-        log_probs[rows] = log_mean * _LN2
-        total[rows] = _entropy(mean, log_mean.clamp_(min=_floor(mean.dtype)), blocks.sum_dtype)
+        log_probs[rows] = (log_mean + log_scale).mul_(_LN2)
+        cross = mean * log_mean.clamp_(min=_floor(mean.dtype))
+        total[rows] = _entropy(mean.sum(-1).to(total.dtype), cross.sum(-1).to(total.dtype))
     total = total.view(shape[:-1])
     epistemic = (total - sums.entropies / num_members).clamp(min=0).minimum(num_members.to(total.dtype).log())
     return Prediction(log_probs.view(shape), _identity(total, epistemic, blocks.dtype))
@@ -240,66 +236,88 @@ class _Blocks:
 
     def members(self, block: Tensor) -> _Members:
         """The members' distributions on a block, valid until the buffers are used again."""
-        return _Members(block, *self.buffers(block), self.sum_dtype)
+        return _Members(block, *self.buffers(block))
+
+
+class _Sums(NamedTuple):
+    """What is left of a block's c rows: numbers that are worked out for all rows at once, in float64.
+
+    Attributes:
+        norm: [M, c] of the members, relative to their largest logits.
+        log_scale, mass: [c] see ``_Members``.
+        log_mean: [c] the sum of mean log2(mean).
+        divergence: [M, c] the sum of probs log2(probs norm / mean); NaN where a logit is -inf (see ``_refined``).
+    """
+
+    norm: Tensor
+    log_scale: Tensor
+    mass: Tensor
+    log_mean: Tensor
+    divergence: Tensor
+
+    def total(self) -> Tensor:
+        """[c] entropy of the mixture in nats."""
+        return _entropy(self.mass, self.log_mean)
+
+    def epistemic(self) -> Tensor:
+        """[c] mean_m KL(p_m || mixture) in nats."""
+        # A member's log p is log2(probs norm) - log2(norm); as sum_c p = 1, the mean of the norms serves all members.
+        return (self.divergence.sum(0) / self.mass - (self.norm.log2().mean(0) - self.log_scale)) * _LN2
 
 
 class _Members:
     """The members' distributions on a block of rows, logarithms in base 2.
 
+    The mixture carries a power of two near the members' norms, ``2 ** log_scale``. That is exact, and brings the
+    logarithms that are summed near 0: in float32 a sum near 10 is off by 1e-6.
+
     Attributes:
-        exponents: [M, c, C] log2 of probs times norm, at most 0; ``epistemic`` uses them up.
-        probs: [M, c, C].
-        peak, log_norm: [M, c, 1] the largest logit, and log2 of the norm.
-        mean, log_mean: [c, C] the mixture, and its log2 cut off where 0 log 0 would not be 0.
+        exponents: [M, c, C] log2 of probs times norm, at most 0; ``sums`` uses them up.
+        probs: [M, c, C] each member's part of ``mean``.
+        peak, norm: [M, c, 1] the largest logit, and the sum of exp(logit - peak).
+        log_scale: [c, 1] integers.
+        mean, log_mean: [c, C] the scaled mixture, and its log2 cut off where 0 log 0 would not be 0.
     """
 
-    def __init__(self, block: Tensor, exponents: Tensor, probs: Tensor, sum_dtype: torch.dtype) -> None:
-        self.block, self.exponents, self.probs, self.sum_dtype = block, exponents, probs, sum_dtype
+    def __init__(self, block: Tensor, exponents: Tensor, probs: Tensor) -> None:
+        self.block, self.exponents, self.probs = block, exponents, probs
         wide = block if block.dtype == exponents.dtype else exponents.copy_(block)
         self.peak = wide.amax(-1, keepdim=True)
         # Subtract first: scaled logits of size 1e4 would have lost three digits.
         torch.exp2(torch.sub(wide, self.peak, out=exponents).mul_(_LOG2E), out=probs)
-        norm = probs.sum(-1, keepdim=True)
-        self.log_norm = norm.to(sum_dtype).log2()
-        self.mean = probs.mul_(norm.reciprocal_()).mean(0)
+        self.norm = probs.sum(-1, keepdim=True)
+        self.log_scale = self.norm.log2().mean(0).round_()
+        self.mean = probs.mul_(self.log_scale.exp2() / (len(block) * self.norm)).sum(0)
         self.log_mean = self.mean.log2().clamp_(min=_floor(probs.dtype))
 
-    def log_mixture(self) -> Tensor:
-        """[c, C] natural log of the mixture."""
+    def log_mixture(self, result: Tensor) -> None:
+        """Natural log of the mixture, into ``result`` [c, C]."""
+        torch.sub(self.log_mean, self.log_scale, out=result).mul_(_LN2)
         # mean and log_mean cannot tell a masked class from one that underflowed, nor hold the latter's digits.
-        result = self.log_mean * _LN2
         precise = torch.finfo(result.dtype).tiny / torch.finfo(result.dtype).eps
         if self.mean.numel() and bool(self.mean.amin() < precise):
             row, column = (self.mean < precise).nonzero(as_tuple=True)
-            log_norm = _LN2 * self.log_norm[:, row, 0]
-            log_probs = self.block[:, row, column].to(result.dtype) - self.peak[:, row, 0] - log_norm.to(result.dtype)
+            log_probs = self.block[:, row, column].to(result.dtype) - self.peak[:, row, 0] - self.norm[:, row, 0].log()
             result[row, column] = log_probs.logsumexp(0) - math.log(len(self.block))
-        return result
 
-    def total(self) -> Tensor:
-        """[c] entropy of the mixture in nats."""
-        return _entropy(self.mean, self.log_mean, self.sum_dtype)
+    def mixture(self) -> Tensor:
+        """[c, C] the mixture itself."""
+        return self.mean * (-self.log_scale).exp2()
 
-    def epistemic(self) -> Tensor:
-        """[c] mean_m KL(p_m || mixture) in nats; NaN where a logit is -inf (see ``_refined``)."""
-        if len(self.block) == 1:
-            return torch.zeros_like(self.mean[:, 0])
-        # A member's log p is exponent - log_norm; as sum_c p = 1, the mean of the norms serves all members. It goes in
-        # as an integer and a remainder: the rounding of a float32 log_norm near 10 would go straight into the result.
-        log_norm = self.log_norm.mean(0)
-        integer = log_norm.round()
-        log_ratio = self.exponents.sub_(self.log_mean + integer.to(self.log_mean.dtype))
-        return (log_ratio.mul_(self.probs).sum(-1).mean(0) - (log_norm - integer)[:, 0]) * _LN2
+    def sums(self) -> _Sums:
+        """Last of all: it works in place."""
+        return _Sums(
+            self.norm[..., 0],
+            self.log_scale[:, 0],
+            self.mean.sum(-1),
+            (self.mean * self.log_mean).sum(-1),
+            self.exponents.sub_(self.log_mean).mul_(self.probs).sum(-1),
+        )
 
 
-def _entropy(probs: Tensor, log2_probs: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """[c, C] -> [c] nats, of probs / sum(probs)."""
-    norm = probs.sum(-1)
-    guess = -(probs * log2_probs).sum(-1)
-    # In float32 a sum near 10 is off by 1e-6, and so is log C times the 1e-7 by which the norm is not 1. What the guess
-    # leaves over is near 0 and free of both; adding float64 numbers instead takes longer.
-    rest = (log2_probs + guess[:, None]).mul_(probs).sum(-1)
-    return (guess.to(sum_dtype) - rest / norm + norm.log2()) * _LN2
+def _entropy(mass: Tensor, log_mean: Tensor) -> Tensor:
+    """Nats of mean / mass, from the sums of mean and of mean log2(mean)."""
+    return (mass.log2() - log_mean / mass) * _LN2
 
 
 def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
@@ -328,22 +346,32 @@ def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
     return result
 
 
-def _uncertainty(total: Tensor, epistemic: Tensor, blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
-    """[N] -> [...], with bad rows refused."""
-    shape = blocks.logits.shape[1:-1]
+def _uncertainty(sums: list[_Sums], blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
+    """The sums of all blocks -> [...], NaN outside the mask."""
+    total, epistemic = _entropies(sums, blocks, mask)
+    return Uncertainty(*(part.view(blocks.logits.shape[1:-1]) for part in _identity(total, epistemic, blocks.dtype)))
+
+
+def _entropies(sums: list[_Sums], blocks: _Blocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[N] total and epistemic in nats, with bad rows refused; NaN outside the mask."""
+    total, epistemic = blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
     wanted = torch.ones_like(total, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    if sums:
+        rows = _Sums(*(torch.cat(part, -1).to(blocks.sum_dtype) for part in zip(*sums, strict=True)))
+        total[wanted], epistemic[wanted] = rows.total(), rows.epistemic()
     _refuse_undefined(total.isnan() & wanted, blocks.logits)
-    epistemic = _refined(epistemic, wanted, blocks)
-    return Uncertainty(*(part.view(shape) for part in _identity(total, epistemic, blocks.dtype)))
+    return total, _refined(epistemic, wanted, blocks)
 
 
 def _refined(epistemic: Tensor, wanted: Tensor, blocks: _Blocks) -> Tensor:
     """[N] epistemic uncertainties, again where the KL sum does not do, and within their bounds."""
     num_members = len(blocks.logits)
+    if num_members == 1:
+        return torch.where(wanted, 0.0, epistemic)
     # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits. And it is NaN
     # in rows with masked classes, which are too rare to cut off the logarithms of all the others.
     again = ~(epistemic >= 1024 * torch.finfo(blocks.dtype).eps) & wanted
-    if num_members > 1 and bool(again.any()):
+    if bool(again.any()):
         for rows, block in blocks.rows(again):
             epistemic[rows] = _small_epistemic(block, *blocks.buffers(block)).to(epistemic.dtype)
     return epistemic.clamp(min=0, max=math.log(num_members))
