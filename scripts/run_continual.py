@@ -77,9 +77,12 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
 
     first = model(None)
     # models whose positions are relative (Bloom) have no longest context
-    window = given.window or min(2048, getattr(first.config, "max_position_embeddings", 2048))
+    window = given.window
+    if window is None:
+        window = min(2048, getattr(first.config, "max_position_embeddings", 2048))
     check_window(window, first.config)
-    cut = {"length": window, "overlap": window - (given.stride or window // 2), "text_column": given.text_column}
+    stride = window // 2 if given.stride is None else given.stride
+    cut = {"length": window, "overlap": window - stride, "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
     train, test = (windows(given.episodes, part, tokenizer, **cut) for part in zip(*texts, strict=True))
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}

@@ -17,6 +17,9 @@ from hf_bayes.metrics.functions import (
     negative_log_likelihood,
 )
 
+# Log-probabilities in bfloat16 sum to 1 within a few hundredths.
+_MASS_TOLERANCE = 0.05
+
 
 def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """What ``summarise`` and the metrics need of normalised predictions.
@@ -28,7 +31,7 @@ def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         float32 [N] each: ``nll`` -log p(label); ``confidence`` of the predicted class; ``correct`` 0 or 1; ``brier``
         sum_c (p_c - [c is the label])^2.
     Raises:
-        ValueError: for shapes that do not fit, or labels outside [0, C).
+        ValueError: for shapes that do not fit, labels outside [0, C), or logits that nobody normalised.
     """
     if log_probs.ndim != 2 or labels.shape != log_probs.shape[:1]:
         raise ValueError(
@@ -40,9 +43,16 @@ def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             f"labels must lie in [0, {num_classes}), got {int(labels.min())} to {int(labels.max())}: "
             "take rows with ignored labels (-100) out before"
         )
+    probs = (log_probs * math.log2(math.e)).exp2_()  # exp2: several times as fast as exp on CPU
+    mass = probs.sum(1)
+    if not bool(((mass - 1).abs() <= _MASS_TOLERANCE).all()):
+        raise ValueError(
+            "statistics need log-probabilities, whose exponentials sum to 1, got rows that sum to "
+            f"{float(mass.min()):.3g} to {float(mass.max()):.3g}: apply log_softmax to logits, mixture to members"
+        )
     chosen = log_probs.gather(1, labels[:, None].long())[:, 0]
     best, predicted = log_probs.max(1)
-    squares = (log_probs * (2 * math.log2(math.e))).exp2_().sum(1)  # exp2: several times as fast as exp on CPU
+    squares = probs.square_().sum(1)
     return {
         "nll": -chosen.float(),
         "confidence": best.exp().float(),

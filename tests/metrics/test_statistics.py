@@ -23,9 +23,22 @@ def test_statistics_of_rows_equal_float64_numpy() -> None:
     for name, value in found.items():
         assert value.dtype == torch.float32
         np.testing.assert_allclose(value.numpy(), expected[name], atol=2e-6)  # float32 of numbers up to 20
-    unnormalised = per_row_statistics(log_probs + 0.1, labels)  # what logits would give
+    nearly = per_row_statistics(log_probs + 0.01, labels)
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(unnormalised["nll"].numpy(), expected["nll"], atol=2e-6)
+        np.testing.assert_allclose(nearly["nll"].numpy(), expected["nll"], atol=2e-6)
+
+
+@pytest.mark.parametrize("wrong", [0.1, -0.1, math.nan])
+def test_logits_that_nobody_normalised_are_refused(wrong: float) -> None:
+    log_probs, labels = predictions()
+    log_probs[7] += wrong
+    with pytest.raises(ValueError, match=r"sum to (1 to 1.11|0.905 to 1|nan to nan): apply log_softmax to logits"):
+        per_row_statistics(log_probs, labels)
+
+
+def test_log_probabilities_in_half_precision_are_no_logits() -> None:
+    log_probs, labels = predictions()
+    assert bool(per_row_statistics(log_probs.bfloat16(), labels)["nll"].isfinite().all())
 
 
 def test_classes_of_probability_zero_count_for_nothing() -> None:
