@@ -240,13 +240,13 @@ class _Blocks:
 
 
 class _Sums(NamedTuple):
-    """What is left of a block's c rows: numbers that are worked out for all rows at once, in float64.
+    """What is left of rows once their classes are summed over, in float64.
 
     Attributes:
-        norm: [M, c] of the members, relative to their largest logits.
-        log_scale, mass: [c] see ``_Members``.
-        log_mean: [c] the sum of mean log2(mean).
-        divergence: [M, c] the sum of probs log2(probs norm / mean); NaN where a logit is -inf (see ``_refined``).
+        norm: [M, n] of the members, relative to their largest logits.
+        log_scale, mass: [1, n] see ``_Members``; the sum of mean.
+        log_mean: [1, n] the sum of mean log2(mean).
+        divergence: [M, n] the sum of probs log2(probs norm / mean); NaN where a logit is -inf (see ``_refined``).
     """
 
     norm: Tensor
@@ -255,14 +255,21 @@ class _Sums(NamedTuple):
     log_mean: Tensor
     divergence: Tensor
 
+    @classmethod
+    def of(cls, blocks: list[Tensor], dtype: torch.dtype) -> _Sums:
+        """Of all rows from those of each block (``_Members.sums``): a row's few numbers take as long as all rows'."""
+        numbers = (torch.cat(blocks, -1) if len(blocks) > 1 else blocks[0]).to(dtype)
+        num_members = len(numbers) // 2 - 1
+        return cls(*numbers.split([num_members, 1, 1, 1, num_members]))
+
     def total(self) -> Tensor:
-        """[c] entropy of the mixture in nats."""
-        return _entropy(self.mass, self.log_mean)
+        """[n] entropy of the mixture in nats."""
+        return _entropy(self.mass, self.log_mean)[0]
 
     def epistemic(self) -> Tensor:
-        """[c] mean_m KL(p_m || mixture) in nats."""
+        """[n] mean_m KL(p_m || mixture) in nats."""
         # A member's log p is log2(probs norm) - log2(norm); as sum_c p = 1, the mean of the norms serves all members.
-        return (self.divergence.sum(0) / self.mass - (self.norm.log2().mean(0) - self.log_scale)) * _LN2
+        return ((self.divergence.sum(0) / self.mass - (self.norm.log2().mean(0) - self.log_scale)) * _LN2)[0]
 
 
 class _Members:
@@ -304,15 +311,11 @@ class _Members:
         """[c, C] the mixture itself."""
         return self.mean * (-self.log_scale).exp2()
 
-    def sums(self) -> _Sums:
-        """Last of all: it works in place."""
-        return _Sums(
-            self.norm[..., 0],
-            self.log_scale[:, 0],
-            self.mean.sum(-1),
-            (self.mean * self.log_mean).sum(-1),
-            self.exponents.sub_(self.log_mean).mul_(self.probs).sum(-1),
-        )
+    def sums(self) -> Tensor:
+        """[2M + 3, c] the fields of ``_Sums`` one after the other. Last of all: it works in place."""
+        mass, log_mean = self.mean.sum(-1), (self.mean * self.log_mean).sum(-1)
+        divergence = self.exponents.sub_(self.log_mean).mul_(self.probs).sum(-1)
+        return torch.cat([self.norm[..., 0], self.log_scale.T, mass[None], log_mean[None], divergence])
 
 
 def _entropy(mass: Tensor, log_mean: Tensor) -> Tensor:
@@ -346,35 +349,39 @@ def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
     return result
 
 
-def _uncertainty(sums: list[_Sums], blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
+def _uncertainty(sums: list[Tensor], blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
     """The sums of all blocks -> [...], NaN outside the mask."""
     total, epistemic = _entropies(sums, blocks, mask)
     return Uncertainty(*(part.view(blocks.logits.shape[1:-1]) for part in _identity(total, epistemic, blocks.dtype)))
 
 
-def _entropies(sums: list[_Sums], blocks: _Blocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _entropies(sums: list[Tensor], blocks: _Blocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[N] total and epistemic in nats, with bad rows refused; NaN outside the mask."""
-    total, epistemic = blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
-    wanted = torch.ones_like(total, dtype=torch.bool) if mask is None else mask.reshape(-1)
-    if sums:
-        rows = _Sums(*(torch.cat(part, -1).to(blocks.sum_dtype) for part in zip(*sums, strict=True)))
-        total[wanted], epistemic[wanted] = rows.total(), rows.epistemic()
-    _refuse_undefined(total.isnan() & wanted, blocks.logits)
-    return total, _refined(epistemic, wanted, blocks)
+    if not sums:
+        return blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
+    rows = _Sums.of(sums, blocks.sum_dtype)
+    total, epistemic = rows.total(), rows.epistemic()
+    if mask is None:
+        _refuse_undefined(total.isnan(), blocks.logits)
+    else:
+        mask = mask.reshape(-1)
+        total, epistemic = (blocks.empty().fill_(math.nan).masked_scatter_(mask, part) for part in (total, epistemic))
+        _refuse_undefined(total.isnan() & mask, blocks.logits)
+    # one member agrees with itself
+    return total, total - total if len(blocks.logits) == 1 else _refined(epistemic, mask, blocks)
 
 
-def _refined(epistemic: Tensor, wanted: Tensor, blocks: _Blocks) -> Tensor:
+def _refined(epistemic: Tensor, mask: Tensor | None, blocks: _Blocks) -> Tensor:
     """[N] epistemic uncertainties, again where the KL sum does not do, and within their bounds."""
-    num_members = len(blocks.logits)
-    if num_members == 1:
-        return torch.where(wanted, 0.0, epistemic)
     # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits. And it is NaN
     # in rows with masked classes, which are too rare to cut off the logarithms of all the others.
-    again = ~(epistemic >= 1024 * torch.finfo(blocks.dtype).eps) & wanted
+    again = ~(epistemic >= 1024 * torch.finfo(blocks.dtype).eps)
+    if mask is not None:
+        again &= mask
     if bool(again.any()):
         for rows, block in blocks.rows(again):
             epistemic[rows] = _small_epistemic(block, *blocks.buffers(block)).to(epistemic.dtype)
-    return epistemic.clamp(min=0, max=math.log(num_members))
+    return epistemic.clamp(min=0, max=math.log(len(blocks.logits)))
 
 
 def _identity(total: Tensor, epistemic: Tensor, dtype: torch.dtype) -> Uncertainty:
