@@ -16,7 +16,6 @@ How it is computed, and why:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,14 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.row_blocks import RowBlocks
+
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
-
-# Bytes of a block. On CPU each thread's share should stay in its cache; elsewhere launching a kernel must not cost more
-# than running it.
-_BLOCK_BYTES_THREAD = 1 << 20
-_MAX_THREADS = 4
-_BLOCK_BYTES_ACCELERATOR = 64 << 20
 
 
 class Uncertainty(NamedTuple):
@@ -79,10 +74,10 @@ def mixture(logits: Tensor) -> Tensor:
     Raises:
         ValueError: if a row holds NaN or +inf, or only -inf.
     """
-    blocks = _Blocks(logits)
+    blocks = RowBlocks(logits)
     log_probs = blocks.empty(blocks.num_classes)
-    for rows, block in blocks.rows():
-        blocks.members(block).log_mixture(log_probs[rows])
+    for rows, members in _members(blocks):
+        members.log_mixture(log_probs[rows])
     _refuse_undefined(log_probs[:, 0].isnan(), logits)
     return log_probs.view(logits.shape[1:])
 
@@ -103,18 +98,16 @@ def decompose(logits: Tensor, *, mask: Tensor | None = None) -> Uncertainty:
         ValueError: if a row holds NaN or +inf, or only -inf.
     """
     _check_mask(mask, logits)
-    blocks = _Blocks(logits)
-    sums = [blocks.members(block).sums() for _, block in blocks.rows(mask)]
-    return _uncertainty(sums, blocks, mask)
+    blocks = RowBlocks(logits)
+    return _uncertainty([members.sums() for _, members in _members(blocks, mask)], blocks, mask)
 
 
 @torch.no_grad()
 def predict(logits: Tensor) -> Prediction:
     """``mixture`` and ``decompose`` in one pass over [M, ..., C] logits; arguments and errors are theirs."""
-    blocks = _Blocks(logits)
+    blocks = RowBlocks(logits)
     log_probs, sums = blocks.empty(blocks.num_classes), []
-    for rows, block in blocks.rows():
-        members = blocks.members(block)
+    for rows, members in _members(blocks):
         members.log_mixture(log_probs[rows])
         sums.append(members.sums())
     return Prediction(log_probs.view(logits.shape[1:]), _uncertainty(sums, blocks))
@@ -133,12 +126,11 @@ def partial(logits: Tensor) -> Partial:
     Raises:
         ValueError: if a row holds NaN or +inf, or only -inf.
     """
-    blocks = _Blocks(logits)
+    blocks = RowBlocks(logits)
     probs, sums = blocks.empty(blocks.num_classes), []
     smallest = torch.finfo(probs.dtype).smallest_normal
-    for rows, block in blocks.rows():
-        members = blocks.members(block)
-        possible = block.amax(0) > -math.inf
+    for rows, members in _members(blocks):
+        possible = members.block.amax(0) > -math.inf
         probs[rows] = torch.where(possible, members.mixture().clamp_min(smallest), 0.0)
         sums.append(members.sums())
     total, epistemic = _entropies(sums, blocks)
@@ -169,7 +161,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 def finish(sums: Partial) -> Prediction:
     """The prediction of all members that were summed; see ``partial`` for its accuracy."""
     shape, num_members = sums.probs.shape, sums.num_members
-    blocks = _Blocks(sums.probs[None])
+    blocks = RowBlocks(sums.probs[None])
     log_probs, total = blocks.empty(blocks.num_classes), blocks.empty()
     for rows, block in blocks.rows():
         log_scale = (block[0].amax(-1, keepdim=True) / num_members).log2().round_()  # see _Members
@@ -183,60 +175,10 @@ def finish(sums: Partial) -> Prediction:
     return Prediction(log_probs.view(shape), _identity(total, epistemic, blocks.dtype))
 
 
-class _Blocks:
-    """The N rows of [M, ..., C] logits in blocks [M, c, C], with two buffers that all blocks share."""
-
-    def __init__(self, logits: Tensor) -> None:
-        if logits.ndim < 2 or logits.shape[0] == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
-            raise ValueError(
-                "uncertainty needs floating point logits [M >= 1, ..., C >= 1] with the members first, "
-                f"got {list(logits.shape)} {logits.dtype}"
-            )
-        self.logits = logits
-        self.num_classes = logits.shape[-1]
-        self.num_rows = math.prod(logits.shape[1:-1])
-        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        # One number a row is kept in float64: its last bits are those of the result. Apple's GPUs have no float64.
-        self.sum_dtype = torch.float32 if logits.device.type == "mps" else torch.float64
-        on_cpu = logits.device.type == "cpu"
-        threads = min(torch.get_num_threads(), _MAX_THREADS)
-        limit = _BLOCK_BYTES_THREAD * threads if on_cpu else _BLOCK_BYTES_ACCELERATOR
-        self.block_rows = max(1, limit // (len(logits) * self.num_classes * self.dtype.itemsize))
-
-    @functools.cached_property
-    def _buffers(self) -> Tensor:
-        size = len(self.logits) * min(self.block_rows, self.num_rows) * self.num_classes
-        return torch.empty(2, size, dtype=self.dtype, device=self.logits.device)
-
-    def empty(self, *trailing: int) -> Tensor:
-        """[N, *trailing] for results: of the block's dtype, or one number a row in that of sums."""
-        dtype = self.dtype if trailing else self.sum_dtype
-        return torch.empty(self.num_rows, *trailing, dtype=dtype, device=self.logits.device)
-
-    def rows(self, keep: Tensor | None = None) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Pairs of where the block's rows are among the N, and the block; ``keep`` [...] bool leaves rows out."""
-        first = 0
-        for tile in _tiles(self.logits):
-            num_rows = tile.shape[1]
-            if keep is None:
-                for row in range(0, num_rows, self.block_rows):
-                    rows = slice(first + row, first + min(row + self.block_rows, num_rows))
-                    yield rows, tile[:, row : row + self.block_rows]
-            else:
-                kept = keep.reshape(-1)[first : first + num_rows].nonzero()[:, 0]
-                for row in range(0, len(kept), self.block_rows):
-                    some = kept[row : row + self.block_rows]
-                    yield first + some, _select(tile, some)
-            first += num_rows
-
-    def buffers(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors of the block's shape, valid until the next call."""
-        one, two = self._buffers[:, : block.numel()]
-        return one.view(block.shape), two.view(block.shape)
-
-    def members(self, block: Tensor) -> _Members:
-        """The members' distributions on a block, valid until the buffers are used again."""
-        return _Members(block, *self.buffers(block))
+def _members(blocks: RowBlocks, mask: Tensor | None = None) -> Iterator[tuple[slice | Tensor, _Members]]:
+    """Where a block's rows are among the N, and the members' distributions there, valid until the next block."""
+    for rows, block in blocks.rows(mask):
+        yield rows, _Members(block, *blocks.buffers(block))
 
 
 class _Sums(NamedTuple):
@@ -349,13 +291,13 @@ def _small_epistemic(block: Tensor, work: Tensor, spare: Tensor) -> Tensor:
     return result
 
 
-def _uncertainty(sums: list[Tensor], blocks: _Blocks, mask: Tensor | None = None) -> Uncertainty:
+def _uncertainty(sums: list[Tensor], blocks: RowBlocks, mask: Tensor | None = None) -> Uncertainty:
     """The sums of all blocks -> [...], NaN outside the mask."""
     total, epistemic = _entropies(sums, blocks, mask)
     return Uncertainty(*(part.view(blocks.logits.shape[1:-1]) for part in _identity(total, epistemic, blocks.dtype)))
 
 
-def _entropies(sums: list[Tensor], blocks: _Blocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _entropies(sums: list[Tensor], blocks: RowBlocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[N] total and epistemic in nats, with bad rows refused; NaN outside the mask."""
     if not sums:
         return blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
@@ -371,7 +313,7 @@ def _entropies(sums: list[Tensor], blocks: _Blocks, mask: Tensor | None = None) 
     return total, total - total if len(blocks.logits) == 1 else _refined(epistemic, mask, blocks)
 
 
-def _refined(epistemic: Tensor, mask: Tensor | None, blocks: _Blocks) -> Tensor:
+def _refined(epistemic: Tensor, mask: Tensor | None, blocks: RowBlocks) -> Tensor:
     """[N] epistemic uncertainties, again where the KL sum does not do, and within their bounds."""
     # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits. And it is NaN
     # in rows with masked classes, which are too rare to cut off the logarithms of all the others.
@@ -394,24 +336,6 @@ def _identity(total: Tensor, epistemic: Tensor, dtype: torch.dtype) -> Uncertain
 def _floor(dtype: torch.dtype) -> float:
     """A base-2 logarithm whose power is 0 in ``dtype``, while itself and its sums are finite."""
     return 2 * math.log2(torch.finfo(dtype).tiny)
-
-
-def _tiles(logits: Tensor) -> Iterator[Tensor]:
-    """[M, ..., C] as views [M, n, C]: a copy of sliced logits (``logits[:, :, :-1]``) would double the memory."""
-    num_members, *lead, num_classes = logits.shape
-    try:
-        yield logits.view(num_members, math.prod(lead), num_classes)
-    except RuntimeError:
-        for part in logits.unbind(1):
-            yield from _tiles(part)
-
-
-def _select(tile: Tensor, rows: Tensor) -> Tensor:
-    """``tile[:, rows]``, which is slow, by ``index_select`` of each member, which would copy a sliced tile whole."""
-    result = tile.new_empty(len(tile), len(rows), tile.shape[-1])
-    for member, out in zip(tile, result, strict=True):
-        torch.index_select(member, 0, rows, out=out)
-    return result
 
 
 def _check_mask(mask: Tensor | None, logits: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_bayes import uncertainty
+from hf_bayes import row_blocks
 from hf_bayes.uncertainty import Partial, Prediction, Uncertainty, decompose, finish, merge, mixture, partial, predict
 
 # Absolute, in nats. Of the float32 figure, half is the last bit of a total near 10 nats.
@@ -276,7 +276,7 @@ def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, mask = random_logits(4, 5, 11, 25), torch.rand(5, 11) < 0.5
     whole, masked = predict(logits), decompose(logits, mask=mask)
     for limit in (1, 4 * 25 * 4 * 7):  # a row at a time; seven, which divides nothing
-        monkeypatch.setattr(uncertainty, "_BLOCK_BYTES_THREAD", limit // min(torch.get_num_threads(), 4))
+        monkeypatch.setattr(row_blocks, "_BLOCK_BYTES_THREAD", limit // min(torch.get_num_threads(), 4))
         log_probs, parts = predict(logits)
         assert_close(log_probs, whole.log_probs, rtol=0, atol=1e-6)
         for one, other in zip(parts, whole.uncertainty, strict=True):
