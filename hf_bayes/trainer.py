@@ -209,7 +209,7 @@ class BayesianTrainerMixin(
         return scheduler
 
     def _num_steps(self) -> int:
-        if self.args.max_steps > 0:
+        if self.args.max_steps >= 0:
             return self.args.max_steps
         if is_stream(self.train_dataset):
             raise ValueError("train_dataset has no length, and max_steps is not set: an endless run. Set max_steps")

@@ -292,6 +292,8 @@ REFUSED = [
         training(SGHMCConfig(burn_in=6)),
         ("6 updates with burn_in=6", "would collect 0"),
     ),
+    # Trainer takes 0 for the number of updates, and would stop after one
+    Refused("B8", "no updates", training(max_steps=0), ("0 updates", "cannot give 1 draws", "train longer")),
     Refused(
         "B8", "thinning past the run", training(SGHMCConfig(draws_per_chain=2, thin=50)), ("thin=50", "cannot give 2")
     ),
