@@ -14,6 +14,8 @@ from tqdm import tqdm
 from hf_bayes.likelihood import IGNORE, Likelihood, refuse_labels
 from hf_bayes.rng import generator
 
+PAD_ROWS = "take a collator that pads rows in place of packing them"
+
 
 class ChainBatches:
     """A batch sampler: update s of a chain takes rows [s * R, (s + 1) * R) of its own endless stream of permutations.
@@ -192,6 +194,7 @@ def count_terms(
     progress: bool = True,
     name: str = "train_dataset",
     halves: bool = False,
+    by_row: str | None = None,
 ) -> TermCount:
     """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
 
@@ -201,8 +204,11 @@ def count_terms(
         num_outputs: of the model, which its labels must fit; None looks at no label's value.
         name: what the caller calls it.
         halves: whether its even and its odd rows must each hold terms.
+        by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
+            collator may pack rows.
     Raises:
-        ValueError: if there is no row, no label, no term at all, or a label out of range (naming a row).
+        ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), or a collator
+            that packs rows where it must not.
     """
     if not isinstance(dataset, Sized) or len(dataset) == 0:
         raise ValueError(f"{name} has 0 rows; N is needed to scale the likelihood: give it data")
@@ -218,6 +224,9 @@ def count_terms(
         labels: Tensor = batch["labels"]
         if num_outputs is not None:
             refuse_labels(likelihood, labels, num_outputs, where=name, first=index * batch_size)
+        given = min(batch_size, len(dataset) - index * batch_size)
+        if by_row is not None and len(labels) != given:
+            raise ValueError(f"the data collator made {len(labels)} rows of {given} of {name}, and {by_row}")
         targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
         per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
         most = max(most, int(per_row.max()))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
-from hf_bayes.batches import count_terms
+from hf_bayes.batches import PAD_ROWS, count_terms
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import (
     BayesianModelForImageClassification,
@@ -146,7 +146,7 @@ def _fit(
         progress=False,
     )
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
-    terms, most = count(data, name="data")
+    terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
         count(heldout, name="heldout", halves=config.heldout_halves)

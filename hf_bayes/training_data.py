@@ -12,7 +12,7 @@ from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
+from hf_bayes.batches import PAD_ROWS, ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
@@ -71,6 +71,7 @@ class TrainingDataMixin(AnyTrainer):
             shift=self.bayesian.shifts_labels,
             num_outputs=self.bayesian.num_outputs,
             progress=not args.disable_tqdm,
+            by_row=self._no_packing(),
         )
         if own:
             self.num_terms = sum(self.mesh.share(self.num_terms))
@@ -90,6 +91,14 @@ class TrainingDataMixin(AnyTrainer):
             "N = %g likelihood terms (%s; %d counted in %d rows)",
             self.num_data, args.data_unit, self.num_terms, self.num_rows,
         )  # fmt: skip
+
+    def _no_packing(self) -> str | None:
+        """Why a collator may not pack rows into fewer, and what to do, in words; None where it may."""
+        if self.method.revises:
+            return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
+        if self._shared or len(self.chains) == 1:
+            return None
+        return f"minibatch='independent' deals rows to chains by number: {PAD_ROWS}, or set minibatch='shared'"
 
     def _fingerprint_rows(self) -> str:
         """Of the first row, the last, and some in between, as the collator presents them."""

@@ -23,7 +23,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    TrainingArguments,
+)
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.baselines.map import MAPConfig
@@ -386,6 +391,24 @@ REFUSED = [
         ("of the adapter are not random", "merge_and_unload"),
     ),
     # B22, B23: labels and padding
+    Refused(
+        "B22",
+        "packed rows for chains of their own",
+        training(collator=DataCollatorWithFlattening()),
+        ("made 1 rows of 10", "'independent' deals rows to chains", "pads rows", "minibatch='shared'"),
+    ),
+    Refused(
+        "B22",
+        "packed rows whose gradients are squared",
+        training(LaplaceConfig(), collator=DataCollatorWithFlattening(), minibatch="shared"),
+        ("made 1 rows of 10", "laplace squares the gradients of rows", "pads rows"),
+    ),
+    Refused(
+        "B22",
+        "packed rows in a fit",
+        lambda out: fit_laplace(with_lora(tiny_llama()), runs.token_rows(), collate=DataCollatorWithFlattening()),
+        ("made 1 rows of 10 of data", "squared one by one", "pads rows"),
+    ),
     Refused(
         "B22", "no pad token", training(train=runs.token_rows([3, 5]), collator=no_pad_collator()), ("padding token",)
     ),

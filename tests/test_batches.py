@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
-from transformers import default_data_collator
+from transformers import DataCollatorWithFlattening, default_data_collator
 
 from hf_bayes.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.likelihood import Bernoulli, Categorical, Normal
@@ -184,6 +184,17 @@ def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
         collate = runs.padding_collator(side)
         found = count_terms(rows, collate, Categorical(), shift=True, progress=False, batch_size=size)
         assert found == (2 + 7 + 4, 7)
+
+
+def test_packed_rows_are_counted_alike_and_refused_where_rows_must_be_told_apart():
+    rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in runs.token_rows([3, 8, 5])]
+    options = {"shift": True, "progress": False}
+    packed = DataCollatorWithFlattening()
+    assert count_terms(rows, packed, Categorical(), **options).total == 2 + 7 + 4
+    with pytest.raises(ValueError, match=r"made 1 rows of 3 of train_dataset, and chains have their own"):
+        count_terms(rows, packed, Categorical(), by_row="chains have their own", **options)
+    alone = count_terms(rows, packed, Categorical(), batch_size=1, by_row="chains have their own", **options)
+    assert alone == (2 + 7 + 4, 7)
 
 
 def test_terms_of_a_classifier_are_its_examples():

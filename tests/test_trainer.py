@@ -16,7 +16,14 @@ from datasets import Dataset
 from huggingface_hub import HfApi, RepoUrl
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_bayes import Posterior
 from hf_bayes import trainer as trainer_module
@@ -185,6 +192,18 @@ def test_gradient_is_what_a_plain_model_gives_for_every_chain(tmp_path, evaluati
         )
         trainer.train()
         assert relative(evaluations[0].grad_log_lik, full_data(build, trainer, rows).grad_log_lik) < 2e-6
+
+
+def test_packed_rows_of_a_shared_minibatch_have_the_energy_of_padded_ones(tmp_path, evaluations):
+    rows, method = runs.token_rows([5, 9, 3, 12]), SGHMCConfig(num_chains=2)
+    fields = {"max_steps": 1, "per_device_train_batch_size": 4, "minibatch": "shared"}
+    runs.trainer(tmp_path, method, train=rows, collator=runs.padding_collator(), **fields).train()
+    bare = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+    runs.trainer(tmp_path, method, train=bare, collator=DataCollatorWithFlattening(), **fields).train()
+    padded, packed = evaluations
+    # rounding of float32 sums in another order
+    assert relative(packed.log_lik, padded.log_lik) < 1e-6
+    assert relative(packed.grad_log_lik, padded.grad_log_lik) < 1e-5
 
 
 # -- chains ----------------------------------------------------------------------------------------------------------
