@@ -49,15 +49,17 @@ def load(
         location: of the posterior, as ``Posterior.from_pretrained`` takes it.
 
     Raises:
-        ValueError: if the posterior is of another task, or the base model is not the one it was made with (naming what
-            differs; ``check_base=False`` overrides).
+        ValueError: if the posterior is of another task, the base model is not the one it was made with (naming what
+            differs; ``check_base=False`` overrides), or ``dtype`` is none that a model can have.
         OSError: if there is no posterior, or no base model, to be found.
     """
+    wanted = _dtype_of(dtype)
     posterior = read(directory_or_repo, location)
     what = posterior.source or "this posterior"
     if posterior.config.task != task:
         raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
-    model, recorded = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+    model = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+    loaded_as = model.dtype
     if posterior.adapter_config is not None:
         config = PeftConfig.from_peft_type(**{**posterior.adapter_config, "inference_mode": False})
         with warnings.catch_warnings():
@@ -78,9 +80,8 @@ def load(
                 "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
                 "that the difference does not matter"
             )
-    if dtype is not None and dtype != "auto":
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        model = model if wanted == recorded else model.to(wanted)
+    if wanted is not None and wanted != loaded_as:
+        model = model.to(wanted)
     model.eval()
     if members == 1 or posterior.config.num_members == 1:
         warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
@@ -204,13 +205,13 @@ def _load_base(
     location: dict[str, Any],
     device_map: Any,
     trust_remote_code: bool,
-) -> tuple[PreTrainedModel, torch.dtype | None]:
+) -> PreTrainedModel:
     recorded = posterior.config.base_model
     # adapters that came without a record of their base take it as transformers finds it
     dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
         base.refuse_spread(given)
-        return given, dtype
+        return given
     name, hub = _where(recorded, given, location, trust_remote_code)
     if not name:
         raise ValueError(
@@ -222,7 +223,20 @@ def _load_base(
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
     base.refuse_spread(model)
-    return model, dtype
+    return model
+
+
+def _dtype_of(given: Any) -> torch.dtype | None:
+    """What a base model is to be turned into; None for the dtype that it has."""
+    if given is None or given == "auto":
+        return None
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating point type such as torch.bfloat16 or 'bfloat16', got {given!r}: None keeps the "
+            "one that the posterior was made with"
+        )
+    return found
 
 
 def _where(
