@@ -509,6 +509,22 @@ def test_members_keep_their_dtype_when_the_base_is_narrowed(change: str, dtype: 
     assert 0 < (found - exact.exp()).abs().max() < 0.2  # probabilities of a base in 8 bits
 
 
+def test_rounding_in_bfloat16_reads_as_epistemic_uncertainty_and_is_gone_on_the_same_base_in_float32() -> None:
+    """docs/uncertainty.md says so, and where: far below 1e-4 nats the floor is all there is, far above it nothing."""
+
+    def epistemic(std: float, dtype: torch.dtype) -> float:
+        model = with_lora(tiny_llama(dtype=torch.bfloat16)).to(dtype)
+        theta = scattered(model, select(model), 8, std)
+        with torch.no_grad(), attach(model, theta) as bayesian:
+            return float(bayesian(**batch()).epistemic.mean())
+
+    for std, floor in ((1e-4, True), (0.1, False)):
+        rounded, exact = epistemic(std, torch.bfloat16), epistemic(std, torch.float32)
+        assert (exact < 1e-6) == floor
+        assert (1e-5 < rounded < 1e-3) == floor
+        assert floor or abs(rounded / exact - 1) < 0.1  # 8 bits of a base whose layers all differ
+
+
 def test_members_follow_a_base_that_is_widened() -> None:
     with attach(tiny_llama(), subspace="last_block") as bayesian:
         assert bayesian.double().theta.dtype == torch.float64
