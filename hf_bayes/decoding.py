@@ -130,7 +130,8 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
     def _score_generated(self, sequences: Tensor, prompt: Tensor, ends: Tensor, mask: Tensor | None) -> Scores:
         start = prompt.shape[1]
-        given = (torch.ones_like(prompt) if mask is None else mask).repeat_interleave(len(sequences) // len(prompt), 0)
+        given = torch.ones_like(prompt) if mask is None else mask
+        given = given.repeat_interleave(len(sequences) // len(given), 0)
         step = torch.arange(sequences.shape[1] - start, device=sequences.device)
         return self.score(sequences, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
 

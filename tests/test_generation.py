@@ -411,6 +411,17 @@ def test_generation_may_start_from_nothing_but_the_bos_token() -> None:
     torch.testing.assert_close(output.total, scores.total, rtol=1e-5, atol=1e-5)  # float32 inside Llama
 
 
+def test_several_beams_may_start_from_nothing_but_the_bos_token() -> None:
+    model, layout, theta = prepared("gpt2-lora")
+    with attached("gpt2-lora", model, theta) as bayesian:
+        output = generate(bayesian, {}, num_beams=3, num_return_sequences=3)
+    bos = {"input_ids": output.sequences[:1, :1], "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+    tokens, _ = beams(model, layout, theta, bos, 3)
+    assert torch.equal(output.sequences, tokens)
+    mask = bos["attention_mask"].expand(3, 1)
+    require_scores(output, brute_force_scores(model, layout, theta, tokens, mask, [STEPS] * 3), TOLERANCE["gpt2"])
+
+
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_padding_that_generate_infers_is_padding_for_scores_too(num_beams: int) -> None:
     model, _, theta = prepared("gpt2-last-block")
