@@ -54,10 +54,11 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         A linearised model reads the whole text anew for every token, and has no cache.
 
         Raises:
-            ValueError: for assisted decoding, decoding loops from elsewhere and caches of other kinds (docs/models.md),
-                and for a linearised model whose link has a closed form.
+            ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and whatever else docs/models.md
+                lists, and for a linearised model whose link has a closed form.
         """
-        refuse_unsupported(kwargs, self.generation_config)
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        refuse_unsupported(kwargs, self.generation_config, prompt)
         self._refuse_closed("generate")
         if self._linearised is not None:  # a cache would have to hold derivatives
             kwargs["use_cache"] = False
@@ -71,7 +72,6 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
             self._trace = None
         if isinstance(output, Tensor):
             return output
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if prompt is None:
             prompt = output.sequences[:, :1]  # nothing was given: generate began with the bos token
         new = output.sequences[:, prompt.shape[1] :]

@@ -35,6 +35,8 @@ _REFUSED = {
 """Settings of generate that are refused, and why."""
 _NEUTRAL = {"num_beam_groups": 1, "guidance_scale": 1}
 """What old generation configs say where nothing is asked for."""
+_READ_AGAIN = "beams are read once more when they have ended, as input_ids and their mask alone: give the whole text"
+"""A mask is longer where a cache holds what is not among the ``input_ids``."""
 _CACHE = "this cache is not known to keep the rows of members apart"
 _CACHES = ("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 """The last three are transformers' former names of static caches for layers that slide."""
@@ -212,12 +214,13 @@ def join(records: list[TokenRecord]) -> TokenRecord:
     return TokenRecord(*(torch.cat(values, -1) for values in zip(*records, strict=True)))
 
 
-def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> None:
+def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt: Tensor | None = None) -> None:
     """Raise for ways of generating whose caches or loops know nothing of members.
 
     Args:
         kwargs: of generate.
         default: the model's own configuration, which holds where the call says nothing.
+        prompt: [rows, T], if there is one.
     """
     config = kwargs.get("generation_config")
 
@@ -229,8 +232,14 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig) -> Non
         value = setting(name)
         if isinstance(value, (Tensor, nn.Module)) or value not in (None, False, _NEUTRAL.get(name)):
             refuse(f"{name}={type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)}", reason)
-    if isinstance(kwargs.get("streamer"), TraceStreamer) and (beams := setting("num_beams") or 1) > 1:
-        refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
+    if (beams := setting("num_beams") or 1) > 1:
+        if isinstance(kwargs.get("streamer"), TraceStreamer):
+            refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("position_ids") is not None:
+            refuse(f"num_beams={beams}, position_ids", _READ_AGAIN)
+        if mask is not None and prompt is not None and mask.shape[-1] != prompt.shape[-1]:
+            refuse(f"num_beams={beams}, attention_mask of {mask.shape[-1]} positions", _READ_AGAIN)
     implementation = setting("cache_implementation")
     if implementation not in (None, *_CACHES):
         refuse(f"cache_implementation={implementation!r}", _CACHE)

@@ -479,6 +479,28 @@ def test_decoding_that_knows_nothing_of_members_is_refused(options: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"position_ids": torch.arange(7).expand(3, 7) + 5}, "position_ids"),
+        ({"attention_mask": torch.ones(3, 9, dtype=torch.long)}, "attention_mask of 9 positions"),
+    ],
+    ids=["positions", "a mask of more than the prompt"],
+)
+def test_beams_of_more_than_a_text_and_its_mask_are_refused(options: dict[str, Any], named: str) -> None:
+    # beams are scored by reading them once more, and these would be read as other texts
+    model, layout, theta = prepared("gpt2-lora")
+    inputs = batch() | options
+    with attached("gpt2-lora", model, theta) as bayesian:
+        with pytest.raises(ValueError, match=rf"generate\(num_beams=2, {named}\) is not .* beams are read once more"):
+            generate(bayesian, inputs, num_beams=2)
+        if "position_ids" not in options:
+            return
+        output = generate(bayesian, inputs)  # tokens that are scored while they are drawn are no matter
+    first = separate_logits(model, layout, theta, inputs)[:, :, -1]
+    torch.testing.assert_close(output.total[:, 0], entropies(first)[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
     ("ids", "first"), [(torch.ones(4, dtype=torch.long), 1), (batch()["input_ids"], 0), (batch()["input_ids"], 99)]
 )
 def test_scores_of_what_nothing_precedes_are_refused(ids: Tensor, first: int) -> None:
