@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 from hf_bayes.generation import (
     GenerationTrace,
@@ -20,7 +20,7 @@ from hf_bayes.generation import (
     to_scores,
 )
 from hf_bayes.linearised_lm import LinearisedCausalLM
-from hf_bayes.members.cache import reorder_cache
+from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.model import predicts
 from hf_bayes.subspace import Layout
 
@@ -40,8 +40,21 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """generate's own hook: beams permute sequences, and a layer holds B or M * B rows of them."""
-        members = 1 if self.head.alike else self.num_members
-        return reorder_cache(past_key_values, beam_idx, members, self.members.num_trunk_blocks)
+        return reorder_cache(past_key_values, beam_idx, self._num_cached, self.members.num_trunk_blocks)
+
+    @property
+    def _num_cached(self) -> int:
+        """Members whose keys and values are kept apart, in layers past the trunk."""
+        return 1 if self.head.alike else self.num_members
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
+    ) -> Any:
+        """generate's own hook: a cache of the caller's own holds the rows that are to come, or none yet."""
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            require_rows(cache, rows, self._num_cached, self.members.num_trunk_blocks)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
 
     @torch.no_grad()
     @predicts

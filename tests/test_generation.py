@@ -18,6 +18,7 @@ from transformers import (
     MambaForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    StaticCache,
     StoppingCriteria,
 )
 from transformers.generation import BaseStreamer
@@ -660,3 +661,37 @@ def test_a_cache_of_the_callers_own_is_used_and_grown() -> None:
         member_logits(model, layout, theta, **{"ids": inputs["input_ids"], "mask": inputs["attention_mask"]})
     )
     torch.testing.assert_close(rest.logits, expected[:, 4:], rtol=1e-5, atol=1e-5)  # float32 inside Llama
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "mistral-last-block"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("change", ["beams", "rows", "members"])
+def test_a_cache_of_other_rows_is_refused(name: str, kind: str, change: str) -> None:
+    model, _, theta = prepared(name)
+    inputs = {key: value[:1] for key, value in batch().items()}
+    longer = {key: torch.cat([value, value], 1) for key, value in inputs.items()}
+    with attached(name, model, theta) as bayesian:
+        config = bayesian.config
+        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=40)
+        generate(bayesian, inputs, past_key_values=cache)
+        if change == "members":
+            bayesian.show(theta[:2])
+        if change == "rows":
+            longer = {key: value.repeat(3, 1) for key, value in longer.items()}
+        num_beams = 2 if change == "beams" else 1
+        with pytest.raises(ValueError, match=r"layer \d of the cache has [13] rows, expected [2-9]"):
+            generate(bayesian, longer, past_key_values=cache, num_beams=num_beams)
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora", "llama-head"])
+def test_a_cache_whose_rows_are_repeated_serves_beams(name: str) -> None:
+    model, _, theta = prepared(name)
+    inputs = batch(padding="left")
+    with attached(name, model, theta) as bayesian:
+        prefix = generate(bayesian, {key: value[:, :4] for key, value in inputs.items()}, max_new_tokens=1)
+        prefix = prefix.past_key_values
+        prefix.batch_repeat_interleave(2)
+        output = generate(bayesian, inputs, past_key_values=prefix, num_beams=2)
+        expected = generate(bayesian, inputs, num_beams=2)
+    assert torch.equal(output.sequences, expected.sequences)
+    require_scores(output, {field: expected[field] for field in FIELDS}, 0.0)

@@ -101,14 +101,24 @@ def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int
     Raises:
         ValueError: if a layer has other rows; the index would silently drop members.
     """
+    require_rows(cache, len(beam_idx), num_members, num_trunk)
     offsets = torch.arange(num_members, device=beam_idx.device)[:, None] * len(beam_idx)
     folded = (offsets + beam_idx).flatten()
     for index, layer in enumerate(cache.layers):
-        rows = beam_idx if index < num_trunk else folded
-        for found in _rows_held(layer) - {len(rows)}:
-            raise ValueError(f"layer {index} of the cache has {found} rows, expected {len(rows)}")
-        layer.reorder_cache(rows)
+        layer.reorder_cache(beam_idx if index < num_trunk else folded)
     return cache
+
+
+def require_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) -> None:
+    """Raise ValueError if a layer holds other than B rows in the trunk, or M * B elsewhere; an empty one holds none."""
+    for index, layer in enumerate(cache.layers):
+        expected = num_rows if index < num_trunk else num_members * num_rows
+        for found in _rows_held(layer) - {expected}:
+            raise ValueError(
+                f"layer {index} of the cache has {found} rows, expected {expected}: it was filled by other sequences or "
+                "members. For more sequences of each prompt (num_beams, num_return_sequences) repeat its rows first: "
+                "cache.batch_repeat_interleave(...)"
+            )
 
 
 def _rows_held(layer: Any) -> set[int]:
