@@ -58,7 +58,9 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
     @torch.no_grad()
     @predicts
-    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
         """transformers' ``generate``, unchanged, from the mixture.
 
         With ``return_dict_in_generate=True`` the output has six more fields (``generation.Scores``): ``total``,
@@ -67,10 +69,20 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         A linearised model reads the whole text anew for every token, and has no cache.
 
         Raises:
-            ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and whatever else docs/models.md
-                lists, and for a linearised model whose link has a closed form.
+            ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and what else
+                docs/models.md lists, for prompts without tokens, and for a linearised model whose link has a closed
+                form.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        if prompt is not None and prompt.shape[-1] == 0:
+            raise ValueError(
+                f"generate continues prompts of one token or more, got {list(prompt.shape)}: leave input_ids out to "
+                "begin with the bos token"
+            )
+        kwargs["generation_config"] = generation_config
+        kwargs.pop("logits_to_keep", None)  # a token is drawn from the last position's, and the others are no record's
+        if kwargs.get("use_cache", True) is None:  # with which transformers fills a cache that it does not read from
+            del kwargs["use_cache"]
         refuse_unsupported(kwargs, self.generation_config, prompt)
         self._refuse_closed("generate")
         if self._linearised is not None:  # a cache would have to hold derivatives

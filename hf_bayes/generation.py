@@ -247,6 +247,11 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
     if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or cache.offloading):
         offloaded = " that is offloaded" if type(cache) in (DynamicCache, StaticCache) else ""
         refuse(f"past_key_values={type(cache).__name__}{offloaded}", _CACHE)
+    if cache is not None and setting("use_cache") is False:
+        refuse(
+            f"past_key_values={type(cache).__name__}, use_cache=False",
+            "every token would put the whole text into the cache once more",
+        )
 
 
 def refuse(asked: str, reason: str) -> None:

@@ -433,6 +433,32 @@ def test_padding_that_generate_infers_is_padding_for_scores_too(num_beams: int) 
     require_scores(inferred, {field: given[field] for field in FIELDS}, 0.0)
 
 
+@pytest.mark.parametrize("options", [{"logits_to_keep": 0}, {"logits_to_keep": 3}, {"use_cache": None}], ids=str)
+def test_what_changes_no_token_changes_no_number(options: dict[str, Any]) -> None:
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch(padding="left")
+    with attached("gpt2-lora", model, theta) as bayesian:
+        expected, output = generate(bayesian, inputs), generate(bayesian, inputs, **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    require_scores(output, {field: expected[field] for field in FIELDS}, TOLERANCE["gpt2"])
+
+
+def test_a_generation_config_may_be_the_second_argument() -> None:
+    model, _, theta = prepared("gpt2-lora")
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=PAD)
+    ids = batch()["input_ids"]
+    with attached("gpt2-lora", model, theta) as bayesian:
+        assert torch.equal(bayesian.generate(ids, config), bayesian.generate(ids, generation_config=config))
+        with pytest.raises(ValueError, match="dola_layers"):
+            bayesian.generate(ids, GenerationConfig(dola_layers="high"))
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    model, _, theta = prepared("gpt2-lora")
+    with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match="leave input_ids out"):
+        generate(bayesian, {"input_ids": torch.zeros(2, 0, dtype=torch.long)})
+
+
 def test_one_member_has_no_epistemic_uncertainty() -> None:
     model, _, theta = prepared("llama-lora", num_members=1)
     with attached("llama-lora", model, theta) as bayesian:
@@ -466,6 +492,7 @@ def test_one_member_has_no_epistemic_uncertainty() -> None:
         {"cache_implementation": "offloaded_static"},
         {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
         {"past_key_values": OwnCache()},
+        {"past_key_values": DynamicCache(), "use_cache": False},
         {"generation_config": GenerationConfig(dola_layers="high")},
     ],
     ids=lambda options: ", ".join(options),

@@ -115,8 +115,8 @@ def require_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) ->
         expected = num_rows if index < num_trunk else num_members * num_rows
         for found in _rows_held(layer) - {expected}:
             raise ValueError(
-                f"layer {index} of the cache has {found} rows, expected {expected}: it was filled by other sequences or "
-                "members. For more sequences of each prompt (num_beams, num_return_sequences) repeat its rows first: "
+                f"layer {index} of the cache has {found} rows, expected {expected}: it was filled by other sequences "
+                "or members. For more sequences of each prompt (num_beams, num_return_sequences) repeat its rows: "
                 "cache.batch_repeat_interleave(...)"
             )
 
