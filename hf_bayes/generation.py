@@ -191,7 +191,13 @@ class TraceStreamer(BaseStreamer):
         self._num_steps = -1  # generate puts the prompt first
 
     def watch(self, trace: GenerationTrace) -> None:
-        """Called by ``generate``."""
+        """Called by ``generate``.
+
+        Raises:
+            ValueError: where it was called before.
+        """
+        if self._trace is not None:
+            raise ValueError(f"{type(self).__name__} serves one call: make another for the next")
         self._trace = trace
 
     def put(self, value: Tensor) -> None:

@@ -286,6 +286,13 @@ def test_beams_cannot_be_streamed(generate: BayesianTextGenerationPipeline) -> N
         list(generate.stream(PROMPTS[0], num_beams=2))  # sampled beams, which transformers lets pass
 
 
+def test_a_streamer_serves_one_call(generate: BayesianTextGenerationPipeline) -> None:
+    streamer = UncertaintyStreamer(generate.tokenizer, lambda _: None)
+    generate("the cell", streamer=streamer, max_new_tokens=2)
+    with pytest.raises(ValueError, match="UncertaintyStreamer serves one call: make another"):
+        generate("the cell", streamer=streamer, max_new_tokens=2)
+
+
 def test_errors_in_a_stream_reach_the_reader(generate: BayesianTextGenerationPipeline) -> None:
     with pytest.raises(ValueError, match="one sequence, got 2"):
         list(generate.stream(PROMPTS[0], num_return_sequences=2, do_sample=True, max_new_tokens=2))
