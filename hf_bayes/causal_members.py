@@ -112,7 +112,7 @@ class CausalMembers(BayesianModel):
             return inputs
         if "position_ids" not in inspect.signature(self.core.forward).parameters:
             return inputs
-        return {**inputs, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+        return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
 
     @property
     def _num_held(self) -> int:

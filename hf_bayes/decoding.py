@@ -127,7 +127,7 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         Returns:
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
         Raises:
-            ValueError: for ids of another shape, for a first position that nothing precedes, and for a linearised
+            ValueError: for ids or a mask of another shape, for a first position that nothing precedes, and for a linearised
                 model whose link has a closed form.
         """
         self._refuse_closed("score")
@@ -137,6 +137,10 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
                 "text is a row, and of its first token a causal model says nothing"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
+            raise ValueError(
+                f"score needs an attention_mask of the shape of input_ids, {list(input_ids.shape)}, got {list(mask.shape)}"
+            )
         slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
         return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
 
@@ -158,7 +162,9 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         given = torch.ones_like(prompt) if mask is None else mask
         given = given.repeat_interleave(len(sequences) // len(given), 0)
         step = torch.arange(sequences.shape[1] - start, device=sequences.device)
-        return self.score(sequences, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
+        # shorter beams are filled up, with -1 where transformers knows neither an end nor a padding token but 0
+        tokens = sequences.clamp_min(0)
+        return self.score(tokens, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """generate's own hook: on GPUs it compiles the forward for static caches, which ours does not survive."""

@@ -453,6 +453,45 @@ def test_a_generation_config_may_be_the_second_argument() -> None:
             bayesian.generate(ids, GenerationConfig(dola_layers="high"))
 
 
+def test_beams_that_a_criterion_stops_are_scored_up_to_there() -> None:
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return input_ids[:, -1] > VOCABULARY // 2
+
+    # with a padding token 0 and no end token transformers fills up what is shorter with -1
+    model, layout, theta = prepared("gpt2-lora")
+    inputs = batch()
+    with attached("gpt2-lora", model, theta) as bayesian:
+        output = generate(bayesian, inputs, num_beams=2, stopping_criteria=[Stop()])
+    lengths = (output.sequences[:, 7:] >= 0).sum(1)
+    assert lengths.min() < lengths.max()
+    sequences, mask = output.sequences.clamp_min(0), inputs["attention_mask"]
+    expected = brute_force_scores(model, layout, theta, sequences, mask, lengths.tolist())
+    require_scores(output, expected, TOLERANCE["gpt2"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_mask_may_be_of_any_type(dtype: torch.dtype, num_beams: int) -> None:
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch(padding="left")
+    with attached("gpt2-lora", model, theta) as bayesian:
+        expected = generate(bayesian, inputs, num_beams=num_beams)
+        cast = {**inputs, "attention_mask": inputs["attention_mask"].to(dtype)}
+        output = generate(bayesian, cast, num_beams=num_beams)
+    require_scores(output, {field: expected[field] for field in FIELDS}, 0.0)
+
+
+def test_a_mask_of_another_text_cannot_be_scored() -> None:
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch()
+    with (
+        attached("gpt2-lora", model, theta) as bayesian,
+        pytest.raises(ValueError, match=r"attention_mask .* \[3, 5\]"),
+    ):
+        bayesian.score(inputs["input_ids"], inputs["attention_mask"][:, :5])
+
+
 def test_a_prompt_without_tokens_is_refused() -> None:
     model, _, theta = prepared("gpt2-lora")
     with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match="leave input_ids out"):
