@@ -50,10 +50,15 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
     ) -> Any:
-        """generate's own hook: a cache of the caller's own holds the rows that are to come, or none yet."""
+        """generate's own hook, when the mask is known and rows are repeated for beams and samples.
+
+        A cache of the caller's own holds the rows that are to come, or none yet.
+        """
+        repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            _refuse_padding_at_the_end(mask[::repeats])
         if (cache := model_kwargs.get("past_key_values")) is not None:
-            rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            require_rows(cache, rows, self._num_cached, self.members.num_trunk_blocks)
+            require_rows(cache, batch_size * repeats, self._num_cached, self.members.num_trunk_blocks)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
 
     @torch.no_grad()
@@ -70,18 +75,13 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
         Raises:
             ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and what else
-                docs/models.md lists, for prompts without tokens, and for a linearised model whose link has a closed
-                form.
+                docs/models.md lists, for prompts that have no token or end in padding, and for a linearised model whose
+                link has a closed form.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        if prompt is not None and prompt.shape[-1] == 0:
-            raise ValueError(
-                f"generate continues prompts of one token or more, got {list(prompt.shape)}: leave input_ids out to "
-                "begin with the bos token"
-            )
         kwargs["generation_config"] = generation_config
         kwargs.pop("logits_to_keep", None)  # a token is drawn from the last position's, and the others are no record's
-        if kwargs.get("use_cache", True) is None:  # with which transformers fills a cache that it does not read from
+        if kwargs.get("use_cache", True) is None:  # it would put the whole text into the cache anew
             del kwargs["use_cache"]
         refuse_unsupported(kwargs, self.generation_config, prompt)
         self._refuse_closed("generate")
@@ -127,8 +127,8 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         Returns:
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
         Raises:
-            ValueError: for ids or a mask of another shape, for a first position that nothing precedes, and for a linearised
-                model whose link has a closed form.
+            ValueError: for ids or a mask of another shape, for a first position that nothing precedes, and for a
+                linearised model whose link has a closed form.
         """
         self._refuse_closed("score")
         if input_ids.ndim != 2 or not 1 <= first <= input_ids.shape[1]:
@@ -139,7 +139,8 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
             raise ValueError(
-                f"score needs an attention_mask of the shape of input_ids, {list(input_ids.shape)}, got {list(mask.shape)}"
+                f"score needs an attention_mask of the shape of input_ids, {list(input_ids.shape)}, "
+                f"got {list(mask.shape)}"
             )
         slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
         return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
@@ -181,3 +182,13 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         """generate's own hook: which row stops when is decided there and told to nobody else."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         return criteria if self._trace is None else WatchedCriteria(criteria, self._trace)
+
+
+def _refuse_padding_at_the_end(mask: Tensor) -> None:
+    """Raise where the next token would be read off a padding token; transformers warns."""
+    padded = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
+    if padded:
+        raise ValueError(
+            f"{len(padded)} of {len(mask)} prompts end in padding, first row {padded[0]}: what comes next would follow "
+            "from the padding, and so would its uncertainty. Pad on the left: tokenizer.padding_side='left'"
+        )

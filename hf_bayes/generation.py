@@ -221,13 +221,18 @@ def join(records: list[TokenRecord]) -> TokenRecord:
 
 
 def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt: Tensor | None = None) -> None:
-    """Raise for ways of generating whose caches or loops know nothing of members.
+    """Raise for ways of generating whose caches or loops know nothing of members, and where nothing is to continue.
 
     Args:
         kwargs: of generate.
         default: the model's own configuration, which holds where the call says nothing.
         prompt: [rows, T], if there is one.
     """
+    if prompt is not None and prompt.shape[-1] == 0:
+        raise ValueError(
+            f"generate continues prompts of one token or more, got {list(prompt.shape)}: leave input_ids out to begin "
+            "with the bos token"
+        )
     config = kwargs.get("generation_config")
 
     def setting(name: str) -> Any:

@@ -492,6 +492,18 @@ def test_a_mask_of_another_text_cannot_be_scored() -> None:
         bayesian.score(inputs["input_ids"], inputs["attention_mask"][:, :5])
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
+def test_prompts_that_end_in_padding_are_refused(options: dict[str, Any], given: bool) -> None:
+    # transformers warns, and goes on from what the padding token says
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch(padding="right")
+    inputs = inputs if given else {"input_ids": inputs["input_ids"]}
+    sentence = "2 of 3 prompts end in padding, first row 1: .* tokenizer.padding_side='left'"
+    with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match=sentence):
+        generate(bayesian, inputs, **options)
+
+
 def test_a_prompt_without_tokens_is_refused() -> None:
     model, _, theta = prepared("gpt2-lora")
     with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match="leave input_ids out"):
