@@ -75,7 +75,7 @@ class Tail:
             return None
         assert self.kept is not None
         self.context.num_positions, self.before = self.kept, self.context.num_positions
-        return (args[0][:, -self.kept :],)
+        return (args[0][:, -self.kept :].contiguous(),)  # as a block gives it: GPT-2 takes a view of it
 
     def _pad(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if self.before is None:
