@@ -342,7 +342,8 @@ class BayesianTrainerMixin(
             if grad is not None:
                 grad *= scale.to(grad.dtype)
             columns = None if self.method.full_batch else len(chosen) * scale * log_liks
-            return Evaluation((scale[:, 0] * log_liks.sum(1)).to(theta.dtype), grad, batch_log_lik=columns)
+            # in float64: a kernel accepts by differences of a nat, and float32 counts energies near 1e7 in whole ones
+            return Evaluation(scale[:, 0] * log_liks.sum(1), grad, batch_log_lik=columns)
 
         stays = chains.move(evaluate)
         # the loss of a chain that refused its proposal is not the proposal's
