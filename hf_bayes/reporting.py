@@ -149,11 +149,17 @@ class ReportingMixin(AnyTrainer):
         members = chunks[0]
         leaf = self.bayesian.theta[members].detach().requires_grad_()
         self.bayesian.train()
-        start = time.perf_counter()
+        start = self._now()
         with self.accelerator.autocast():
             loss = self.bayesian(**self._rows_of(batch, members), theta=leaf, folded=not self._shared).loss
         loss.sum().backward()
-        return (time.perf_counter() - start) * len(chunks)
+        return (self._now() - start) * len(chunks)
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was told: an accelerator works while Python goes on."""
+        if self.args.device.type != "cpu":
+            torch.accelerator.synchronize(self.args.device)
+        return time.perf_counter()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
