@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from hf_bayes.batches import count_terms
 from hf_bayes.config import MethodConfig
+from hf_bayes.covariance import moved
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
 from hf_bayes.likelihood import Likelihood, Normal
@@ -58,7 +59,7 @@ class RevisionMixin(AnyTrainer):
         state = chains.state_of_chains
         state = type(state)(**{name: everywhere(value) for name, value in state._asdict().items()})
         chains.spread = None
-        return method.finish(state, draws), {}
+        return moved(method.finish(state, draws), "cpu"), {}  # as draws are, whatever device the chains are on
 
     def _look(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """One pass over the training data or over held-out rows, for a method that asks for it (``types.Look``)."""
