@@ -323,6 +323,7 @@ class SavingMixin(AnyTrainer):
             "seed": args.seed,
             "data_seed": args.data_seed,
             "parameters": [[name, list(shape)] for name, shape in layout.named_shapes.items()],
+            "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
         }
 
     def _centre(self) -> str:
