@@ -28,6 +28,10 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
     if not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
+    if args.device.type == "mps":
+        raise ValueError(
+            "an Apple GPU (mps) has no float64, in which chains sum log-likelihoods: set use_cpu=True, or train on CUDA"
+        )
     if args.max_grad_norm:
         raise ValueError(
             f"{method.name} needs max_grad_norm=0 (got {args.max_grad_norm}): clipped gradients change the stationary "
