@@ -105,7 +105,7 @@ class TrainingDataMixin(AnyTrainer):
         dataset, collate = self._training_data()
         numbers = torch.linspace(0, len(dataset) - 1, COMPARED_ROWS).long().unique().tolist()
         with torch.random.fork_rng(devices=[]):  # a collator may be random
-            torch.manual_seed(self.args.seed)
+            torch.default_generator.manual_seed(self.args.seed)  # and no other, which would not be put back
             rows = [(number, collate([dataset[number]])) for number in numbers]
         values = {f"{number}/{name}": value for number, row in rows for name, value in row.items()}
         return fingerprint_tensors((k, v) for k, v in values.items() if isinstance(v, Tensor))[:12]
