@@ -116,7 +116,8 @@ def check_orthonormal(name: str, basis: Tensor) -> None:
     Raises:
         ValueError: saying by how much.
     """
-    error = float((basis.mT @ basis - torch.eye(basis.shape[-1], dtype=basis.dtype)).abs().max()) if len(basis) else 0.0
+    identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    error = float((basis.mT @ basis - identity).abs().max()) if len(basis) else 0.0
     if not error < 1e-3:  # float32 eigenvectors are orthonormal to about 1e-6
         raise ValueError(f"{name} has no orthonormal columns (off by {error:.1g}): it is no eigenbasis")
 

@@ -188,8 +188,8 @@ class KroneckerCurvature(Curvature):
             if isinstance(block, Tensor):
                 parts.append(torch.diag(block))
                 continue
-            m, n = block.eigenvalues.shape
-            eyes = (torch.eye(size, dtype=block.eigenvalues.dtype) for size in (m, n))
+            like = block.eigenvalues
+            eyes = (torch.eye(size, dtype=like.dtype, device=like.device) for size in like.shape)
             left, right = (eye if b is None else b for eye, b in zip(eyes, (block.left, block.right), strict=True))
             basis = torch.kron(left.contiguous(), right.contiguous())
             parts.append(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.mT)
