@@ -1,0 +1,330 @@
+"""The package's public ways on the pretend accelerator, and what each has to find there.
+
+Run by ``test_device.py`` in a process of its own, whose torch keeps the device: ``device_paths.py LIBRARY OUT`` writes
+{path: what went wrong, or null} as JSON. Models go to a trainer as users give them, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+import unittest.mock
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.training_args
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_bayes
+from hf_bayes import (
+    METHODS,
+    BayesianModelForCausalLM,
+    BayesianModelForSequenceClassification,
+    LaplaceConfig,
+    MCDropoutConfig,
+    MeanFieldConfig,
+    SGHMCConfig,
+    attach,
+    fit_laplace,
+    fit_mc_dropout,
+    fit_swag,
+    pipeline,
+)
+from hf_bayes.config import MethodConfig
+from hf_bayes.covariance import moved
+from hf_bayes.covariance.base import check_orthonormal
+from hf_bayes.laplace.curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.uncertainty import predict
+from tests import models, pretend_device, runs
+from tests.members.subjects import bert_tagger
+from tests.test_image_pipeline import picture, processor
+from tests.test_trainer import SAMPLER, SETTINGS
+
+PATHS: dict[str, Callable[[Path], None]] = {}
+DEVICE = torch.device("privateuseone", 0)  # as the pretend device is called until it is loaded
+
+
+def path(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    PATHS[function.__name__] = function
+    return function
+
+
+def path_of_each(*names: str) -> Callable[[Callable[[Path, str], None]], None]:
+    def register(function: Callable[[Path, str], None]) -> None:
+        PATHS.update({f"{function.__name__}[{name}]": partial(function, name=name) for name in names})
+
+    return register
+
+
+def there(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
+
+
+def members(model: Any, **options: Any) -> Any:
+    """Three that disagree, on the CPU."""
+    bayesian = attach(model, num_members=3, **options)
+    with torch.no_grad():
+        bayesian.theta.add_(0.3 * torch.randn(bayesian.theta.shape, generator=torch.Generator().manual_seed(1)))
+    return bayesian.eval()
+
+
+def from_disk(folder: Path, make: Callable[[], PreTrainedModel] = models.tiny_llama) -> PreTrainedModel:
+    """On the CPU, with a folder of its own, so that a posterior on it finds its base again."""
+    model = make()
+    if not (folder / "base").exists():
+        model.save_pretrained(folder / "base")
+    return type(model).from_pretrained(folder / "base")
+
+
+def trainer(folder: Path, method: MethodConfig, **changes: Any) -> Any:
+    return runs.trainer(folder, method, **{"use_cpu": False, "dataloader_pin_memory": True, **changes})
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """On the device, what the CPU says."""
+    assert found.device == DEVICE, found.device
+    # the CPU's own kernels, on rows that the package divides otherwise for an accelerator: sums in another order
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+@path
+def uncertainty_is_that_of_the_cpu(folder: Path) -> None:
+    logits = torch.randn(4, 6, 11, generator=torch.Generator().manual_seed(0))
+    logits[..., 3] = -torch.inf
+    assert_same(hf_bayes.mixture(logits.to(DEVICE)), hf_bayes.mixture(logits))
+    for found, expected in zip(hf_bayes.decompose(logits.to(DEVICE)), hf_bayes.decompose(logits), strict=True):
+        assert_same(found, expected)
+    assert_same(predict(logits.to(DEVICE)).log_probs, predict(logits).log_probs)
+
+
+@path
+def a_language_model_says_what_it_says_on_the_cpu(folder: Path) -> None:
+    bayesian, inputs = members(models.with_lora(models.tiny_llama())), models.batch(padding="left")
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    expected = (bayesian(**inputs, labels=inputs["input_ids"]), bayesian.score(**inputs))
+    text = bayesian.generate(**inputs, **options)
+    bayesian.to(DEVICE)
+    inputs = there(inputs)
+    found = (bayesian(**inputs, labels=inputs["input_ids"]), bayesian.score(**inputs))
+    assert_same(found[0].logits, expected[0].logits)
+    assert_same(found[0].loss, expected[0].loss)
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert_same(one, other)
+    assert_same(bayesian.generate(**inputs, **options), text)
+
+
+@path
+def texts_are_generated_streamed_and_scored(folder: Path) -> None:
+    model, tokenizer = members(models.with_lora(models.tiny_llama())), models.tiny_tokenizer()
+    generate = pipeline("bayesian-text-generation", model, tokenizer, device=DEVICE)
+    assert model.device == DEVICE
+    texts = ["The mitochondrion is", "A chain"]
+    generate(texts, batch_size=2, max_new_tokens=4, do_sample=True, num_return_sequences=2)
+    generate(texts, max_new_tokens=4, num_beams=2)
+    assert list(generate.stream(texts[1], max_new_tokens=3))
+    generate.score(texts)
+
+
+@path
+def classifiers_have_pipelines(folder: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": models.tiny_tokenizer(), "device": DEVICE}
+    text, tasks = "A chain that has not moved", ("text", "text", "token")
+    numbers = members(models.with_lora(models.tiny_bert(num_labels=2, problem_type="regression")), noise_std=0.5)
+    taggers = members(bert_tagger(torch.float32), subspace="last_block")
+    for task, model in zip(tasks, (members(models.with_lora(models.tiny_bert())), numbers, taggers), strict=True):
+        pipeline(f"bayesian-{task}-classification", model, **options)(text)
+    images = members(models.tiny_vit(), subspace="last_block")
+    pipeline("bayesian-image-classification", images, image_processor=processor(), device=DEVICE)(picture(0))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@path_of_each("sghmc", "hmc", "mean_field", "swag", "laplace")
+def a_run_is_saved_resumed_and_loaded(folder: Path, name: str) -> None:
+    config = METHODS[name](**SETTINGS.get(name, SAMPLER))
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options["gradient_accumulation_steps"] = config.min_batches
+    whole, again = (trainer(folder / o, config, model=models.with_lora(from_disk(folder)), **options) for o in "ab")
+    whole.train()
+    again.train(str(folder / "a/checkpoint-2"))
+    states = [run.optimizer_of_chains.state_of_chains._asdict() for run in (whole, again)]
+    for field, value in states[0].items():
+        assert value.device == states[1][field].device == DEVICE, field
+        assert torch.equal(value, states[1][field]), field
+    assert whole.posterior.sample(None).device.type == "cpu", "a posterior is where draws are, whatever made it"
+    assert whole.evaluate(whole.train_dataset)["eval_nll"] > 0
+    whole.save_model()
+    count = None if whole.posterior.config.num_members else 2
+    for place in ({"device_map": str(DEVICE)}, {"base_model": from_disk(folder).to(DEVICE)}, {}):
+        loaded = BayesianModelForCausalLM.from_pretrained(folder / "a", members=count, **place)
+        assert loaded.device == (DEVICE if place else torch.device("cpu"))
+        assert loaded.to(DEVICE)(**there(models.batch())).logits.device == DEVICE
+
+
+@path
+def a_checkpoint_of_another_device_is_refused(folder: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer(folder / "a", SGHMCConfig(num_chains=2), **options).train()
+    del os.environ["ACCELERATE_TORCH_DEVICE"]
+    try:
+        other = trainer(folder / "b", SGHMCConfig(num_chains=2), **options, use_cpu=True)
+        with pytest.raises(ValueError, match="device: saved 'pretend', now 'cpu'"):
+            other.train(str(folder / "a/checkpoint-1"))
+    finally:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
+
+
+@path
+def runs_in_bfloat16_with_accumulation_dropout_and_a_shared_trunk(folder: Path) -> None:
+    dropout = models.with_lora(models.tiny_gpt2(resid_pdrop=0.1), lora_dropout=0.1)
+    for options in (
+        {"bf16": True, "gradient_accumulation_steps": 2, "probe_steps": 1},
+        {"model": dropout, "minibatch": "shared"},
+        {"model": models.tiny_llama(), "subspace": "last_block", "trunk_memory_gib": 0.01},
+    ):
+        config = SGHMCConfig(num_chains=2, draws_per_chain=2)
+        run = trainer(folder, config, collator=runs.padding_collator(), train=runs.token_rows([5, 7, 3, 6]), **options)
+        run.train()
+        run.evaluate(run.train_dataset)
+
+
+@path
+def what_a_micro_batch_takes_is_measured_to_its_end(folder: Path) -> None:
+    run = trainer(folder, SGHMCConfig(num_chains=2))
+    run.create_optimizer()
+    before = pretend_device.waits()
+    assert run._time_one_micro_batch() > 0
+    assert pretend_device.waits() - before == 2
+
+
+@path
+def looking_at_rows_leaves_the_generators_of_the_device(folder: Path) -> None:
+    run = trainer(folder, SGHMCConfig(num_chains=2))
+    before = list(torch.pretend.seeds)
+    run._fingerprint_rows()
+    assert torch.pretend.seeds == before
+
+
+@path
+def a_posterior_is_the_prior_of_the_next_run(folder: Path) -> None:
+    first = trainer(folder, MeanFieldConfig(), model=models.with_lora(from_disk(folder)), max_steps=2)
+    first.train()
+    for method in (SGHMCConfig(num_chains=2), LaplaceConfig()):
+        options: dict[str, Any] = {"prior": first.posterior, "max_steps": 2}
+        trainer(folder, method, model=models.with_lora(from_disk(folder)), **options).train()
+
+
+@path_of_each(*METHODS)
+def chains_of_an_energy_stay_where_they_start(folder: Path, name: str) -> None:
+    config = METHODS[name]()
+    rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def energy(theta: Tensor, batch: Tensor | None) -> Tensor:
+        return 4 * (theta[:, None] - (rows if batch is None else batch)).square().mean(1).sum(1)
+
+    batched = {"batches": rows.split(2), "batches_per_step": 4, "batch_fraction": 0.25}
+    found = hf_bayes.sample(
+        energy, torch.zeros(5, device=DEVICE), config, num_steps=8, learning_rate=1e-3, num_data=8, thin=2,
+        **({} if config.full_batch else batched),
+    )  # fmt: skip
+    assert {found.draws.device, *(value.device for value in found.info.values())} == {DEVICE}
+
+
+# -- Gaussians, and what needs no trainer ------------------------------------------------------------------------------
+
+
+@path_of_each("diagonal", "kronecker", "low_rank", "full")
+def a_laplace_approximation_predicts_linearised(folder: Path, name: str) -> None:
+    rows, inputs = runs.label_rows(6), there(models.batch())
+    model = from_disk(folder, models.tiny_bert).to(DEVICE)
+    fit_laplace(
+        model, rows, LaplaceConfig(structure=name, fit_prior="evidence"), subspace="last_layer"
+    ).save_pretrained(folder / "out")
+    loaded = BayesianModelForSequenceClassification.from_pretrained(folder / "out", members=3)
+    gaussian = loaded.posterior.approximation
+    elsewhere, theta = moved(gaussian, DEVICE), gaussian.sample(2, torch.Generator().manual_seed(0))
+    assert_same(elsewhere.sample(2, torch.Generator().manual_seed(0)), theta)
+    assert_same(elsewhere.log_prob(theta.to(DEVICE)), gaussian.log_prob(theta))
+    assert_same(elsewhere.grad(theta.to(DEVICE)), gaussian.grad(theta))
+    for link in ("monte_carlo", "probit", "bridge"):
+        expected = loaded.to("cpu").linearise(link)(**models.batch()).logits
+        assert_same(loaded.to(DEVICE)(**inputs).logits, expected)
+
+
+@path
+def a_language_model_has_laplace_approximations(folder: Path) -> None:
+    rows, inputs = runs.token_rows(4), there(models.batch(padding="right"))
+    heldout = {"heldout": runs.token_rows(4, seed=1)}
+    for number, (fields, more) in enumerate((({"structure": "kronecker"}, {}), ({"fit_prior": "heldout"}, heldout))):
+        model = models.with_lora(from_disk(folder)).to(DEVICE)
+        fit_laplace(model, rows, LaplaceConfig(**fields), **more).save_pretrained(folder / str(number))
+        loaded = BayesianModelForCausalLM.from_pretrained(folder / str(number), members=2).to(DEVICE)
+        loaded.linearise().evaluate_batch({**inputs, "labels": inputs["input_ids"]})
+
+
+@path
+def an_eigenbasis_is_looked_at_where_it_is(folder: Path) -> None:
+    values, basis = torch.arange(1.0, 7.0).view(2, 3), torch.eye(2)
+    curvature = KroneckerCurvature((KroneckerFactors(basis, None, values),))
+    assert_same(moved(curvature, DEVICE).dense(), curvature.dense())
+    check_orthonormal("basis", basis.to(DEVICE))
+
+
+@path
+def dropout_swag_and_a_prior_need_no_trainer(folder: Path) -> None:
+    fit_mc_dropout(models.with_lora(models.tiny_llama()).to(DEVICE), MCDropoutConfig(dropout=0.1)).sample(None)
+    run = trainer(folder, SGHMCConfig(num_chains=2, draws_per_chain=3))
+    run.train()
+    fit_swag(run.posterior, rank=2).sample(2)
+    rows, model = runs.label_rows(6), models.tiny_bert().to(DEVICE)
+    hf_bayes.prior_predictive(model, rows, SGHMCConfig(), num_draws=4, subspace="last_layer")
+
+
+@path
+def a_script_evaluates_uncertainty(folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+    import evaluate_uncertainty
+
+    model = models.with_lora(from_disk(folder))
+    run = trainer(folder / "a", SGHMCConfig(num_chains=2), model=model, processing_class=models.tiny_tokenizer())
+    run.train()
+    run.save_model()
+    (folder / "text").write_text("\n\n".join(models.TEXTS * 3))
+    flags = {"posterior": "a", "test": "text", "output_dir": "found"}
+    where = [word for name, value in flags.items() for word in (f"--{name}", str(folder / value))]
+    flags_of_others = ["--ood", f"other={folder / 'text'}", "--length", "16"]
+    with unittest.mock.patch("sys.argv", ["evaluate_uncertainty.py", *where, *flags_of_others]):
+        evaluate_uncertainty.main()
+    assert json.loads((folder / "found/results.json").read_text())["members"] == 2
+
+
+def main(library: str, out: str) -> None:
+    pretend_device.load(Path(library))
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(DEVICE)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    found: dict[str, str | None] = {}
+    for name, function in PATHS.items():
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                function(Path(folder))
+                found[name] = None
+            except Exception:
+                found[name] = traceback.format_exc()
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

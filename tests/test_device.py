@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_bayes import BayesianTrainingArguments, SGHMCConfig
+from tests import pretend_device, runs
+from tests.device_paths import PATHS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What went wrong on each path, in a process of its own: a torch that has the device behaves as one with a GPU."""
+    if pretend_device.compiler() is None:
+        pytest.skip("the pretend accelerator is compiled, and this machine has no C++ compiler")
+    folder = tmp_path_factory.mktemp("device")
+    out = folder / "found.json"
+    command = [sys.executable, "-m", "tests.device_paths", str(pretend_device.build(folder)), str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_on_an_accelerator(path, found):
+    assert found[path] is None, found[path]
+
+
+def test_an_apple_gpu_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(BayesianTrainingArguments, "device", torch.device("mps"))
+    with pytest.raises(ValueError, match=r"an Apple GPU \(mps\) has no float64"):
+        runs.trainer(tmp_path, SGHMCConfig())
