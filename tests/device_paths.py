@@ -1,7 +1,7 @@
 """The package's public ways on the pretend accelerator, and what each has to find there.
 
 Run by ``test_device.py`` in a process of its own, whose torch keeps the device: ``device_paths.py LIBRARY OUT`` writes
-{path: what went wrong, or null} as JSON. Models go to a trainer as users give them, on the CPU.
+{path: what went wrong, or null} as JSON. Models go to a trainer as most users give them, on the CPU.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def runs_in_bfloat16_with_accumulation_dropout_and_a_shared_trunk(folder: Path) 
     for options in (
         {"bf16": True, "gradient_accumulation_steps": 2, "probe_steps": 1},
         {"model": dropout, "minibatch": "shared"},
-        {"model": models.tiny_llama(), "subspace": "last_block", "trunk_memory_gib": 0.01},
+        {"model": models.tiny_llama().to(DEVICE), "subspace": "last_block", "trunk_memory_gib": 0.01},
     ):
         config = SGHMCConfig(num_chains=2, draws_per_chain=2)
         run = trainer(folder, config, collator=runs.padding_collator(), train=runs.token_rows([5, 7, 3, 6]), **options)
