@@ -188,7 +188,7 @@ class _Sums(NamedTuple):
         norm: [M, n] of the members, relative to their largest logits.
         log_scale, mass: [1, n] see ``_Members``; the sum of mean.
         log_mean: [1, n] the sum of mean log2(mean).
-        divergence: [M, n] the sum of probs log2(probs norm / mean); NaN where a logit is -inf (see ``_refined``).
+        divergence: [M, n] the sum of probs log2(probs norm / mean); NaN where a logit is -inf (see ``_entropies``).
     """
 
     norm: Tensor
@@ -298,32 +298,26 @@ def _uncertainty(sums: list[Tensor], blocks: RowBlocks, mask: Tensor | None = No
 
 
 def _entropies(sums: list[Tensor], blocks: RowBlocks, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[N] total and epistemic in nats, with bad rows refused; NaN outside the mask."""
+    """[N] total and epistemic in nats, again where the KL sum does not do, bad rows refused; NaN outside the mask."""
     if not sums:
         return blocks.empty().fill_(math.nan), blocks.empty().fill_(math.nan)
-    rows = _Sums.of(sums, blocks.sum_dtype)
-    total, epistemic = rows.total(), rows.epistemic()
-    if mask is None:
-        _refuse_undefined(total.isnan(), blocks.logits)
-    else:
+    numbers = _Sums.of(sums, blocks.sum_dtype)
+    total, epistemic = numbers.total(), numbers.epistemic()
+    if mask is not None:
         mask = mask.reshape(-1)
         total, epistemic = (blocks.empty().fill_(math.nan).masked_scatter_(mask, part) for part in (total, epistemic))
-        _refuse_undefined(total.isnan() & mask, blocks.logits)
-    # one member agrees with itself
-    return total, total - total if len(blocks.logits) == 1 else _refined(epistemic, mask, blocks)
-
-
-def _refined(epistemic: Tensor, mask: Tensor | None, blocks: RowBlocks) -> Tensor:
-    """[N] epistemic uncertainties, again where the KL sum does not do, and within their bounds."""
     # The KL sum is good to about eps: below a thousand times that, it would have fewer than three digits. And it is NaN
     # in rows with masked classes, which are too rare to cut off the logarithms of all the others.
     again = ~(epistemic >= 1024 * torch.finfo(blocks.dtype).eps)
     if mask is not None:
         again &= mask
+    num_members = len(blocks.logits)
     if bool(again.any()):
-        for rows, block in blocks.rows(again):
+        _refuse_undefined(total.isnan() & again, blocks.logits)
+        for rows, block in blocks.rows(again) if num_members > 1 else ():
             epistemic[rows] = _small_epistemic(block, *blocks.buffers(block)).to(epistemic.dtype)
-    return epistemic.clamp(min=0, max=math.log(len(blocks.logits)))
+    # one member agrees with itself
+    return total, total - total if num_members == 1 else epistemic.clamp(min=0, max=math.log(num_members))
 
 
 def _identity(total: Tensor, epistemic: Tensor, dtype: torch.dtype) -> Uncertainty:
