@@ -145,7 +145,6 @@ def test_a_lent_model_that_would_read_its_outputs_in_another_way_is_refused(tmp_
     assert loaded.likelihood == Bernoulli()
 
 
-@pytest.mark.reliability("F7")
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "nn", torch.int32, 16], ids=str)
 def test_a_dtype_that_no_model_can_have_is_refused_before_the_base_is_loaded(saved: Path, dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"dtype must be .* such as torch.bfloat16 or 'bfloat16', got "):
@@ -159,6 +158,7 @@ def test_a_lent_model_of_another_dtype_than_the_posteriors_own_gets_the_one_aske
     assert model.dtype == torch.float32
 
 
+@pytest.mark.reliability("F7")
 def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
     assert load_tokenizer(saved / "posterior").get_vocab() == tiny_tokenizer().get_vocab()
     file = saved / "posterior" / "tokenizer.json"
