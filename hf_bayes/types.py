@@ -24,7 +24,8 @@ class Evaluation(NamedTuple):
     """What a method learns from the model at ``theta`` [M, d]. The prior is not in it: it is an object of its own.
 
     Attributes:
-        log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch.
+        log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch. A trainer gives
+            it to kernels in float64, whatever theta is in: they decide by differences.
         grad_log_lik: [M, d] its gradient; None where only the value was asked for.
         grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
             the S random tensors; None unless the method has a use for it (``MethodConfig.takes_grad_variance``).

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from hf_bayes import BayesianTrainingArguments, SGHMCConfig
 from tests import pretend_device, runs
 from tests.device_paths import PATHS
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     folder = tmp_path_factory.mktemp("device")
     out = folder / "found.json"
     command = [sys.executable, "-m", "tests.device_paths", str(pretend_device.build(folder)), str(out)]
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 
 

@@ -36,9 +36,11 @@ def test_logits_that_nobody_normalised_are_refused(wrong: float) -> None:
         per_row_statistics(log_probs, labels)
 
 
-def test_log_probabilities_in_half_precision_are_no_logits() -> None:
-    log_probs, labels = predictions()
-    assert bool(per_row_statistics(log_probs.bfloat16(), labels)["nll"].isfinite().all())
+@pytest.mark.parametrize("classes", [9, 108_283])
+def test_log_probabilities_in_half_precision_are_no_logits(classes: int) -> None:
+    log_probs = torch.full((2, classes), -math.log(classes)).bfloat16()  # all classes are off by as much as they can be
+    found = per_row_statistics(log_probs, torch.tensor([0, 3]))
+    assert found["nll"].tolist() == pytest.approx([math.log(classes)] * 2, abs=0.035)
 
 
 def test_classes_of_probability_zero_count_for_nothing() -> None:
