@@ -524,6 +524,7 @@ def test_rounding_in_bfloat16_reads_as_epistemic_uncertainty_and_is_gone_on_the_
         assert (exact < 1e-6) == floor
         assert (1e-5 < rounded < 1e-3) == floor
         assert floor or abs(rounded / exact - 1) < 0.1  # 8 bits of a base whose layers all differ
+    assert epistemic(1e-4, torch.float16) < 0.1 * epistemic(1e-4, torch.bfloat16)  # three bits more, squared: a 64th
 
 
 def test_members_follow_a_base_that_is_widened() -> None:
