@@ -11,8 +11,10 @@ with u = chi^2 / 2 where the variance of delta is known (eq. 7). Estimated from 
 
     u = x / 2 + x^2 / (4 (K + 1)) + x^3 / (3 (K + 1) (K + 3)) + ...,   x = chi^2          Ceperley and Dewing's
 
-which the paper leaves out (K = 2 batches then give a variance 1.9 times too large). It serves while x / K <= 1/4; moves
-beyond are counted, and above 5 % of them the run warns.
+which the paper leaves out. It serves while x / K <= 1/4; moves beyond are counted, and above 5 % of them the run warns.
+On a Gaussian, with 400 rows a test and proposals of one posterior standard deviation, the variance of theta is 1.005
+times the right one with the series and 1.038 times without it for K = 20, 1.033 and 1.075 for K = 10. For K = 2 the
+series cures nothing (1.42 and 1.41): take ten batches or more.
 
 Stationary law: exp(-U / T), as far as delta is Gaussian, at any proposal.
 

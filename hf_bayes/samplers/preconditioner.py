@@ -9,7 +9,7 @@ Over K minibatches, during which theta stays where it is, with G = U / N as each
 M then stays fixed until the next estimate, so the dynamics between two estimates keep their law. Written in the momenta
 n = M^(-1/2) m, whose law does not depend on M, the paper's hand-over m' = M'^(1/2) M^(-1/2) m leaves n as it is.
 
-Algorithm 1 (lines 6-9) estimates with each new epoch, from minibatches that are none of its iterations: the schedule
+Algorithm 1 (lines 7-10) estimates with each new epoch, from minibatches that are none of its iterations: the schedule
 stands meanwhile. Here each update of a run has its place in the schedule, and the K minibatches are the first K updates
 of a cycle (or of ``preconditioner_period``): the chain misses the largest of its steps.
 """

@@ -15,7 +15,8 @@ Stationary law for U = lambda theta^2 / 2, constant l, b = beta (solve the three
 
 A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T, unless ``correct_gradient_noise`` injects h^2 V
 less. As h^2 lambda -> 0 the target exp(-U / T) is
-left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0. Weak order 1 in h.
+left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0. At fixed gamma the
+stationary law of theta is off by O(h^2), that of m by O(h).
 
 ``preconditioner="layerwise"`` gives each tensor a mass M, estimated anew in every cycle (``preconditioner``):
 

@@ -123,7 +123,9 @@ class TestCyclicalSchedule:
             theta = theta + buffer
             kinetic.append(buffer.square().mean().item() * N / rate)
         ratio = torch.tensor(kinetic) * (1 + BETA) / 2
-        assert (ratio - 1).abs().max() > 1  # 4 times too hot at the end of a cycle
+        assert ratio.max() > 10_000  # at the last update of a cycle, where the learning rate is 1e-4 of its peak
+        # theta at the draws, as docs/scale.md has it: 1.29 times the right variance; 4 standard errors are 0.05
+        assert 1.2 < float(theta.square().mean() * N) < 1.4
 
 
 @pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
