@@ -1,0 +1,178 @@
+"""Every Python snippet of README and docs runs as it is printed, on tiny models; no hub is asked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import CommitInfo, HfApi, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
+from transformers import DataCollatorWithPadding, PreTrainedModel
+
+from hf_bayes import MeanFieldConfig, SGHMCConfig, fit_laplace, hub
+from hf_bayes.laplace.laplace import LaplaceConfig
+from tests.models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.runs import label_rows, padding_collator, token_rows, trainer
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
+ELSEWHERE = {("docs/add_a_method.md", 0): "tests/test_add_a_method.py makes the file and runs its tests"}
+
+Namespace = dict[str, Any]
+
+
+class Snippet(NamedTuple):
+    """How a printed snippet is run.
+
+    Attributes:
+        names: makes what the text around the snippet presupposes, in the current folder.
+        shorter: text that is replaced, so that the run takes a second and not an hour.
+        needs: a package that the snippet imports and that is no dependency.
+    """
+
+    names: Callable[[], Namespace]
+    shorter: dict[str, str] = {}  # noqa: RUF012 - of a NamedTuple
+    needs: str | None = None
+
+
+def saved_base(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, loaded from a folder of its own: a posterior finds its base model there."""
+    model.save_pretrained("base")
+    return type(model).from_pretrained(Path("base").absolute())
+
+
+def a_run() -> Namespace:
+    rows = Dataset.from_list(token_rows())
+    model = with_lora(saved_base(tiny_llama()))
+    names = {"peft_model": model, "model": model, "train": rows, "dev": rows, "tokenizer": tiny_tokenizer()}
+    halves = {"one": rows.select(range(5)), "two": rows.select(range(5, 10))}
+    return {**names, **halves, "collate": padding_collator(), "rows_of_this_hospital": rows}
+
+
+def a_language_model(directory: str) -> Namespace:
+    """A posterior of it in ``directory``, and inputs."""
+    method = MeanFieldConfig() if directory == "out" else SGHMCConfig(num_chains=2)
+    run = trainer(directory, method, model=with_lora(saved_base(tiny_llama())), processing_class=tiny_tokenizer())
+    run.train()
+    run.save_model()
+    inputs = batch()
+    return {"inputs": inputs, **inputs}
+
+
+def one_process_of_a_launch() -> Namespace:
+    names = a_language_model("my-posterior")
+    store = torch.distributed.FileStore(str(Path("store").absolute()), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return names
+
+
+def a_classifier() -> Namespace:
+    model = with_lora(saved_base(tiny_bert()))
+    collate = DataCollatorWithPadding(tiny_tokenizer())
+    rows = [{"labels": row.pop("label"), **row} for row in label_rows()]
+    fit_laplace(model, rows, LaplaceConfig(prior_std=0.1), collate=collate, tokenizer=tiny_tokenizer()).save_pretrained(
+        "out"
+    )
+    return {"inputs": batch()}
+
+
+def logits_of_members() -> Namespace:
+    mask = batch(padding="right")["attention_mask"]
+    return {"logits": torch.randn(4, *mask.shape, 11), "attention_mask": mask}
+
+
+def predictions() -> Namespace:
+    probabilities = torch.randn(8, 3).softmax(-1)
+    rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
+    return {**rows, "epistemic": torch.rand(8), "is_ood": torch.arange(8) % 2}
+
+
+def logistic_data() -> Namespace:
+    x = torch.randn(70, 3)
+    return {"x": x, "y": (x.sum(1) > 0).float(), "d": 3}
+
+
+SNIPPETS = {
+    ("README.md", 0): Snippet(a_run),
+    ("docs/continual.md", 0): Snippet(a_run),
+    ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
+    ("docs/laplace.md", 1): Snippet(a_classifier),
+    ("docs/laplace.md", 2): Snippet(lambda: a_language_model("out")),
+    ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
+    ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
+    ("docs/scale.md", 0): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
+    ("docs/uncertainty.md", 0): Snippet(logits_of_members),
+    ("docs/uncertainty.md", 1): Snippet(predictions),
+}
+
+
+def printed(page: str) -> list[str]:
+    """The Python snippets of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder_as_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which repositories are folders; the user's name is "user"."""
+    root = tmp_path / "hub"
+
+    def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
+        return RepoUrl(f"https://huggingface.co/user/{repo_id.split('/')[-1]}")
+
+    def upload_folder(self: HfApi, *, repo_id: str, folder_path: str, allow_patterns: list[str], **options: Any) -> Any:
+        files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (root / repo_id / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(folder_path) / name, root / repo_id / name)
+        return CommitInfo(
+            commit_url="https://huggingface.co/user/x/commit/1", commit_message="", commit_description="", oid="1"
+        )
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", lambda repo_id, **options: str(root / repo_id))
+    return root
+
+
+def test_every_snippet_is_listed() -> None:
+    found = {(page, index) for page in PAGES for index in range(len(printed(page)))}
+    assert found == set(SNIPPETS) | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(("page", "index"), SNIPPETS, ids=lambda value: str(value))
+def test_a_snippet_runs_as_printed(page, index, tmp_path, folder_as_hub, monkeypatch) -> None:
+    snippet, source = SNIPPETS[page, index], printed(page)[index]
+    if snippet.needs is not None:
+        pytest.importorskip(snippet.needs, reason=f"{page} uses {snippet.needs}, which is no dependency")
+    for long, short in snippet.shorter.items():
+        assert source.count(long) == 1
+        source = source.replace(long, short)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tiny runs deserve their warnings
+        names = snippet.names()
+        try:
+            exec(compile(source, f"{page}, snippet {index}", "exec"), names)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md"])
+def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    scripts, targets = (
+        re.findall(r"\bscripts/\S+\.py", commands),
+        re.findall(r"^make (\S+)", commands, flags=re.MULTILINE),
+    )
+    assert scripts or targets
+    assert all((ROOT / script).is_file() for script in scripts)
+    assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
