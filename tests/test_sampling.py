@@ -253,7 +253,7 @@ def test_an_energy_that_writes_into_theta_is_refused(write: Callable[[Tensor], A
         write(theta)
         return bowl(theta, batch)
 
-    with pytest.raises(ValueError, match="energy must not change theta, .* got an energy that writes into it"):
+    with pytest.raises(ValueError, match=r"energy must not change theta, .* got an energy that writes into it"):
         run(energy, method=method)
 
 
