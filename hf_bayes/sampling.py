@@ -20,7 +20,8 @@ from hf_bayes.energy import FlatPrior
 from hf_bayes.methods import build
 from hf_bayes.rng import chain_generators
 from hf_bayes.sampling_plan import Batches, Energy
-from hf_bayes.types import UNNAMED, Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.types import UNNAMED, Approximation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.user_energy import UserEnergy
 
 MAX_LOOKED_AT = 32
 """Coordinates whose R-hat is looked at."""
@@ -68,7 +69,8 @@ def sample(
     Args:
         energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
             ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
-            may depend on row m of theta only.
+            may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
+            the support it is NaN or infinite, or raises an exception of ``user_energy.OUTSIDE_SUPPORT``.
         theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
             apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
@@ -87,9 +89,11 @@ def sample(
     that disagree: others are judged by it.
 
     Raises:
-        ValueError: for arguments that cannot be run, before the first update.
-        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. Inside a move of a
-            Kernel non-finite energies are the kernel's affair (it rejects them); a chain's start must be finite.
+        ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
+            writes into theta, or depends on other rows of theta.
+        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel rejects moves
+            to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
+            a chain must start where it is finite.
     """
     plan.check_energy(energy)
     plan.check_method(method, batches)
@@ -110,20 +114,24 @@ def sample(
         batch_fraction=batch_fraction,
     )
     rngs = chain_generators(seed, len(start), device=start.device)
-    run = _Run(build(method, problem), _Energy(energy, batched=batches is not None), rngs)
+    run = _Run(build(method, problem), UserEnergy(energy, batched=batches is not None), rngs)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
     draws = start.new_empty(len(start), len(draw_steps), start.shape[1])
     infos: list[Info] = []
 
     with torch.no_grad():
         for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
-            info = run.advance(start, step, rates[step], list(itertools.islice(stream, batches_per_step)))
-            infos.append(info)
+            infos.append(run.advance(start, step, rates[step], list(itertools.islice(stream, batches_per_step))))
+            if step == 0:
+                run.energy.check_independent(start)
+            if step + 1 in (draw_steps[0], draw_steps[-1]):  # chains have parted by now, if they started at one point
+                run.energy.check_independent(run.state.theta)
             if step + 1 in draw_steps:
                 draws[:, draw_steps.index(step + 1)] = run.state.theta
         approximation = run.method.finish(run.state, draws)
     info = _stack(infos, len(start))
     _warn_of_refusals(method.name, info, burned)
+    _warn_of_exceptions(method.name, info, run.energy.first_error)
     if method.full_batch:
         _warn_of_disagreement(method.name, draws)
     return SampleResult(draws, approximation, info, run.state)
@@ -146,6 +154,18 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
         )
 
 
+def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Exception | None) -> None:
+    """Warn of moves that were rejected because the energy raised an exception."""
+    if first_error is None:
+        return
+    raised = info["energy_raised"]
+    warnings.warn(
+        f"{name}: the energy raised an exception in {int(raised.sum())} of {raised.numel()} moves, which were rejected "
+        f"as outside the support. The first was {type(first_error).__name__}: {first_error!s:.200}",
+        stacklevel=3,
+    )
+
+
 def _warn_of_disagreement(name: str, draws: Tensor) -> None:
     """Say that chains [M, S, d] of a method that others are judged by are not of one law, by R-hat of coordinates."""
     num_chains, num_draws, dim = draws.shape
@@ -165,54 +185,16 @@ def _warn_of_disagreement(name: str, draws: Tensor) -> None:
         )
 
 
-class _Energy:
-    """The user's energy as an ``Evaluate``: -U and its gradient, checked for shape."""
-
-    def __init__(self, energy: Energy, *, batched: bool) -> None:
-        self.energy, self.batched = energy, batched
-        self.batches: list[Any] = []
-        """Of this update; one, None, where there are none."""
-
-    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-        chosen = self.batches if batches is None else self.batches[batches]
-        with torch.set_grad_enabled(gradient):
-            leaf = theta.detach().requires_grad_(gradient)
-            values = torch.stack([self._value(leaf, batch) for batch in chosen], 1)
-            value = values.mean(1)
-            columns = -values.detach() if self.batched else None
-            if not gradient:
-                return Evaluation(-value, None, batch_log_lik=columns)
-            if not value.requires_grad:
-                raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
-            (grad,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True)
-            if grad is None:
-                raise ValueError(
-                    "energy must depend on theta: what it returned has a gradient, but of other tensors only. Compute "
-                    "it from the theta it is called with"
-                )
-        return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
-
-    def _value(self, theta: Tensor, batch: Any) -> Tensor:
-        value = self.energy(theta, batch)
-        if not isinstance(value, Tensor) or value.shape != theta.shape[:1] or not value.is_floating_point():
-            got = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
-                f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
-            )
-        return value
-
-
 class _Run:
     """A method, its state and its generators, advanced update by update."""
 
-    def __init__(self, method: Rule | Kernel, energy: _Energy, rngs: Rngs) -> None:
+    def __init__(self, method: Rule | Kernel, energy: UserEnergy, rngs: Rngs) -> None:
         self.method, self.energy, self.rngs = method, energy, rngs
         self.state: Any = None
 
     def advance(self, start: Tensor, step: int, lr: float, batches: list[Any]) -> Info:
         """One update; the first call starts the chains at ``start``."""
-        self.energy.batches = batches
+        self.energy.begin(batches)
         if isinstance(self.method, Kernel):
             return self._advance_kernel(self.method, start, step)
         return self._advance_rule(self.method, start, step, lr)
@@ -231,10 +213,16 @@ class _Run:
         return info
 
     def _advance_kernel(self, kernel: Kernel, start: Tensor, step: int) -> Info:
+        inside = start if self.state is None else self.state.theta
         if self.state is None:
-            _require_finite(self.energy(start, gradient=False).log_lik[:, None], "energy", step)
+            _require_finite(self.energy.require_start(start)[:, None], "energy", step)
+        self.energy.begin(self.energy.batches, inside)
+        if self.state is None:
             self.state = kernel.init(start, self.energy, self.rngs)
+            self.energy.begin(self.energy.batches, inside)  # the search for a first step size is no move
         self.state, info = kernel.step(self.state, self.energy, self.rngs)
+        raised = self.energy.raised
+        info = {**info, "energy_raised": torch.zeros_like(inside[:, 0]) if raised is None else raised.to(inside)}
         if not math.isfinite(self.state.theta.sum().item()):
             _require_finite(self.state.theta, "theta", step)
         return info

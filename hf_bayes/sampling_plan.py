@@ -123,6 +123,13 @@ def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
         raise ValueError(f"theta must be [M, d] or [d] with at least one element, got shape {list(theta.shape)}")
     theta = theta.detach()
     if theta.ndim == 2:
+        default = {field.name: field.default for field in fields(method)}["num_chains"]
+        if method.num_chains not in (len(theta), default):
+            warnings.warn(
+                f"theta has {len(theta)} rows, each the start of a chain, so num_chains={method.num_chains} of "
+                f"{method.name} is not used: leave it out, or give one start [d]",
+                stacklevel=3,
+            )
         starts = theta.clone(memory_format=torch.contiguous_format)
     else:
         centre = theta.expand(method.num_chains, -1)

@@ -4,11 +4,14 @@ import dataclasses
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.covariance import COVARIANCES, Covariance, Diagonal, Full, Kronecker, KroneckerBlock, LowRank, dense
@@ -66,6 +69,35 @@ def test_everything_agrees_with_the_dense_matrix(kind: str) -> None:
     assert torch.allclose(covariance.precision_diagonal, precision.diagonal(), **close)
     assert torch.allclose(covariance.log_det, sigma.logdet(), **close)
     assert covariance.dim == LAYOUT.dim
+
+
+class LargestOperand(TorchDispatchMode):
+    """Records the largest number of elements that an operation reads, with solvers broadcast as they copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if "solve_triangular" in str(func):  # copies each operand for every leading index of the other
+            lead = torch.broadcast_shapes(*(leaf.shape[:-2] for leaf in given))
+            given = [leaf.expand(*lead, *leaf.shape[-2:]) for leaf in given]
+        self.numel = max([self.numel, *(leaf.numel() for leaf in given)])
+        return func(*args, **(kwargs or {}))
+
+
+@kinds
+@pytest.mark.parametrize("question", ["root", "product", "precision_product"])
+def test_leading_dimensions_do_not_multiply_the_factors(kind: str, question: str) -> None:
+    covariance, _ = make(kind)
+    vectors = numbers(6, 5, LAYOUT.dim, seed=9)
+    with LargestOperand() as operands:
+        found = getattr(covariance, question)(vectors)
+    # of 30 vectors of 16 elements; a factor [16, 16] for each of the 6 rows would be 1536
+    assert operands.numel <= vectors.numel()
+    each = torch.stack([getattr(covariance, question)(vector[None])[0] for vector in vectors.flatten(0, 1)])
+    assert torch.allclose(found.flatten(0, 1), each, rtol=1e-12)
 
 
 def test_columns_on_a_diagonal_are_what_they_add_up_to() -> None:

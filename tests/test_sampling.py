@@ -130,7 +130,12 @@ def test_a_zero_theta_is_jittered_on_the_scale_of_one_hundredth() -> None:
 
 
 def test_a_matrix_theta_is_the_chains_starts_whatever_num_chains_says() -> None:
-    assert run(theta=torch.ones(7, 3), method=SGLDConfig(num_chains=2)).draws.shape == (7, 10, 3)
+    with pytest.warns(UserWarning, match=r"theta has 7 rows, .* so num_chains=2 of sgld is not used"):
+        assert run(theta=torch.ones(7, 3), method=SGLDConfig(num_chains=2)).draws.shape == (7, 10, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(theta=torch.ones(7, 3))
+        run(theta=torch.ones(7, 3), method=SGLDConfig(num_chains=7))
 
 
 def test_theta_is_not_changed_and_may_require_grad() -> None:
@@ -186,6 +191,131 @@ def test_a_schedule_that_is_not_positive_is_refused_with_its_step(bad: object) -
     assert not calls  # before the first update
 
 
+# ---------------------------------------------------------------------------------------------------- bad energies
+
+
+def coupled(theta: Tensor, batch: object) -> Tensor:
+    """The sum over chains, returned to each."""
+    return 0.5 * theta.square().sum().expand(len(theta))
+
+
+def follower(theta: Tensor, batch: object) -> Tensor:
+    """Chain 0 alone depends on another chain."""
+    return bowl(theta, batch) + torch.eye(len(theta))[0].to(theta) * theta[1].sum()
+
+
+@pytest.mark.parametrize("energy", [coupled, follower])
+@pytest.mark.parametrize("method", [HMCConfig(), MetropolisConfig(), SGLDConfig()], ids=lambda method: method.name)
+@pytest.mark.parametrize("start", [torch.zeros(2, 3), torch.randn(5, 3, generator=generator("start"))])
+def test_chains_that_depend_on_each_other_are_refused(
+    energy: Callable[..., Tensor], method: MethodConfig, start: Tensor
+) -> None:
+    run(theta=start, method=method, num_steps=40, burn_in=20)
+    with pytest.raises(ValueError, match=r"treat chains independently, .* for chain \d when only other chains move"):
+        run(energy, theta=start, method=method, num_steps=40, burn_in=20)
+
+
+@pytest.mark.parametrize("noise", [1e-4, 10.0])
+def test_noise_of_an_energy_is_not_taken_for_coupling(noise: float) -> None:
+    rng = generator("noise")
+
+    def noisy(theta: Tensor, batch: object) -> Tensor:
+        return bowl(theta, batch) + noise * torch.randn(len(theta), generator=rng)
+
+    run(noisy, theta=torch.randn(8, 3, generator=generator("start")), num_steps=20)
+
+
+def sums_in_another_order(theta: Tensor, batch: object) -> Tensor:
+    """float32's rounding of 10,000 terms near 1e7 depends on who is the largest."""
+    terms = 1e3 * (1 + 1e-3 * theta[:, :1] * torch.linspace(-1, 1, 10_000)).square()
+    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(int(theta.abs().sum() * 1e6)))
+    return terms[:, order].cumsum(1)[:, -1]
+
+
+def test_rounding_that_depends_on_other_chains_is_no_coupling() -> None:
+    theta = torch.randn(6, 1, generator=generator("start"))
+    sums_in_another_order(theta, None)
+    run(sums_in_another_order, theta=theta, num_steps=3, learning_rate=1e-9)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda theta: theta.add_(1),
+        lambda theta: theta.__setitem__((slice(None), 0), 0.0),
+        lambda theta: theta.data.mul_(2),
+    ],
+    ids=["add_", "setitem", "data"],
+)
+@pytest.mark.parametrize("method", [SGLDConfig(), MetropolisConfig(), HMCConfig()], ids=lambda method: method.name)
+def test_an_energy_that_writes_into_theta_is_refused(write: Callable[[Tensor], Any], method: MethodConfig) -> None:
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        write(theta)
+        return bowl(theta, batch)
+
+    with pytest.raises(ValueError, match=r"energy must not change theta, .* got an energy that writes into it"):
+        run(energy, method=method)
+
+
+def failing_cholesky(theta: Tensor, batch: object) -> Tensor:
+    """theta ~ N(0, 1) where [[1, theta], [theta, 1]] is positive definite; two other coordinates of no consequence."""
+    off = theta[:, 0, None, None] * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    factor = torch.linalg.cholesky(torch.eye(2) + off)
+    return bowl(theta, batch) + 0 * factor.sum((1, 2))
+
+
+def failing_constraint(theta: Tensor, batch: object) -> Tensor:
+    """theta ~ N(0, 1) on (-1, 1), by the constraint of a scale."""
+    scale = 1 - theta[:, 0].square()
+    return bowl(theta, batch) + 0 * torch.distributions.Normal(0.0, scale, validate_args=True).log_prob(
+        torch.tensor(0.0)
+    )
+
+
+def answering_nan(theta: Tensor, batch: object) -> Tensor:
+    return torch.where(theta[:, 0].abs() < 1, bowl(theta, batch), torch.nan)
+
+
+@pytest.mark.parametrize("raising", [failing_cholesky, failing_constraint])
+@pytest.mark.parametrize(
+    "method", [HMCConfig(step_size=0.7, num_leapfrog=3), MetropolisConfig(), GPSConfig(max_std=1.0)],
+    ids=lambda method: method.name,
+)  # fmt: skip
+def test_an_energy_that_raises_rejects_one_chain_as_nan_does(
+    raising: Callable[..., Tensor], method: MethodConfig
+) -> None:
+    options: dict[str, Any] = {"theta": 0.1 * torch.ones(5, 3), "method": method, "num_steps": 60, "burn_in": 20}
+    with pytest.warns(UserWarning, match=r"the energy raised an exception in \d+ of 300 moves, which were rejected"):
+        found = run(raising, **options)
+    expected = run(answering_nan, **options)
+    assert torch.equal(found.draws, expected.draws)
+    raised = found.info["energy_raised"]
+    assert torch.equal(raised, found.info["divergent"])
+    assert 0 < raised.mean() < 0.9
+    assert not expected.info["energy_raised"].any()
+
+
+def test_an_energy_that_raises_where_chains_start_is_an_error() -> None:
+    theta = torch.tensor([[0.5], [3.0], [-0.5], [2.0]])
+    with pytest.raises(FloatingPointError, match=r"energy raised _?LinAlgError .* at the start of chains \[1, 3\]"):
+        run(failing_cholesky, theta=theta, method=HMCConfig())
+    with pytest.raises(torch.linalg.LinAlgError):  # a rule moves on from every theta, and can reject none
+        run(failing_cholesky, theta=theta)
+
+
+@pytest.mark.parametrize("error", [TypeError, NameError, RuntimeError, ValueError, KeyError, torch.OutOfMemoryError])
+def test_errors_of_the_program_end_the_run(error: type[Exception]) -> None:
+    calls = itertools.count()
+
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        if next(calls) > 20:
+            raise error("a mistake")
+        return bowl(theta, batch)
+
+    with pytest.raises(error, match="a mistake"):
+        run(energy, method=HMCConfig())
+
+
 # ----------------------------------------------------------------------------------------------------------- batches
 
 
@@ -197,7 +327,8 @@ def seen_batches(batches: Any, *, num_steps: int = 7, method: MethodConfig | Non
         seen.append(batch)
         return bowl(theta, batch)
 
-    run(energy, batches=batches, num_steps=num_steps, method=method or SGLDConfig())
+    # one chain: of several the energy is evaluated some more times, to see that it treats them independently
+    run(energy, theta=torch.ones(1, 3), batches=batches, num_steps=num_steps, method=method or SGLDConfig())
     return seen
 
 

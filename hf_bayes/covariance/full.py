@@ -39,13 +39,21 @@ class Full(Covariance):
         return len(self.precision_cholesky)
 
     def root(self, noise: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.precision_cholesky, noise, upper=False, left=False)
+        return self._solve(self.precision_cholesky, noise, upper=False)
 
     def product(self, vectors: Tensor) -> Tensor:
-        return self.root(torch.linalg.solve_triangular(self.precision_cholesky.mT, vectors, upper=True, left=False))
+        return self.root(self._solve(self.precision_cholesky.mT, vectors, upper=True))
 
     def precision_product(self, vectors: Tensor) -> Tensor:
         return (vectors @ self.precision_cholesky) @ self.precision_cholesky.mT
+
+    def _solve(self, factor: Tensor, vectors: Tensor, *, upper: bool) -> Tensor:
+        """Return [..., d] X with X factor = vectors.
+
+        All leading dimensions become one: for vectors [B, C, d] the solver would copy the factor [d, d] B times.
+        """
+        flat = torch.linalg.solve_triangular(factor, vectors.reshape(-1, self.dim), upper=upper, left=False)
+        return flat.reshape(vectors.shape)
 
     @cached_property
     def variance(self) -> Tensor:

@@ -31,7 +31,7 @@ from tests.mcmc.targets import (
     worst_z,
 )
 
-run = functools.partial(targets.run, learning_rate=0.1, num_steps=560, burn_in=250, num_chains=64)
+run = functools.partial(targets.run, learning_rate=0.1, num_steps=640, burn_in=250, num_chains=64)
 
 
 def potential_of(energy: Callable[[Tensor], Tensor]) -> Potential:
@@ -308,3 +308,39 @@ def test_a_mass_makes_stretched_laws_mix() -> None:
     with_mass, without = (run_stretched(adapt_mass=adapt).draws for adapt in (True, False))
     assert ess(with_mass).min() > 500  # of 16 x 200
     assert ess(without).min() < 100  # the twin: 8 steps of the narrowest scale do not cross the widest
+
+
+@functools.cache
+def acceptances(target: str, burn_in: int, num_leapfrog: int = 10) -> Tensor:
+    """[16] mean acceptance of each chain in 150 updates after burn-in."""
+    config = HMCConfig(num_leapfrog=num_leapfrog)
+    theta, energy = (starts(16, dim=4) * STRETCHED, stretched) if target == "stretched" else (starts(16), banana)
+    result = sample(energy, theta, config, num_steps=burn_in + 150, learning_rate=0.1, burn_in=burn_in, seed=1)
+    return result.info["acceptance"][burn_in:].mean(0)
+
+
+# By 50 updates with the last scales, log e is known to 0.09 in each chain, its acceptance to 0.035 and the mean over 16
+# chains to 0.01; the 150 updates that measure it add as much.
+@pytest.mark.parametrize("target", ["stretched", "banana"])
+def test_acceptance_after_burn_in_is_the_target(target: str) -> None:
+    assert float(acceptances(target, burn_in=400).mean()) == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_short_burn_in_leaves_no_chain_that_accepts_nothing() -> None:
+    assert float(acceptances("banana", burn_in=20, num_leapfrog=6).min()) > 0.3
+
+
+def dual_averaging(state: hmc.HMCState, shortfall: Tensor, t: int) -> hmc.HMCState:
+    """Hoffman & Gelman's, around ten times the step size that it begins with; its sums are kept in the test."""
+    memory = dual_averaging.__dict__
+    if t == 1:
+        memory["centre"], memory["sum"] = state.log_step + math.log(10), torch.zeros_like(shortfall)
+    memory["sum"] = memory["sum"] + (shortfall - memory["sum"]) / (t + 10)
+    log_step = memory["centre"] - math.sqrt(t) / 0.05 * memory["sum"]
+    return state._replace(log_step=log_step, log_step_mean=torch.lerp(state.log_step_mean, log_step, t**-0.75))
+
+
+def test_the_acceptance_check_catches_dual_averaging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hmc, "with_step_size", dual_averaging)
+    found = acceptances.__wrapped__("stretched", burn_in=400)
+    assert float(found.mean()) > 0.83
