@@ -55,6 +55,7 @@ MAX_BYTES = 64 * 2**20
 """The largest sidecar; the largest tokenizers in use take about 35 MB."""
 MAX_BYTES_TOGETHER = 128 * 2**20
 
+_TEXTS = (".json", ".jinja", ".txt", ".codes")
 _IGNORED = ("*.py", "README.md", ".*")  # what ``save_pretrained`` may write that a posterior does without
 _PATHS = ("fast_tokenizer_files",)  # keys of a config that name further files to read
 
@@ -75,7 +76,7 @@ class Sidecars:
     """The sidecars of a posterior, as bytes by name; they do not change.
 
     Raises:
-        ValueError: for a name that no sidecar has, or files that are too many or too large to be read again.
+        ValueError: for a name that no sidecar has, a text that is none, or files that are too many or too large.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -92,6 +93,9 @@ class Sidecars:
                 f"{len(sizes)} files of tokenizer and processor with {sum(sizes.values()):,} bytes: a posterior keeps "
                 f"at most {MAX_FILES} files with {MAX_BYTES_TOGETHER:,} bytes"
             )
+        for name, data in self.files.items():
+            if name.endswith(_TEXTS):
+                _check_text(data, name)
 
     @classmethod
     def of(cls, processor: Any = None, generation_config: Any = None) -> Sidecars:
@@ -220,6 +224,13 @@ def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = 
             "code runs, also with trust_remote_code=True. Give the tokenizer or processor yourself"
         )
     return f"{repository}--{reference}"
+
+
+def _check_text(data: bytes, where: str) -> None:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not a text in UTF-8: {error}") from error
 
 
 def _object(data: bytes, where: str) -> dict[str, Any]:
