@@ -7,6 +7,7 @@ Layout of the directory::
     members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
     covariance.safetensors                                Gaussian: means and covariances by parameter name
     trace.json                                            what a run logged of its chains, for plots
+    tokenizer.json, chat_template.jinja, ...              sidecars: tokenizer, processor, generation config
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
 from hf_bayes.posterior_files import GAUSSIAN, TRACE, gaussian_tensors, member_folder
+from hf_bayes.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.storage import POSTERIOR, Content
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
@@ -45,6 +47,7 @@ class Posterior:
         config: what they are.
         adapter_config: the content of peft's ``adapter_config.json`` if the parameters are an adapter's, else None.
         trace: what the run logged of its chains, for plots (docs/diagnostics.md); None if there was no run.
+        sidecars: the files of tokenizer, chat template, image processor and generation config.
         source: the directory or repository it was read from, for messages; None if it was made here.
     Raises:
         ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
@@ -54,6 +57,7 @@ class Posterior:
     config: PosteriorConfig
     adapter_config: dict[str, Any] | None = None
     trace: dict[str, Any] | None = None
+    sidecars: Sidecars = field(default_factory=Sidecars)
     source: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +127,7 @@ class Posterior:
         """Write the directory in one step: any reader, at any time, finds the old or the new posterior.
 
         Args:
-            directory: made if missing; other files in it stay.
+            directory: made if missing; other files in it stay, but for those of the same names.
             overwrite: False refuses a directory that is not empty.
             repo_id: the id under which the model card says to load it.
             group: processes that hold the draws of other chains; they save one posterior of all draws together.
@@ -171,7 +175,7 @@ class Posterior:
         """
         directory = hub.fetch(
             directory_or_repo,
-            patterns=("*.json", "*.safetensors", "*.md"),
+            patterns=hub.FILES,
             revision=revision,
             subfolder=subfolder,
             token=token,
@@ -179,7 +183,7 @@ class Posterior:
             force_download=force_download,
             local_files_only=local_files_only,
         )
-        files = storage.read_directory(directory, format=POSTERIOR)
+        files = storage.read_directory(directory, format=POSTERIOR, raw=is_sidecar)
         try:
             posterior = cls(*posterior_files.read(files))
         except ValueError as error:
@@ -188,6 +192,11 @@ class Posterior:
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
             warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")
+        if unlisted := [name for name in sidecars_in(directory) if name not in files]:
+            warnings.warn(
+                f"{directory_or_repo}: ignored {', '.join(unlisted)}, which the posterior's manifest does not list. "
+                "Save the posterior with its tokenizer or processor to have the file used, or remove it"
+            )
         return posterior
 
     @classmethod
@@ -349,6 +358,7 @@ class Posterior:
             files |= self._member_files(self.representative)
         if isinstance(self.approximation, Gaussian):
             files[GAUSSIAN] = gaussian_tensors(self.approximation, self.layout)
+        files |= self.sidecars.files
         files["README.md"] = hub.render_card(config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id)
         return files
 

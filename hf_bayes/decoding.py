@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 
+from hf_bayes.artifact import Posterior
 from hf_bayes.generation import (
     GenerationTrace,
     Scores,
@@ -34,6 +35,13 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         super().__init__(model, layout, theta, trunk=trunk)
         self.generation_config = self.core.generation_config
+
+    def use_settings_of(self, posterior: Posterior) -> None:
+        """Generate as the model did that was saved: its generation config goes before the base model's."""
+        super().use_settings_of(posterior)
+        fields = posterior.sidecars.generation_config
+        if fields is not None:
+            self.generation_config = GenerationConfig.from_dict(fields)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.core.prepare_inputs_for_generation(*args, **kwargs)

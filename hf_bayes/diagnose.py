@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--output", type=Path, default=Path("diagnostics.png"), help="the figure (default: %(default)s)"
     )
     args = parser.parse_args(arguments)
-    directory = hub.fetch(args.posterior, patterns=("*.json", "*.safetensors"))
+    directory = hub.fetch(args.posterior, patterns=hub.FILES)
     wanted = (CONFIG, TRACE)
     files = read_directory(directory, format=POSTERIOR, only=lambda name: name in wanted)
     config, trace = files[CONFIG], files.get(TRACE, {})

@@ -39,7 +39,7 @@ def fit_mc_dropout(
         num_data: N of the data it was trained on, to be stored; None if that is not known.
         data_unit: what N counts.
         noise_std: of a regression head's Gaussian likelihood.
-        tokenizer: whose fingerprint the posterior stores.
+        tokenizer: saved with the posterior, which stores its fingerprint.
         seed: of the masks.
     Raises:
         ValueError: for an adapter trained without dropout and no ``method``, or weights that have no inputs to drop.

@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardD
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_bayes import storage
+from hf_bayes import sidecars, storage
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
@@ -28,10 +28,14 @@ _TASKS = {
 }
 """What the Hub calls our tasks, and how classes for them end."""
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
-_TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
+_TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
-# Of an earlier push, what a later one no longer has: a member left there would make the posterior unreadable.
-_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors", "trace.json"]
+FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
+"""Patterns of the files that a posterior is made of."""
+# Files of an earlier push that a later one no longer has: a member left there would make the posterior unreadable, a
+# chat template left there would be taken for the posterior's.
+_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors", "trace.json",
+             *sidecars.NAMES]  # fmt: skip
 
 
 def fetch(
@@ -136,8 +140,8 @@ def push_directory(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> CommitInfo:
-    """Upload a saved posterior: the files of its manifest and its card. Checkpoints, optimizers, ``training_args.bin``
-    (a pickle that may hold a token) and whatever else lies there stay.
+    """Upload a saved posterior: the files of its manifest, with tokenizer and processor, and its card. Checkpoints,
+    optimizers, ``training_args.bin`` (a pickle that may hold a token) and whatever else lies there stay.
 
     Returns:
         The commit: a text, its address.
@@ -146,10 +150,10 @@ def push_directory(
     """
     root = Path(directory)
     storage.recover(root)
-    contents = storage.read_directory(root, format=storage.POSTERIOR)
+    contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
     names = [*contents, storage.MANIFEST, *([CARD] if (root / CARD).exists() else [])]
     for name in names:
-        if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_text()):
+        if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_bytes()):
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )

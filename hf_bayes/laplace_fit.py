@@ -84,7 +84,8 @@ def fit_laplace(
         subspace: see ``subspace.select``; of a BayesianModel it is known.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.inheritance``).
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
-        tokenizer: whose fingerprint the posterior stores.
+        tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a posterior given as the
+            model.
         heldout: rows like ``data``, by which ``LaplaceConfig(fit_prior="heldout")`` fits the prior precision.
         seed: of labels drawn for the GGN, of draws that judge a prior.
     Raises:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from transformers.quantizers import AutoQuantizationConfig
 from hf_bayes import base_model as base
 from hf_bayes.artifact import Posterior
 from hf_bayes.hub import DOWNLOAD
+from hf_bayes.remote_code import refuse_own_code
 from hf_bayes.subspace import Layout
+
+_TOKENIZER = ("tokenizer_config.json",)
+_IMAGE_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 def load(
@@ -56,6 +61,8 @@ def load(
     wanted = _dtype_of(dtype)
     posterior = read(directory_or_repo, location)
     what = posterior.source or "this posterior"
+    if trust_remote_code and not isinstance(base_model, nn.Module):
+        refuse_own_code(posterior, _where(posterior.config.base_model, base_model, location, trust_remote_code)[0])
     if posterior.config.task != task:
         raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
     model = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
@@ -121,19 +128,26 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     **location: Any,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside a posterior, else that of its base model.
+    """The tokenizer saved with a posterior, else that of its base model.
+
+    Files that the posterior's manifest does not list are not read, and code in its directory never runs.
 
     Args:
         posterior: what is there, if it has been read already.
         base_model: where the base is now; None, or the model itself, takes the name in the posterior.
         location: of the posterior, as ``Posterior.from_pretrained`` takes it; how it comes from the Hub (the token, the
             cache) is how the base model does.
+        trust_remote_code: whether code of the base model's repository may run.
     Raises:
-        ValueError: if it is not the tokenizer the posterior was made with, or nothing says where it is.
+        ValueError: if it is not the tokenizer the posterior was made with, nothing says where it is, or it asks for
+            code.
     """
     posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
-    source, hub = _beside(posterior, directory_or_repo, "tokenizer", base_model, trust_remote_code, location)
-    tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+    context = (base_model, trust_remote_code, location)
+    with _source(posterior, directory_or_repo, "tokenizer", _TOKENIZER, *context) as (source, hub):
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+    if posterior.sidecars.has(*_TOKENIZER):
+        tokenizer.name_or_path = str(posterior.source or directory_or_repo)  # and not a folder that is gone
     check_tokenizer(posterior, tokenizer)
     return tokenizer
 
@@ -146,21 +160,22 @@ def load_image_processor(
     trust_remote_code: bool = False,
     **location: Any,
 ) -> BaseImageProcessor:
-    """The image processor saved beside a posterior, else that of its base model; arguments as of ``load_tokenizer``.
+    """The image processor saved with a posterior, else that of its base model; arguments as of ``load_tokenizer``.
 
     Raises:
         OSError: if neither has one.
-        ValueError: if nothing says where it is.
+        ValueError: if nothing says where it is, or it asks for code.
     """
     posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
-    source, hub = _beside(posterior, directory_or_repo, "image processor", base_model, trust_remote_code, location)
-    try:
-        return AutoImageProcessor.from_pretrained(source, **hub)
-    except OSError as error:
-        raise OSError(
-            f"no image processor beside the posterior {directory_or_repo}, nor of its base model {source}: give it as "
-            f"image_processor= ({error})"
-        ) from error
+    context = (base_model, trust_remote_code, location)
+    with _source(posterior, directory_or_repo, "image processor", _IMAGE_PROCESSOR, *context) as (source, hub):
+        try:
+            return AutoImageProcessor.from_pretrained(source, **hub)
+        except OSError as error:
+            raise OSError(
+                f"no image processor beside the posterior {directory_or_repo}, nor of its base model {source}: give it "
+                f"as image_processor= ({error})"
+            ) from error
 
 
 def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -174,28 +189,43 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
         )
 
 
-_FILES = {"tokenizer": "tokenizer_config.json", "image processor": "preprocessor_config.json"}
-
-
-def _beside(
+@contextlib.contextmanager
+def _source(
     posterior: Posterior,
     directory_or_repo: Any,
     what: str,
+    names: tuple[str, ...],
     given: Any,
     trust_remote_code: bool,
     location: dict[str, Any],
-) -> tuple[str, dict[str, Any]]:
-    """Where to load a tokenizer or image processor from, the posterior's own directory or else its base model."""
-    local = Path(directory_or_repo) / (location.get("subfolder") or "")
-    if (local / _FILES[what]).is_file():
-        return str(local), {"trust_remote_code": trust_remote_code}
-    name, hub = _where(posterior.config.base_model, given, location, trust_remote_code)
-    if not name:
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where to load a tokenizer or processor from, and how: the posterior's sidecars, or else its base model.
+
+    Sidecars lie in a private folder while the block runs. Every error of the block is raised in the posterior's name.
+
+    Args:
+        names: the files one of which the sidecars must have.
+    """
+    base_name, hub = _where(posterior.config.base_model, given, location, trust_remote_code)
+    if posterior.sidecars.has(*names):
+        code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if trust_remote_code:
+            refuse_own_code(posterior, base_name)
+            code["code_revision"] = hub.get("revision")
+        place = posterior.source or directory_or_repo
+        with posterior.sidecars.folder(code_from=base_name if trust_remote_code else None) as folder:
+            try:
+                yield str(folder), code
+            except Exception as error:
+                words = str(error).replace(str(folder), str(place))
+                raise ValueError(f"the {what} saved with the posterior {place} cannot be loaded: {words}") from error
+        return
+    if not base_name:
         raise ValueError(
             f"{directory_or_repo} holds no {what} and does not name its base model (it was built from a config): "
             f"give the {what}"
         )
-    return name, hub
+    yield base_name, hub
 
 
 def _load_base(

@@ -314,8 +314,13 @@ class BayesianModel(PreTrainedModel):
             check_base=check_base,
         )
         bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
-        bayesian.posterior, bayesian._lent = posterior, lent
+        bayesian._lent = lent
+        bayesian.use_settings_of(posterior)
         return bayesian.eval()
+
+    def use_settings_of(self, posterior: Posterior) -> None:
+        """Take what the posterior that the model was loaded from says beside its members."""
+        self.posterior = posterior
 
     @staticmethod
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, adapter_key
 from hf_bayes.covariance import COVARIANCES, check_shapes
 from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
+from hf_bayes.sidecars import Sidecars
 from hf_bayes.storage import Content
 from hf_bayes.subspace import Layout
 
@@ -28,6 +29,7 @@ class Parts(NamedTuple):
     config: PosteriorConfig
     adapter_config: dict[str, Any] | None
     trace: dict[str, Any] | None
+    sidecars: Sidecars
 
 
 def of_member(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
@@ -50,12 +52,14 @@ def gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
     return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
 
 
-def read(files: Mapping[str, dict[str, Any]]) -> Parts:
-    """The other way round, name by name of ``storage.read_directory``.
+def read(contents: Mapping[str, Any]) -> Parts:
+    """The parts of a posterior, from what ``storage.read_directory`` returns: sidecars are bytes.
 
     Raises:
         ValueError: if files do not fit one another, naming the first that does not.
     """
+    sidecars = Sidecars({name: data for name, data in contents.items() if isinstance(data, bytes)})
+    files = {name: content for name, content in contents.items() if name not in sidecars.files}
     if CONFIG not in files:
         raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
     config = PosteriorConfig.from_dict(files[CONFIG])
@@ -87,7 +91,7 @@ def read(files: Mapping[str, dict[str, Any]]) -> Parts:
             name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
             if files[name] != adapter_config:
                 raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
-    return Parts(approximation, config, adapter_config, files.get(TRACE))
+    return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
 
 
 def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:

@@ -27,6 +27,7 @@ from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
+from hf_bayes.sidecars import Sidecars
 from hf_bayes.strata import Strata
 from hf_bayes.types import Approximation, Problem
 
@@ -60,14 +61,25 @@ def to_posterior(
     diagnostics: dict[str, Any],
     prior: dict[str, Any] | None = None,
     trace: dict[str, Any] | None = None,
+    sidecars: Sidecars | None = None,
 ) -> Posterior:
-    """What a method made of the random parameters of ``model``, with all that is needed to use it."""
+    """The posterior of a method over the random parameters of ``model``, with all that is needed to use it.
+
+    Args:
+        tokenizer: the tokenizer or processor that is saved with it; None keeps that of the posterior that ``model``
+            was loaded from.
+        sidecars: the files of the tokenizer or processor, if they are known already.
+    """
     layout = model.layout
+    description = base_model.describe(model.model, model.core, layout, tokenizer)
+    if tokenizer is None and model.posterior is not None:
+        description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
     noise_std = getattr(model.likelihood, "noise_std", None)
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]
         adapter_config=base_model.adapter_config(model.model),
         trace=trace,
+        sidecars=sidecars_of(model, tokenizer) if sidecars is None else sidecars,
         config=PosteriorConfig(
             task=model.task,
             method=method.to_dict(),
@@ -83,12 +95,23 @@ def to_posterior(
             },
             num_data=num_data,
             data_unit=data_unit,
-            base_model=base_model.describe(model.model, model.core, layout, tokenizer),
+            base_model=description,
             head=base_model.describe_head(model.core, noise_std),
             seed=seed,
             diagnostics=diagnostics,
         ),
     )
+
+
+def sidecars_of(model: BayesianModel, tokenizer: Any, known: Sidecars | None = None) -> Sidecars:
+    """The files of a tokenizer or processor, and of the generation config if the model has one.
+
+    Args:
+        tokenizer: None keeps the files that are ``known``, or those of the posterior that ``model`` was loaded from.
+    """
+    if tokenizer is None and known is None and model.posterior is not None:
+        known = model.posterior.sidecars
+    return (known or Sidecars()) | Sidecars.of(tokenizer, getattr(model, "generation_config", None))
 
 
 class SavingMixin(AnyTrainer):
@@ -109,6 +132,8 @@ class SavingMixin(AnyTrainer):
     inherited: Inherited | None
     _start: Tensor
     _posterior: Posterior | None
+    _sidecars: Sidecars
+    """The files of the tokenizer or processor, as it was before the first step."""
     _asymptote: Callable[[], dict[str, Any] | None]
     _measure: Callable[[str], dict[str, float]]
     _risk: dict[str, Any] | None = None
@@ -135,7 +160,9 @@ class SavingMixin(AnyTrainer):
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the posterior directory, with held-out metrics if there is an eval_dataset.
+        """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
+
+        It holds ``processing_class`` and the generation config as they are now.
 
         Every process calls it, and writes the members of its chains. Checkpoints (``_internal_call``) have files of
         their own.
@@ -146,10 +173,10 @@ class SavingMixin(AnyTrainer):
         posterior = self.posterior
         if self.eval_dataset is not None and not posterior.config.metrics:
             posterior = self._posterior = self._with_metrics(posterior)
+        sidecars = sidecars_of(self.bayesian, self.processing_class)
+        posterior = self._posterior = dataclasses.replace(posterior, sidecars=sidecars)
         directory = output_dir or self.args.output_dir
         posterior.save_pretrained(directory, group=self.mesh, contributes=self.mesh.data_rank == 0)
-        if self.processing_class is not None and self.args.should_save:
-            self.processing_class.save_pretrained(directory)
 
     def _with_metrics(self, posterior: Posterior) -> Posterior:
         """Held-out metrics of the posterior, beside the NLL of a MAP estimate."""
@@ -297,6 +324,8 @@ class SavingMixin(AnyTrainer):
             diagnostics=diagnostics,
             trace=trace,
             prior=None if self.inherited is None else self.inherited.record,
+            # a tokenizer takes room on the disk to be written, which must not lose a finished run
+            sidecars=sidecars_of(self.bayesian, None, self._sidecars),
         )
 
     # -- checkpoints: private hooks of Trainer, whose signatures a test pins -------------------------------------

@@ -55,4 +55,5 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
         ),
         posterior.adapter_config,
         trace,
+        posterior.sidecars,
     )

@@ -43,7 +43,7 @@ from hf_bayes.refusals import (
 from hf_bayes.reporting import ReportingMixin
 from hf_bayes.revision import RevisionMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
-from hf_bayes.saving import SavingMixin
+from hf_bayes.saving import SavingMixin, sidecars_of
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
@@ -370,6 +370,7 @@ class BayesianTrainerMixin(
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, got None")
         check_writable(self.args.output_dir, overwrite=True)
+        self._sidecars = sidecars_of(self.bayesian, self.processing_class)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.newest_complete(self.args.output_dir)
             if resume_from_checkpoint is None:

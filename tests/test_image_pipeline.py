@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from transformers import BaseImageProcessor, ImageClassificationPipeline, ViTImageProcessor
 from transformers.pipelines.pt_utils import KeyDataset
 
+from hf_bayes.artifact import Posterior
 from hf_bayes.attaching import attach
 from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines import BayesianImageClassificationPipeline, pipeline
+from hf_bayes.sidecars import Sidecars
 from hf_bayes.subspace import select
 from tests import models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
@@ -219,7 +222,7 @@ def test_a_posterior_brings_its_image_processor_or_its_bases(tmp_path: Path) -> 
 
     processor(0.9).save_pretrained(tmp_path / "base")
     assert mean_of(pipeline(model=saved)) == 0.1
-    (saved / "preprocessor_config.json").unlink()
+    replace(Posterior.from_pretrained(saved), sidecars=Sidecars()).save_pretrained(saved)
     assert mean_of(pipeline(model=saved)) == 0.9
     assert mean_of(pipeline(model=saved, image_processor=processor(0.3))) == 0.3
     assert mean_of(pipeline(model=saved, image_processor=tmp_path / "base")) == 0.9

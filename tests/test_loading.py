@@ -24,6 +24,7 @@ from hf_bayes.likelihood import Bernoulli
 from hf_bayes.loading import load_tokenizer, unwrapped
 from hf_bayes.pipelines import pipeline
 from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.sidecars import Sidecars
 from tests.models import EOS, batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 from tests.runs import label_rows, trainer
 from tests.storage.test_read import as_hub_cache
@@ -161,17 +162,13 @@ def test_a_lent_model_of_another_dtype_than_the_posteriors_own_gets_the_one_aske
 @pytest.mark.reliability("F7")
 def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
     assert load_tokenizer(saved / "posterior").get_vocab() == tiny_tokenizer().get_vocab()
-    file = saved / "posterior" / "tokenizer.json"
-    before = file.read_text()
-    edited = json.loads(before)
+    posterior = Posterior.from_pretrained(saved / "posterior")
+    edited = json.loads(posterior.sidecars.files["tokenizer.json"])
     vocabulary = edited["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    file.write_text(json.dumps(edited))
-    try:
-        with pytest.raises(ValueError, match="not the one the posterior was made with"):
-            load_tokenizer(saved / "posterior")
-    finally:
-        file.write_text(before)
+    other = Sidecars({**posterior.sidecars.files, "tokenizer.json": json.dumps(edited).encode()})
+    with pytest.raises(ValueError, match="not the one the posterior was made with"):
+        load_tokenizer(saved / "posterior", posterior=dataclasses.replace(posterior, sidecars=other))
 
 
 @pytest.fixture
@@ -180,7 +177,7 @@ def alone(saved: Path, tmp_path: Path) -> Path:
     posterior = Posterior.from_pretrained(saved / "posterior")
     base = {**posterior.config.base_model, "name_or_path": "user/gated"}
     config = dataclasses.replace(posterior.config, base_model=base)
-    dataclasses.replace(posterior, config=config).save_pretrained(tmp_path)
+    dataclasses.replace(posterior, config=config, sidecars=Sidecars()).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -18,14 +18,24 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1  # of the manifest
 POSTERIOR = "hf_bayes.posterior"
 """The format of a posterior directory."""
-Content = Mapping[str, Tensor] | Mapping[str, Any] | str
-"""What a file holds, told by its suffix: ``.safetensors`` named tensors, ``.json`` one object, ``.md`` a text."""
+Content = Mapping[str, Tensor] | Mapping[str, Any] | str | bytes
+"""The content of a file, by its suffix: ``.safetensors`` named tensors, ``.json`` one object, ``.md`` a text.
+
+Bytes are written as they are, under any suffix; a file of another suffix can only be bytes.
+"""
 
 PREFIX = "_hf_bayes_"  # transformers never uploads names that begin with an underscore
 STAGING = f"{PREFIX}staging-"
 PENDING = f"{PREFIX}pending-"
 MAX_JSON = 64 * 2**20
-_NAME = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*\.(?:safetensors|json|md)")
+"""The largest file in bytes that is read, of all files but tensors."""
+MAX_BESIDE_TENSORS = 256 * 2**20
+"""Bytes of all files but tensors together."""
+SUFFIXES = (".safetensors", ".json", ".md", ".jinja", ".txt", ".model", ".tiktoken", ".codes")
+"""Names end in one of these: tensors, JSON, texts, and the vocabularies and templates of tokenizers. None is code."""
+_NAME = re.compile(
+    rf"(?:[A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*(?:{'|'.join(map(re.escape, SUFFIXES))})"
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -73,6 +83,12 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
         files[name] = Entry(size, sha256)
     for name in values["texts"]:
         check_name(name, where=where)
+    beside = sum(entry.size for name, entry in files.items() if not name.endswith(".safetensors"))
+    if beside > MAX_BESIDE_TENSORS:
+        raise ValueError(
+            f"{where} lists {beside:,} bytes of files beside the tensors, expected at most {MAX_BESIDE_TENSORS:,}: "
+            "refused before any is read"
+        )
     return Manifest(values["format"], files, values["texts"], hashlib.sha256(data).hexdigest())
 
 
@@ -80,7 +96,7 @@ def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
     """Files that a reader of adapters would take for part of the directory, though no manifest lists them.
 
     These are tensors at the top, and anything in ``members/`` or a directory that the manifest has files in. The rest
-    (checkpoints, logs, tokenizers, notes) is the user's.
+    (checkpoints, logs, notes) is the user's, and is never read.
     """
     found = [path.name for path in root.glob("*.safetensors")]
     for top in {"members", *(name.split("/")[0] for name in listed if "/" in name)}:
@@ -97,8 +113,8 @@ def check_name(name: str, where: str | None = None) -> None:
     """Refuse what is not a relative path of plain names: nothing absolute, no ``..``, nothing hidden."""
     if not isinstance(name, str) or len(name) > 255 or not _NAME.fullmatch(name):
         raise ValueError(
-            f"{where + ': ' if where else ''}{name!r:.300} is not a relative path of plain names ending in "
-            ".safetensors, .json or .md: such a file is neither written nor read"
+            f"{where + ': ' if where else ''}{name!r:.300} is not a relative path of plain names ending in one of "
+            f"{', '.join(SUFFIXES)}: such a file is neither written nor read"
         )
 
 

@@ -29,8 +29,12 @@ _ATTEMPTS = 50  # of a reader that writers overtake
 
 
 def read_directory(
-    directory: str | os.PathLike[str], *, format: str, only: Callable[[str], bool] | None = None
-) -> dict[str, dict[str, Any]]:
+    directory: str | os.PathLike[str],
+    *,
+    format: str,
+    only: Callable[[str], bool] | None = None,
+    raw: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Any]:
     """The content of a directory that ``write_directory`` wrote, each byte checked against the manifest first.
 
     A cached snapshot of the Hub, whose files are links into the cache's blobs, can be read; no other link may leave the
@@ -40,8 +44,9 @@ def read_directory(
         directory: a local directory.
         format: what it must be.
         only: which names to read; others must be there with their size. None reads all.
+        raw: which names to return as bytes.
     Returns:
-        name -> named tensors (``.safetensors``) or object (``.json``).
+        name -> named tensors (``.safetensors``), object (``.json``) or bytes (``raw`` names and other suffixes).
     Raises:
         OSError: if there is no directory, or no manifest in it.
         ValueError: naming the file, what was found and what was expected.
@@ -54,7 +59,7 @@ def read_directory(
     for attempt in range(_ATTEMPTS):
         before = _generation(root)
         try:
-            return _read(root, read_manifest(root, format), only)
+            return _read(root, read_manifest(root, format), only, raw)
         except (OSError, ValueError):
             if _generation(root) == before:
                 raise
@@ -102,9 +107,11 @@ def read_manifest(root: Path, format: str) -> Manifest:
     return manifest
 
 
-def _read(root: Path, manifest: Manifest, only: Callable[[str], bool] | None) -> dict[str, dict[str, Any]]:
+def _read(
+    root: Path, manifest: Manifest, only: Callable[[str], bool] | None, raw: Callable[[str], bool]
+) -> dict[str, Any]:
     pending = root / (PENDING + manifest.digest)
-    contents = {}
+    contents: dict[str, Any] = {}
     for name, entry in manifest.files.items():
         path = root / name
         reads = only is None or only(name)
@@ -125,7 +132,7 @@ def _read(root: Path, manifest: Manifest, only: Callable[[str], bool] | None) ->
                 f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
                 "exchanged: fetch or save the directory again"
             )
-        contents[name] = _decode(name, data, where=str(path))
+        contents[name] = data if raw(name) else _decode(name, data, where=str(path))
     unlisted = unlisted_files(root, manifest.files)
     # Between commit and the end of step 3, files of the old save are still there.
     if unlisted and not pending.exists():
@@ -154,7 +161,7 @@ def read_inside(
                 f"{path} has {size:,} bytes, {MANIFEST} says {entry.size:,}: it is damaged. "
                 "Fetch or save the directory again"
             )
-        if limit is None and path.suffix == ".json":
+        if limit is None and path.suffix != ".safetensors":
             limit = MAX_JSON
         if limit is not None and size > limit:
             raise ValueError(f"{path} has {size:,} bytes, expected at most {limit:,}: refused")
@@ -172,7 +179,9 @@ def _allowed_roots(root: Path) -> list[str]:
     return allowed
 
 
-def _decode(name: str, data: bytes, *, where: str) -> dict[str, Any]:
+def _decode(name: str, data: bytes, *, where: str) -> Any:
     if name.endswith(".md"):
         raise ValueError(f"{where}: a text is not read as data")
-    return (decode_tensors if name.endswith(".safetensors") else decode_json)(data, where=where)
+    if name.endswith(".safetensors"):
+        return decode_tensors(data, where=where)
+    return decode_json(data, where=where) if name.endswith(".json") else data

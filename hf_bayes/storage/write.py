@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from hf_bayes.storage.formats import decode_json, encode_json, encode_tensors
 from hf_bayes.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST,
+    MAX_JSON,
     PENDING,
     POSTERIOR,
     PREFIX,
@@ -121,7 +122,7 @@ class _Save:
         _recover(self.root)
         self._began = True
         self.old = old = _own_manifest(self.root, self.format)
-        _refuse_foreign(self.root, old)
+        _refuse_foreign(self.root, old, {name for name, content in files.items() if isinstance(content, bytes)})
         self.kept = [n for n, text in files.items() if isinstance(text, str) and not _is_ours(self.root, n, text, old)]
         staging = f"{STAGING}{secrets.token_hex(8)}"
         with disk.explaining(self.root, 0):
@@ -183,6 +184,8 @@ def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept
         for name, content in files.items():
             _destination(root, name)
             data = _encode(name, content)
+            if len(data) > MAX_JSON and not name.endswith(".safetensors"):
+                raise ValueError(f"{name} has {len(data):,} bytes, at most {MAX_JSON:,} can be read again: not saved")
             if isinstance(content, str):
                 texts[name] = hashlib.sha256(data).hexdigest()
             else:
@@ -342,8 +345,10 @@ def _own_manifest(root: Path, format: str) -> Manifest | None:
     return manifest
 
 
-def _refuse_foreign(root: Path, manifest: Manifest | None) -> None:
-    foreign = unlisted_files(root, manifest.files if manifest else {})
+def _refuse_foreign(root: Path, manifest: Manifest | None, raw: Set[str] = frozenset()) -> None:
+    """Refuse files that would make the saved directory unreadable; those under the ``raw`` names are overwritten."""
+    listed = dict.fromkeys([*(manifest.files if manifest else ()), *raw])
+    foreign = unlisted_files(root, listed)
     if foreign:
         raise ValueError(
             f"{root} holds {some(foreign)}, which no manifest of ours lists: with it a saved directory would be "
@@ -374,12 +379,14 @@ def _destination(root: Path, name: str) -> Path:
 
 
 def _encode(name: str, content: Content) -> bytes:
+    if isinstance(content, bytes):
+        return content
     if isinstance(content, str):
         return content.encode()
     return (encode_tensors if name.endswith(".safetensors") else encode_json)(content, where=name)
 
 
 def _size(content: Content) -> int:
-    if isinstance(content, str):
+    if isinstance(content, (str, bytes)):
         return len(content)
     return sum(value.nbytes for value in content.values() if isinstance(value, Tensor))

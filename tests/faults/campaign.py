@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,20 @@ from hf_bayes.adapters import adapter_key
 from hf_bayes.artifact import Posterior
 from hf_bayes.posterior import Draws
 from hf_bayes.posterior_config import PosteriorConfig
+from hf_bayes.sidecars import Sidecars
 from tests.faults.attacks import MARKER, SECRET, attacks, leads_out
 from tests.faults.corruptions import FAULTS
 from tests.faults.posteriors import draws, equal
 
 HANG_SECONDS = 60
+SIDECARS = Sidecars(
+    {
+        "tokenizer.json": json.dumps({"model": {"vocab": {f"word{i}": i for i in range(99)}}}).encode(),
+        "tokenizer_config.json": b'{"model_max_length": 64, "padding_side": "left"}',
+        "chat_template.jinja": b"{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        "preprocessor_config.json": b'{"image_mean": [0.5, 0.5, 0.5]}',
+    }
+)
 REFUSED, SAME, DIFFERENT, CRASH, HANG, OUTSIDE, EXECUTED, VAGUE = [
     "refused",
     "accepted_same",
@@ -179,7 +189,7 @@ def main(base: str, count: str, seed: str) -> None:
     os.fsync = lambda file: None  # it guards against power cuts only
     torch.set_num_threads(1)  # forks of a process with worker threads may hang
     root = Path(os.path.realpath(base))
-    original = draws(3, adapter=True, seed=0)
+    original = replace(draws(3, adapter=True, seed=0), sidecars=SIDECARS)
     original.save_pretrained(root / "clean")
     assert equal(Posterior.from_pretrained(root / "clean"), original)
     # What is read once per process (versions of libraries) is read now, not while the forks are watched.

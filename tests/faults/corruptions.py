@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from hf_bayes.sidecars import is_sidecar
 from tests.faults.posteriors import draws
 
 Fault = Callable[[Path, random.Random], None]
@@ -146,7 +147,9 @@ def manifest_of_another(directory: Path, rng: random.Random) -> None:
 
 @fault
 def manifest_without_an_entry(directory: Path, rng: random.Random) -> None:
-    name = rng.choice(listed(directory)).relative_to(directory).as_posix()
+    # a sidecar without an entry is ignored, with a warning
+    names = [path.relative_to(directory).as_posix() for path in listed(directory)]
+    name = rng.choice([name for name in names if not is_sidecar(name)])
     edit_json(directory / "manifest.json", lambda manifest: manifest["files"].pop(name))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -74,6 +75,33 @@ def test_no_path_in_a_manifest_leads_out(tmp_path: Path, injected: Callable[[int
     attacks = campaign(tmp_path, 0)["attacks"]
     injected(attacks["ways_out"])
     assert [name for name in attacks["wrong"] if leads_out(name)] == []
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_come_back_as_they_were(tmp_path: Path) -> None:
+    files = {"a.json": b'{"x":  1}', "b.jinja": b"\xff", "c.json": {"y": 2}}
+    write_directory(tmp_path, files, format=FORMAT)
+    assert read_directory(tmp_path, format=FORMAT, raw=lambda name: name == "a.json") == files
+    (tmp_path / "b.jinja").write_bytes(b"\xfe")
+    with pytest.raises(ValueError, match=r"b\.jinja: sha256 mismatch"):
+        read_directory(tmp_path, format=FORMAT)
+
+
+def test_sizes_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
+    write_directory(tmp_path, {f"{name}.txt": b"" for name in "abcde"}, format=FORMAT)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        entry["size"] = 60 * 2**20
+        os.truncate(tmp_path / name, entry["size"])  # holes, which take no room
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ValueError, match=r"314,572,800 bytes of files beside the tensors, expected at most 268,435,456"
+    ):
+        read_directory(tmp_path, format=FORMAT)
+    with pytest.raises(ValueError, match=r"x\.txt has 67,108,865 bytes, at most 67,108,864 can be read again"):
+        write_directory(tmp_path / "other", {"x.txt": bytes(64 * 2**20 + 1)}, format=FORMAT)
 
 
 # -- messages ------------------------------------------------------------------------------------------------------
