@@ -179,8 +179,8 @@ def _refuse_all_trainable(parameters: list[tuple[str, nn.Parameter]]) -> None:
     if fixed or not trainable:
         return
     raise ValueError(
-        f"subspace='trainable' would sample {sum(trainable.values()):,} weights of the base model, because none of them "
-        "is frozen. Add LoRA (peft.get_peft_model, or peft_config= of a trainer), set subspace='last_layer' for the "
+        f"subspace='trainable' would sample all {sum(trainable.values()):,} weights of the base model: none of them is "
+        "frozen. Add LoRA (peft.get_peft_model, or peft_config= of a trainer), set subspace='last_layer' for the "
         "output head alone, freeze the weights that stay as they are, or set subspace='all' to sample every weight"
     )
 
