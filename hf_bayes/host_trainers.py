@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 _LOSS_METHODS = ("compute_loss", "training_step", "train")
 """Methods in which a trainer defines what a step optimises. The mixin's own take their place."""
 _TEMPLATE_FILES = (".jinja", ".j2")
+_TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
+"""Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
 
 
 def refuse_foreign_loss(trainer: type, mixin: type) -> None:
@@ -47,6 +53,24 @@ def refuse_loss_settings(args: Any) -> None:
             "of another tokenizer adds tokens, and the embeddings of a model with a member axis cannot grow. Call "
             "trl.clone_chat_template(model, tokenizer, path) before the trainer is made"
         )
+
+
+@contextmanager
+def config_kept(config: PreTrainedConfig) -> Iterator[None]:
+    """Undo, at the end of the block, what a host's ``__init__`` changes in the model's config, special tokens aside.
+
+    TRL switches the loss on that balances experts. It is never used here, but the posterior would bear the fingerprint
+    of another configuration than its base has.
+    """
+    parts = [config] if config.get_text_config() is config else [config, config.get_text_config()]
+    before = [dict(vars(part)) for part in parts]
+    yield
+    for part, values in zip(parts, before, strict=True):
+        for name in vars(part).keys() - _TAKEN_OVER:
+            if name not in values:
+                delattr(part, name)
+            elif getattr(part, name) is not values[name]:
+                setattr(part, name, values[name])
 
 
 def _minimises_likelihood(host: type) -> bool:

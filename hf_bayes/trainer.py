@@ -26,7 +26,7 @@ from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.halves import HalvesMixin
-from hf_bayes.host_trainers import refuse_foreign_loss
+from hf_bayes.host_trainers import config_kept, refuse_foreign_loss
 from hf_bayes.inheritance import inherit
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
@@ -124,7 +124,8 @@ class BayesianTrainerMixin(
             self.optimizer_of_chains = None
             self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
-            super().__init__(model=model, args=args, **kwargs)
+            with config_kept(model.core.config):
+                super().__init__(model=model, args=args, **kwargs)
             if self.inherited is not None:
                 self.inherited.check_tokenizer(self.processing_class)
             self._signature_columns = self._columns_to_keep()

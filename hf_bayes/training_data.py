@@ -40,6 +40,7 @@ class TrainingDataMixin(AnyTrainer):
     chains: range
     num_data: float
     _say: Callable[..., None]
+    _signature_columns: list[str] | None
     num_rows: int | None
     """Of the training data, of all processes; None for a stream."""
     strata: Strata | None = None
@@ -168,7 +169,8 @@ class TrainingDataMixin(AnyTrainer):
         return self._without_unused(self.train_dataset, "training")
 
     def _without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable]:
-        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+        # a stream that was mapped names its columns only as its rows come by: the collator leaves them out
+        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) and dataset.column_names is not None:
             return self._remove_unused_columns(dataset, description=what), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=what)
 

@@ -53,9 +53,7 @@ def test_a_host_is_handed_model_and_arguments_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("host", "method"), [(OwnLoss, "compute_loss"), (OwnStep, "training_step")])
 def test_a_host_with_a_loss_of_its_own_is_refused_by_name(tmp_path: Path, host: type, method: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^{host.__name__} \(.*\) defines a loss of its own \({method}\).*Use"
-    ):
+    with pytest.raises(ValueError, match=rf"^{host.__name__} \(.*\) defines a loss of its own \({method}\).*Use"):
         built(host, tmp_path)
 
 
@@ -90,6 +88,19 @@ def test_settings_of_a_host_that_ask_for_another_loss(tmp_path: Path, name: str,
     setattr(args, name, value)
     with pytest.raises(ValueError, match=message):
         BayesianTrainer(with_lora(tiny_llama()), SGHMCConfig(), args)
+
+
+def test_a_host_changes_no_field_of_the_models_config(tmp_path: Path) -> None:
+    class Balancing(Trainer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.model.config.rms_norm_eps = self.model.config.output_router_logits = 0.5
+            self.model.config.pad_token_id = 7
+
+    config = built(Balancing, tmp_path).bayesian.core.config
+    assert config.rms_norm_eps == tiny_llama().config.rms_norm_eps
+    assert not hasattr(config, "output_router_logits")
+    assert config.pad_token_id == 7
 
 
 def test_columns_that_the_host_keeps_for_its_collator_are_kept(tmp_path: Path) -> None:
