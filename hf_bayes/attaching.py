@@ -32,7 +32,8 @@ def attach(
         model: a causal language model, or a classifier of sequences, tokens or images; nothing in it is changed but
             forwards and hooks.
         theta: [M, d] members; None means ``num_members`` copies of the model's own values.
-        subspace: which parameters are random (see ``subspace.select``).
+        subspace: which parameters are random (see ``subspace.select``). A model of which nothing is frozen needs "all",
+            also where ``theta`` is given.
         num_members: M, where theta is not given.
         trunk: run the layers before the first random one once for all members.
         noise_std: of a regression head's Gaussian likelihood.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
+from hf_bayes.host_trainers import refuse_loss_settings
 from hf_bayes.model import BayesianModel
 from hf_bayes.training_arguments import PRECISIONS, BayesianTrainingArguments
 
@@ -26,8 +28,10 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if not isinstance(method, MethodConfig):
         raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
-    if not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
+    named = isinstance(model, str | os.PathLike) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
+    if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
+    refuse_loss_settings(args)
     if args.device.type == "mps":
         raise ValueError(
             "an Apple GPU (mps) has no float64, in which chains sum log-likelihoods: set use_cpu=True, or train on CUDA"

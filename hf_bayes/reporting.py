@@ -23,6 +23,7 @@ from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
 from hf_bayes.refusals import is_stream
+from hf_bayes.subspace import grouped
 from hf_bayes.types import Kernel
 
 logger = logging.getLogger("hf_bayes.trainer")
@@ -73,6 +74,7 @@ class ReportingMixin(AnyTrainer):
             config.name, chains, f"{layout.dim:,}", len(layout.names), held / 2**20,
             config.draws_per_chain * size / 2**20,
         )  # fmt: skip
+        self._say("random: %s", grouped(layout.names))
         seconds = self._time_one_micro_batch()
         duration = _duration(seconds * steps * accumulation)
         self._say("about %s for %d updates of %d micro-batches", duration, steps, accumulation)

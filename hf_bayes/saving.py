@@ -29,6 +29,7 @@ from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.sidecars import Sidecars
 from hf_bayes.strata import Strata
+from hf_bayes.trainer_card import write_card
 from hf_bayes.types import Approximation, Problem
 
 _KEPT_METRICS = (
@@ -263,6 +264,24 @@ class SavingMixin(AnyTrainer):
             batches = (self._prepare_inputs(batch) for batch in loader)
             while update := list(itertools.islice(batches, accumulation)):
                 yield update
+
+    def create_model_card(
+        self, model_name: str | None = None, *, tags: str | Sequence[str] | None = None, **others: Any
+    ) -> None:
+        """Write the posterior's model card into the output directory, in place of the host trainer's.
+
+        A run that has not ended has no posterior and gets no card; TRL asks for one at every checkpoint. The card of
+        chains on several processes is written by ``save_model``, which has all of them.
+
+        Args:
+            model_name: not used; a posterior bears the name of its repository.
+            tags: of the card, beside its own.
+        Raises:
+            ValueError: for anything else.
+        """
+        if self._posterior is None or self.mesh.chain_size > 1 or not self.is_world_process_zero():
+            return
+        write_card(self._posterior, self.args.output_dir, repo_id=self.args.hub_model_id, tags=tags, others=others)
 
     def push_to_hub(
         self,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+
+_CHOICES = '"trainable", "last_layer", "last_block", "all" or a regular expression over parameter names'
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,19 @@ class Layout:
 
 
 def select(model: nn.Module, subspace: str = "trainable") -> Layout:
-    """The random parameters of a model.
+    """Choose the random parameters of a model.
+
+    "trainable" is a choice only where something is frozen: an adapter on its frozen base, or weights that the caller
+    has frozen. A model as it was loaded has chosen nothing, and sampling all of its weights must be asked for.
 
     Args:
-        model: any module; for a transformers or peft model all four words are understood.
+        model: any module; for a transformers or peft model all five words are understood.
         subspace: "trainable" (what requires grad: of a peft model its adapter and ``modules_to_save``),
             "last_layer" (the output head, tied weights included), "last_block" (the last of the longest list of
-            like blocks, and all that runs after it but the head), or a regular expression searched in parameter names.
+            like blocks, and all that runs after it but the head), "all" (every parameter that is used), or a regular
+            expression searched in parameter names.
     Raises:
-        ValueError: if nothing is selected or a selected tensor is quantised.
+        ValueError: if nothing is selected, if "trainable" means all base weights, or if a selected tensor is quantised.
     """
     chosen = _chosen_names(model, subspace)
     names, shapes, seen = [], [], set()
@@ -94,8 +101,8 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
         shapes.append(tuple(parameter.shape))
     if not names:
         raise ValueError(
-            f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose one "
-            'of "trainable", "last_layer", "last_block" or a regular expression over parameter names'
+            f"subspace={subspace!r} selects 0 parameters to sample. Unfreeze some, add a peft adapter, or choose "
+            f"{_CHOICES}"
         )
     return Layout(tuple(names), tuple(shapes))
 
@@ -131,10 +138,23 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists, key=lambda item: len(item[1]), default=None)
 
 
+def grouped(names: Iterable[str], *, shown: int = 3) -> str:
+    """List parameter names in one line: numbers of layers become ``*``, and names after the first few are counted."""
+    counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.")) for name in names)
+    first = [f"{count} x {name}" if count > 1 else name for name, count in list(counts.items())[:shown]]
+    rest = sum(list(counts.values())[shown:])
+    return ", ".join([*first, *([f"and {rest} more"] if rest else [])])
+
+
 def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
+    if not isinstance(subspace, str) or not subspace:
+        raise ValueError(f"subspace must be {_CHOICES}; got {subspace!r}")
     parameters = list(model.named_parameters(remove_duplicate=False))
     if subspace == "trainable":
+        _refuse_all_trainable(parameters)
         return {name for name, parameter in parameters if parameter.requires_grad}
+    if subspace == "all":  # of a module in modules_to_save peft keeps the original, which no forward pass reads
+        return {name for name, _ in parameters if ".original_module." not in name}
     if subspace == "last_layer":
         head = _output_head(model)
         ids = {id(parameter) for parameter in head.parameters()}
@@ -150,6 +170,19 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
     except re.error as error:
         raise ValueError(f"subspace={subspace!r} is neither a known word nor a regular expression: {error}") from error
     return {name for name, parameter in parameters if pattern.search(name)}
+
+
+def _refuse_all_trainable(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise if no weight is frozen but quantised ones and tables of positions, which nobody has chosen to freeze."""
+    fixed = [n for n, p in parameters if not p.requires_grad and is_dense(p) and "position" not in n]
+    trainable = {id(p): p.numel() for _, p in parameters if p.requires_grad}
+    if fixed or not trainable:
+        return
+    raise ValueError(
+        f"subspace='trainable' would sample all {sum(trainable.values()):,} weights of the base model: none of them is "
+        "frozen. Add LoRA (peft.get_peft_model, or peft_config= of a trainer), set subspace='last_layer' for the "
+        "output head alone, freeze the weights that stay as they are, or set subspace='all' to sample every weight"
+    )
 
 
 def _output_head(model: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
@@ -27,11 +26,13 @@ from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.halves import HalvesMixin
+from hf_bayes.host_trainers import config_kept, refuse_foreign_loss
 from hf_bayes.inheritance import inherit
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.prepared_model import prepared
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import (
     is_stream,
@@ -61,15 +62,19 @@ SMALL_PASS_ROWS = 512
 class BayesianTrainerMixin(
     TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, HalvesMixin, RevisionMixin, SavingMixin
 ):
-    """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
+    """Put before transformers' or TRL's SFT trainer: ``class BayesianSFT(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
-        model: a transformers or peft model; what it makes trainable is random (or ``subspace``).
+        model: a transformers or peft model; what it makes trainable is random (or ``subspace``). Where ``args`` has
+            ``model_init_kwargs``, as TRL's SFTConfig does, the name or path of a model, too.
         method: a config of ``hf_bayes.METHODS``.
         args: ``BayesianTrainingArguments``.
         subspace: see ``hf_bayes.subspace.select``.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.inheritance``). Chains then
             start at its mean.
+        peft_config: the adapter to put on ``model`` before it is attached, such as ``LoraConfig(...)``; it is random
+            then, and the base is frozen.
+        kwargs: for the trainer after the mixin.
     Raises:
         ValueError: before anything runs, for settings under which the method would not sample what it says.
     """
@@ -84,20 +89,23 @@ class BayesianTrainerMixin(
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel | BayesianModel,
+        model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
         method: MethodConfig,
         args: BayesianTrainingArguments,
-        *positional: Any,
+        *,
         subspace: str = "trainable",
         prior: Posterior | str | os.PathLike[str] | None = None,
+        peft_config: PeftConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_foreign_loss(type(self), BayesianTrainerMixin)
         refuse_arguments(args, method, model, kwargs)
         check_writable(args.output_dir, overwrite=True)
         self.method, self.subspace = method, subspace
         self.mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
         self.chains = self.mesh.chains
-        with ExitStack() as on_error:  # a model that was refused is given back as it was
+        # a model that was refused is given back as it was
+        with prepared(model, args, peft_config, kwargs) as model, ExitStack() as on_error:
             if not isinstance(model, BayesianModel):
                 model = attach(model, subspace=subspace, noise_std=args.noise_std)
                 on_error.callback(model.detach)
@@ -116,12 +124,11 @@ class BayesianTrainerMixin(
             self.optimizer_of_chains = None
             self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
-            super().__init__(model, args, *positional, **kwargs)
+            with config_kept(model.core.config):
+                super().__init__(model=model, args=args, **kwargs)
             if self.inherited is not None:
                 self.inherited.check_tokenizer(self.processing_class)
-            # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes
-            taken = inspect.signature(model.core.forward).parameters
-            self._signature_columns = [*taken, *self.label_names, "label", "label_ids"]
+            self._signature_columns = self._columns_to_keep()
             if self.train_dataset is not None:
                 self._prepare_data()
             if method.needs_heldout:
@@ -382,6 +389,7 @@ class BayesianTrainerMixin(
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         self._announce()
+        self._refuse_mixed_documents()
         if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):
             output = TrainOutput(self.state.global_step, 0.0, {})
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
@@ -87,6 +88,15 @@ class BayesianTrainingArguments(TrainingArguments):
             "posterior is that of all of them together. For methods that compare batches (penalty)."
         },
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make ``class Args(BayesianTrainingArguments, SFTConfig)`` take the fields of both without ``@dataclass``.
+
+        A class that adds fields of its own needs the decorator, as every dataclass does.
+        """
+        super().__init_subclass__(**kwargs)
+        if not inspect.get_annotations(cls):
+            dataclass(repr=False)(cls)
 
     def __post_init__(self) -> None:
         # before transformers looks: it would ask for a package to be installed that is then refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from hf_bayes.batches import PAD_ROWS, ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
@@ -19,6 +21,7 @@ from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.likelihood import Likelihood, refuse_labels
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
+from hf_bayes.packing import first_documents, is_flattened, refuse_mixed_documents
 from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.strata import Strata
@@ -37,6 +40,7 @@ class TrainingDataMixin(AnyTrainer):
     chains: range
     num_data: float
     _say: Callable[..., None]
+    _signature_columns: list[str] | None
     num_rows: int | None
     """Of the training data, of all processes; None for a stream."""
     strata: Strata | None = None
@@ -138,12 +142,35 @@ class TrainingDataMixin(AnyTrainer):
         processes = 1 if self.strata is None else len(self.strata.sizes)
         return processes * self.args.per_device_train_batch_size / self.num_rows
 
+    def _columns_to_keep(self) -> list[str]:
+        """List the columns of a data set that Trainer is not to remove: what the wrapped model takes, and labels.
+
+        A host such as TRL's SFTTrainer keeps others for its collator, such as the lengths of packed documents.
+        """
+        columns = [*inspect.signature(self.bayesian.core.forward).parameters, *self.label_names, "label", "label_ids"]
+        if type(self)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
+            self._signature_columns = None
+            self._set_signature_columns_if_needed()
+            columns += self._signature_columns or []
+        return columns
+
+    def _refuse_mixed_documents(self) -> None:
+        """Check, on the first rows, that the model keeps packed documents apart."""
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            inputs = self._first_rows()
+            if is_flattened(inputs) and first_documents(inputs) is None and not is_stream(self.train_dataset):
+                dataset, collate = self._training_data()  # a batch of one row may hold one document
+                inputs = self._prepare_inputs(collate([dataset[row] for row in range(min(2, len(dataset)))]))
+        with self.accelerator.autocast():
+            refuse_mixed_documents(self.bayesian, self.bayesian.theta.detach()[:2], inputs)
+
     def _training_data(self) -> tuple[Any, Callable]:
         """The data set and its collator, without columns that the model does not take: as Trainer leaves them out."""
         return self._without_unused(self.train_dataset, "training")
 
     def _without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable]:
-        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+        # a stream that was mapped names its columns only as its rows come by: the collator leaves them out
+        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) and dataset.column_names is not None:
             return self._remove_unused_columns(dataset, description=what), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=what)
 
@@ -259,8 +286,8 @@ class TrainingDataMixin(AnyTrainer):
         return self.num_rows / self.get_total_train_batch_size(self.args) * per_term
 
     def _rows_of(self, inputs: dict[str, Any], members: slice) -> dict[str, Any]:
-        """The rows of a micro-batch that belong to some members; all of them if shared."""
-        if self._shared:
+        """The rows of a micro-batch that belong to some members; all of them if shared, or of one chain alone."""
+        if self._shared or len(self.chains) == 1:
             return inputs
         rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0] // len(self.chains)
         cut = slice(members.start * rows, members.stop * rows)

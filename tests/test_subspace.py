@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_bayes.subspace import Layout, decoder_blocks, initial, select
+from hf_bayes.subspace import Layout, decoder_blocks, grouped, initial, select
 from tests.members.subjects import roberta
 from tests.models import VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
@@ -91,6 +92,51 @@ def test_trainable_means_what_peft_made_trainable() -> None:
     layout = select(model)
     assert {".lora_" in name or ".modules_to_save." in name for name in layout.names} == {True}
     assert len(layout.names) == 2 * 2 * 2 + 2  # A and B on query and value of two blocks; weight and bias of the head
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_bert, lambda: with_lora(tiny_llama()).requires_grad_(True)])
+def test_a_base_with_nothing_frozen_needs_an_explicit_all(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    number = sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=rf"would sample all {number:,} weights .* Add LoRA .* set subspace='all'"):
+        select(model)
+    assert select(model, "all").dim == number
+
+
+def test_what_the_caller_froze_is_an_explicit_choice() -> None:
+    model = tiny_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    assert set(select(model).names) == {n for n, _ in model.named_parameters()} - {"model.embed_tokens.weight"}
+
+
+def test_weights_that_nobody_froze_by_hand_are_no_choice() -> None:
+    model = tiny_bert()
+    model.bert.embeddings.position_embeddings.requires_grad_(False)  # as classes with sinusoidal tables do
+    packed = nn.Parameter(model.classifier.weight.detach().to(torch.int8), requires_grad=False)
+    model.classifier.weight = packed  # as quantisation does
+    with pytest.raises(ValueError, match="none of them is frozen"):
+        select(model)
+
+
+def test_all_leaves_out_the_originals_that_peft_keeps_aside() -> None:
+    names = select(with_lora(tiny_llama(), modules_to_save=["lm_head"]), "all").names
+    assert "base_model.model.lm_head.modules_to_save.default.weight" in names
+    assert not [name for name in names if "original_module" in name]
+
+
+@pytest.mark.parametrize("subspace", ["", None, ["lm_head"]], ids=str)
+def test_a_subspace_that_is_no_text_or_empty_is_refused(subspace: Any) -> None:
+    with pytest.raises(ValueError, match=r'subspace must be "trainable", .*"all" or a regular expression'):
+        select(tiny_llama(), subspace)
+
+
+def test_names_are_grouped_over_layers_and_the_rest_counted() -> None:
+    names = select(with_lora(tiny_llama())).names  # A and B on three modules of two layers
+    first = "2 x model.layers.*.self_attn.q_proj.lora_A.default.weight"
+    assert grouped(names).startswith(first)
+    assert grouped(names).count(" x ") == 3
+    assert grouped(names).endswith("and 6 more")
+    assert grouped(["lm_head.weight"]) == "lm_head.weight"
 
 
 def test_the_last_layer_of_peft_is_the_copy_that_is_used() -> None:

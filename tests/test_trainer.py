@@ -788,6 +788,16 @@ def test_a_stream_trains_on_its_rows_in_order_scaled_to_num_data(tmp_path, evalu
         assert relative(found.grad_log_lik, 1000 / terms * expected.grad_log_lik) < 1e-6
 
 
+def test_a_stream_that_was_mapped_loses_the_columns_not_taken(tmp_path):
+    def named(row):
+        return row | {"name": "x"}
+
+    stream = Dataset.from_list(runs.token_rows(6)).to_iterable_dataset().map(named)
+    assert stream.column_names is None
+    trainer = runs.trainer(tmp_path, MAPConfig(), train=stream, minibatch="shared", num_data=50.0, map_updates=0)
+    assert set(trainer._first_rows()) == {"input_ids", "attention_mask", "labels"}
+
+
 def test_every_update_of_a_stream_is_scaled_by_its_own_micro_batches(tmp_path, evaluations):
     def build() -> Any:
         return with_lora(tiny_llama(dtype=torch.float64))
@@ -971,6 +981,7 @@ PRIVATE_HOOKS = {
     # called
     "_remove_unused_columns": ["self", "dataset", "description"],
     "_get_collator_with_removed_columns": ["self", "data_collator", "description"],
+    "_set_signature_columns_if_needed": ["self"],
     "_prepare_inputs": ["self", "inputs"],
 }
 

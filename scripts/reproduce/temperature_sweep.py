@@ -92,7 +92,7 @@ class Arguments:
     max_length: int = field(default=16, metadata={"help": "Tokens of a row, padded to it; windows of a causal LM."})
     num_train: int | None = field(default=1000, metadata={"help": "n, rows to train on; all by default of None."})
     depth: int | None = field(default=None, metadata={"help": "num_hidden_layers of the model."})
-    subspace: str = field(default="trainable", metadata={"help": "What is random."})
+    subspace: str = field(default="all", metadata={"help": "What is random."})
     methods: list[str] = field(default_factory=lambda: list(METHODS))
     temperatures: list[float] = field(default_factory=lambda: [1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0])
     phase_temperatures: list[float] = field(default_factory=lambda: [1.0])

@@ -69,7 +69,7 @@ def test_the_cnn_lstm_is_torchs_convolution_and_lstm(folder: str) -> None:
 def test_members_of_the_cnn_lstm_are_models_of_their_own(folder: str) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder).double()
     batch = AutoTokenizer.from_pretrained(folder)(TEXTS, padding="max_length", max_length=16, return_tensors="pt")
-    with attach(model, num_members=3) as bayesian:
+    with attach(model, subspace="all", num_members=3) as bayesian:
         theta = torch.randn(bayesian.theta.shape, dtype=torch.float64)
         bayesian.show(theta)
         folded = bayesian._member_logits(dict(batch))

@@ -1,0 +1,78 @@
+"""Which trainers the mixin may stand before: those whose loss is the negative log-likelihood that the mixin samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_LOSS_METHODS = ("compute_loss", "training_step", "train")
+"""Methods in which a trainer defines what a step optimises. The mixin's own take their place."""
+_TEMPLATE_FILES = (".jinja", ".j2")
+_TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
+"""Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
+
+
+def refuse_foreign_loss(trainer: type, mixin: type) -> None:
+    """Raise if a class after the mixin defines a loss of its own, which the mixin would silently replace.
+
+    transformers' trainers and TRL's SFTTrainer minimise the negative log-likelihood of labels, as the mixin does. A
+    loss of preferences, rewards or a teacher is another one, under any name.
+
+    Args:
+        trainer: the class that is being made.
+        mixin: the class of ours that comes before the host's.
+    """
+    for host in trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]:
+        own = [name for name in _LOSS_METHODS if name in vars(host)]
+        if own and not _minimises_likelihood(host):
+            raise ValueError(
+                f"{host.__name__} ({host.__module__}) defines a loss of its own ({', '.join(own)}), whose likelihood "
+                "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer "
+                "or TRL's SFTTrainer. A class of yours that changes no loss goes before BayesianTrainerMixin"
+            )
+
+
+def refuse_loss_settings(args: Any) -> None:
+    """Raise for settings of TRL's SFTConfig that ask for another loss, or that come too late for an attached model."""
+    loss, coefficient = getattr(args, "loss_type", "nll"), getattr(args, "router_aux_loss_coef", None)
+    if loss not in ("nll", "chunked_nll"):
+        raise ValueError(f"loss_type={loss!r} is refused, expected 'nll': no other loss is a log-likelihood")
+    if coefficient:
+        raise ValueError(
+            f"router_aux_loss_coef={coefficient} is refused, expected None or 0: a loss that balances experts is no "
+            "part of the likelihood. Leave it out"
+        )
+    template = getattr(args, "chat_template_path", None)
+    if template is not None and Path(template).suffix not in _TEMPLATE_FILES:
+        raise ValueError(
+            f"chat_template_path={template!r} is refused, expected a file {' or '.join(_TEMPLATE_FILES)}: the template "
+            "of another tokenizer adds tokens, and the embeddings of a model with a member axis cannot grow. Call "
+            "trl.clone_chat_template(model, tokenizer, path) before the trainer is made"
+        )
+
+
+@contextmanager
+def config_kept(config: PreTrainedConfig) -> Iterator[None]:
+    """Undo, at the end of the block, what a host's ``__init__`` changes in the model's config, special tokens aside.
+
+    TRL switches the loss on that balances experts. It is never used here, but the posterior would bear the fingerprint
+    of another configuration than its base has.
+    """
+    parts = [config] if config.get_text_config() is config else [config, config.get_text_config()]
+    before = [dict(vars(part)) for part in parts]
+    yield
+    for part, values in zip(parts, before, strict=True):
+        for name in vars(part).keys() - _TAKEN_OVER:
+            if name not in values:
+                delattr(part, name)
+            elif getattr(part, name) is not values[name]:
+                setattr(part, name, values[name])
+
+
+def _minimises_likelihood(host: type) -> bool:
+    package = host.__module__.partition(".")[0]
+    return package in ("hf_bayes", "transformers") or (package, host.__name__) == ("trl", "SFTTrainer")
