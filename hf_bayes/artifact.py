@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -32,8 +33,19 @@ from hf_bayes.posterior_files import GAUSSIAN, TRACE, gaussian_tensors, member_f
 from hf_bayes.storage import POSTERIOR, Content
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
+from hf_bayes.text_safety import readable_errors, visible_line
 
 _NUM_GAUSSIAN_MEMBERS = 10
+
+
+def require_members(count: Any) -> None:
+    """Raise a ValueError for what is no number of members."""
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise ValueError(
+            f"members is how many members to take, an integer, got {count!r:.100}: give 1 or more, or None for all"
+        )
+    if count < 1:
+        raise ValueError(f"asked for {count} members: ask for at least 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +113,11 @@ class Posterior:
         """[num_members, d]: all draws, or 10 of a Gaussian, unless told how many.
 
         Raises:
-            ValueError: if there are fewer draws than asked for.
+            ValueError: if that is no number of members, or there are fewer draws than asked for.
         """
         if num_members is None:
             num_members = self.config.num_members or _NUM_GAUSSIAN_MEMBERS
-        if num_members < 1:
-            raise ValueError(f"asked for {num_members} members: ask for at least 1")
+        require_members(num_members)
         return self.approximation.sample(num_members, generator)
 
     # -- directory -------------------------------------------------------------------------------------------------
@@ -147,6 +158,7 @@ class Posterior:
         storage.write_directory(directory, files, format=POSTERIOR, group=group)
 
     @classmethod
+    @readable_errors()
     def from_pretrained(
         cls,
         directory_or_repo: str | os.PathLike[str],
@@ -187,10 +199,11 @@ class Posterior:
         object.__setattr__(posterior, "source", str(directory_or_repo))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
-            warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")
+            warnings.warn(f"{directory_or_repo}: this posterior did not converge: {visible_line(verdict)}")
         return posterior
 
     @classmethod
+    @readable_errors()
     def from_adapters(
         cls,
         directories: Sequence[str | os.PathLike[str]],
