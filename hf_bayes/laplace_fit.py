@@ -32,6 +32,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import is_stream, refuse_frozen_adapter
+from hf_bayes.rng import require_seed
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import survey
 from hf_bayes.types import HeldOut, Problem
@@ -94,6 +95,7 @@ def fit_laplace(
     config: Any = METHODS["laplace"]() if method is None else method
     if getattr(config, "name", None) != "laplace":
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    require_seed(seed)
     _refuse_to_choose(config, heldout)
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":

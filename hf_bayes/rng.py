@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_bayes.types import Rngs
 
-
 MAX_SEED = 2**64 - 1
 """The largest seed of a ``torch.Generator``."""
 

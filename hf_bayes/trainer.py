@@ -28,6 +28,7 @@ from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.halves import HalvesMixin
 from hf_bayes.inheritance import inherit
+from hf_bayes.input_check import check_vocabulary
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
@@ -117,6 +118,7 @@ class BayesianTrainerMixin(
             self._posterior = self._evaluated = None
             self._micro, self._losses = 0, None
             super().__init__(model, args, *positional, **kwargs)
+            check_vocabulary(self.processing_class, model.core)
             if self.inherited is not None:
                 self.inherited.check_tokenizer(self.processing_class)
             # Trainer keeps the data set's columns that forward names; ours hands on what the wrapped model takes

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_bayes.rendering import DARK, LIGHT, NUM_LEVELS, Theme, luminance, print_record, to_html, to_terminal, visible
+from hf_bayes.rendering import DARK, LIGHT, NUM_LEVELS, Theme, luminance, print_record, to_html, to_terminal
+from hf_bayes.text_safety import visible
 
 HOSTILE = ["<script>", "alert(1)", "</script>", '" onmouseover="x', "&lt;", "</span>", "{{ 7 * 7 }}", "</style>", "-->"]
 SPACED = [" the", "\n", "\n\n    ", "\t", "  two  ", " ", "", "naïve", " 你好", "👩‍🔬"]
