@@ -24,6 +24,11 @@ from hf_bayes.predictive import LINKS, log_density, moments
 from hf_bayes.subspace import Layout
 
 
+def problem_of(config: Any) -> str | None:
+    """Return ``problem_type`` of a model's config, or "regression" for one output; None stands for classes."""
+    return getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+
+
 def refuse_noise_std(noise_std: float | None, kind: str) -> None:
     """Raise a ValueError for a noise of labels that are no numbers.
 
@@ -81,9 +86,8 @@ class BayesianClassifier(BayesianModel):
             raise
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
-        """What transformers takes the head for: ``problem_type``, else one output is a regression."""
-        config = self.config
-        problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+        """Return the likelihood of what transformers takes the head for."""
+        problem = problem_of(self.config)
         if problem == "regression":
             if noise_std is None or not noise_std > 0:
                 raise ValueError(

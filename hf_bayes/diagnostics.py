@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN, rhat_by_chance
-from hf_bayes.plausibility import MAX_STRAYED
+from hf_bayes.plausibility import has_strayed
 
 UNKNOWN = "convergence not"
 """How complaints begin that say only that too little is known."""
@@ -227,7 +227,7 @@ class Diagnostics:
         return f"{_chains(lost)} not finite: lower the learning rate" if lost else None
 
     def _plausible(self) -> str | None:
-        lost = [chain for chain, ratio in enumerate(self.strayed or []) if ratio > MAX_STRAYED]
+        lost = [chain for chain, ratio in enumerate(self.strayed or []) if has_strayed(ratio)]
         if not lost or self._finite():
             return None
         return (

@@ -22,6 +22,7 @@ from hf_bayes.classification import (
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     BayesianModelForTokenClassification,
+    problem_of,
 )
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
@@ -116,7 +117,7 @@ def fit_laplace(
             f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
             f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
         )
-    if noise_std is None and config.fit_noise:
+    if owned and noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
         noise_std = 1.0
     bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
     if not owned and bayesian.posterior is not None:

@@ -11,6 +11,11 @@ MAX_STRAYED = 10.0
 """Times the nats that can be accounted for: a chain ten times as hot as it should be loses fewer."""
 
 
+def has_strayed(ratio: float | None) -> bool:
+    """Return whether a chain's ``strayed`` is beyond any law; None stands for infinity, as in saved figures."""
+    return ratio is None or ratio > MAX_STRAYED
+
+
 def strayed(
     prior: Prior, draws: Tensor, start: Tensor, *, data_nats: float, temperature: float, prior_weight: float
 ) -> Tensor | None:

@@ -18,12 +18,15 @@ _ACTING = (
 )
 # Default_Ignorable_Code_Point of Unicode, without those above: characters that take no room
 _INVISIBLE = (
-    r"\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200d\u2060-\u2065\u206a-\u206f\u3164\ufe00-\ufe0f\ufeff"
+    r"\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200c\u2060-\u2065\u206a-\u206f\u3164\ufe00-\ufe0e\ufeff"
     r"\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
+# a joiner between two pictographs makes one of them, and a selector after one its colours: their work is seen
+_PICTOGRAPH = r"\u2190-\u2bff\U0001f000-\U0001faff"
+_IDLE = rf"(?<![{_PICTOGRAPH}\ufe0f])\u200d|\u200d(?![{_PICTOGRAPH}])|(?<![{_PICTOGRAPH}])\ufe0f"
 ACTING = re.compile(f"[{_ACTING}]")
 """A character that changes how the text around it is shown."""
-HIDDEN = re.compile(f"[{_ACTING}{_INVISIBLE}]")
+HIDDEN = re.compile(f"[{_ACTING}{_INVISIBLE}]|{_IDLE}")
 """A character that does so, or that is not seen itself."""
 _BREAKS = re.compile(f"[\t\n{_ACTING}]")
 

@@ -33,6 +33,7 @@ from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.plausibility import has_strayed
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import (
     is_stream,
@@ -414,7 +415,9 @@ class BayesianTrainerMixin(
         draws = torch.stack(chains.draws, 1)
         approximation, report = self._approximate(draws)
         summary, trace = self._diagnose(draws)
-        tell = self._warn if summary["converged"] is False and self.method.temperature > 0 else self._say
+        # an optimiser may well stay where it began, but not leave every plausible place
+        judged = self.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
+        tell = self._warn if summary["converged"] is False and judged else self._say
         tell("%s: %s", self.method.name, summary["verdict"])
         self._posterior = self._to_posterior(approximation, {**summary, **report}, trace)
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:

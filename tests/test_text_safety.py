@@ -29,6 +29,7 @@ def test_characters_without_width_are_hidden_ones() -> None:
     hidden = "\u200b\u200d\u2060\ufeff\u00ad\ufe0f\U000e0041\u3164"
     assert HIDDEN.sub("", hidden) == ""
     assert ACTING.sub("", hidden) == hidden
+    assert HIDDEN.search("👩‍🔬 ❤️ one person, one heart") is None
 
 
 def test_errors_are_readable_with_those_they_follow_from() -> None:
