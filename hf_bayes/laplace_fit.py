@@ -147,6 +147,7 @@ def _fit(
         shift=model.shifts_labels,
         num_outputs=model.num_outputs,
         progress=False,
+        check=model.check_inputs,
     )
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")

@@ -62,10 +62,9 @@ def readable_errors() -> Iterator[None]:
     except Exception as error:
         for each in _chain(error):
             each.args = tuple(visible(part) if isinstance(part, str) else part for part in each.args)
-            if isinstance(each, OSError):  # its words come from these
-                each.strerror, each.filename = (
-                    visible(part) if isinstance(part, str) else part for part in (each.strerror, each.filename)
-                )
+            for name in ("strerror", "filename"):  # an OSError makes its words of these, once they are set
+                if isinstance(part := getattr(each, name, None), str):
+                    setattr(each, name, visible(part))
         raise
 
 

@@ -197,6 +197,14 @@ def test_control_characters_become_signs() -> None:
     assert visible("\tkept\n as it is 你") == "\tkept\n as it is 你"
 
 
+def test_characters_without_width_are_seen() -> None:
+    hidden = ["pass\u200bword", "\u2060", "\ufeff", "soft\u00adhyphen", "\U000e0041", "👩\u200d🔬"]
+    shown = ["passU+200Bword", "U+2060", "U+FEFF", "softU+00ADhyphen", "U+E0041", "👩\u200d🔬"]
+    assert Page(to_html(record(hidden))).tokens == shown
+    assert to_terminal(record(hidden)).plain.startswith("".join(shown))
+    assert "U+202E" in to_terminal(record(["x"], prompt="a\u202eb")).plain
+
+
 @pytest.mark.parametrize(("dark", "theme"), [(True, DARK), (False, LIGHT)], ids=["dark", "light"])
 def test_the_terminal_has_the_colours_of_the_page(dark: bool, theme: Theme) -> None:
     tokens = [f"w{i} " for i in range(30)]

@@ -45,6 +45,15 @@ def test_errors_are_readable_with_those_they_follow_from() -> None:
     assert "\x1b" not in "".join(traceback.format_exception(raised.value))
 
 
+def test_an_error_without_such_characters_stays_as_it_is() -> None:
+    @readable_errors()
+    def fail() -> None:
+        raise FileNotFoundError("no such directory: x")
+
+    with pytest.raises(FileNotFoundError, match=r"^no such directory: x$"):
+        fail()
+
+
 def test_a_verdict_is_warned_of_in_safe_words(tmp_path: Path) -> None:
     bad = {"converged": False, "verdict": f"R-hat\n{ESCAPE}"}
     Posterior(draws(2).approximation, config(num_members=2, diagnostics=bad)).save_pretrained(tmp_path)
