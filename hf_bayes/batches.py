@@ -216,7 +216,7 @@ def count_terms(
     require_dataset(dataset, name)
     most, parts = 0, torch.zeros(2, dtype=torch.long)
     loader: DataLoader = DataLoader(
-        dataset,  # type: ignore[arg-type]
+        dataset,
         batch_size=batch_size,
         collate_fn=in_words(collate, name),
     )

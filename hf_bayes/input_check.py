@@ -48,13 +48,14 @@ class InputCheck:
         if ids is None or self.num_tokens is None:
             return
         require_ids(ids)
-        whole = isinstance(mask, Tensor) and mask.ndim == 2
-        if whole and mask.shape != ids.shape:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # other masks do not tell of padding
+            mask = torch.ones_like(ids)
+        if mask.shape != ids.shape:
             raise ValueError(
                 f"attention_mask must have the shape of input_ids, {list(ids.shape)}, got {list(mask.shape)}: take "
                 "both from one call of the tokenizer"
             )
-        kept = mask.bool() if whole else torch.ones_like(ids, dtype=torch.bool)
+        kept = mask.bool()
         low, high = ids.aminmax()
         empty = ~kept.any(1)
         smallest, largest, num_empty = torch.stack([low, high, empty.sum()]).tolist()

@@ -17,7 +17,7 @@ MAX_SEED = 2**64 - 1
 
 def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> None:
     """Raise a ValueError for a seed that generators do not take."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed <= largest:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= largest:
         raise ValueError(
             f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, which generators of random numbers "
             f"take, got {seed!r:.100}: choose one in that range"

@@ -623,7 +623,7 @@ def test_a_long_verdict_stays_within_the_figure(length: int) -> None:
 
 def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) -> None:
     trainer = run(tmp_path / "run")
-    acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{ $x_1$ \n"
+    acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{$ \n"
     found, trace = trainer._diagnose(torch.stack(trainer.optimizer_of_chains.draws, 1))
     found |= {"verdict": acting, "values": acting}
     metrics = {f"{acting}_nll": 1.0, f"{acting}_member_nll": 1.0}

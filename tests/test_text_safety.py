@@ -36,8 +36,8 @@ def test_errors_are_readable_with_those_they_follow_from() -> None:
     @readable_errors()
     def fail() -> None:
         try:
-            raise KeyError(f"inner {ESCAPE}")
-        except KeyError as error:
+            raise ValueError(f"inner {ESCAPE}")
+        except ValueError as error:
             raise OSError(2, "no such file", f"outer {ESCAPE}") from error
 
     with pytest.raises(OSError, match=r"U\+001B\]0;owned") as raised:
