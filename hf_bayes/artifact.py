@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -34,8 +35,19 @@ from hf_bayes.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.storage import POSTERIOR, Content
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
+from hf_bayes.text_safety import readable_errors, visible_line
 
 _NUM_GAUSSIAN_MEMBERS = 10
+
+
+def require_members(count: Any) -> None:
+    """Raise a ValueError for what is no number of members."""
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise ValueError(
+            f"members is how many members to take, an integer, got {count!r:.100}: give 1 or more, or None for all"
+        )
+    if count < 1:
+        raise ValueError(f"asked for {count} members: ask for at least 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +117,11 @@ class Posterior:
         """[num_members, d]: all draws, or 10 of a Gaussian, unless told how many.
 
         Raises:
-            ValueError: if there are fewer draws than asked for.
+            ValueError: if that is no number of members, or there are fewer draws than asked for.
         """
         if num_members is None:
             num_members = self.config.num_members or _NUM_GAUSSIAN_MEMBERS
-        if num_members < 1:
-            raise ValueError(f"asked for {num_members} members: ask for at least 1")
+        require_members(num_members)
         return self.approximation.sample(num_members, generator)
 
     # -- directory -------------------------------------------------------------------------------------------------
@@ -151,6 +162,7 @@ class Posterior:
         storage.write_directory(directory, files, format=POSTERIOR, group=group)
 
     @classmethod
+    @readable_errors()
     def from_pretrained(
         cls,
         directory_or_repo: str | os.PathLike[str],
@@ -191,7 +203,7 @@ class Posterior:
         object.__setattr__(posterior, "source", str(directory_or_repo))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
-            warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")
+            warnings.warn(f"{directory_or_repo}: this posterior did not converge: {visible_line(verdict)}")
         if unlisted := [name for name in sidecars_in(directory) if name not in files]:
             warnings.warn(
                 f"{directory_or_repo}: ignored {', '.join(unlisted)}, which the posterior's manifest does not list. "
@@ -200,6 +212,7 @@ class Posterior:
         return posterior
 
     @classmethod
+    @readable_errors()
     def from_adapters(
         cls,
         directories: Sequence[str | os.PathLike[str]],

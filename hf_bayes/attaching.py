@@ -5,12 +5,14 @@ from __future__ import annotations
 from peft import PeftModel
 from torch import Tensor, nn
 
+from hf_bayes.artifact import require_members
 from hf_bayes.base_model import refuse_foreign
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import (
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     BayesianModelForTokenClassification,
+    refuse_noise_std,
 )
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.model import BayesianModel
@@ -36,7 +38,7 @@ def attach(
             also where ``theta`` is given.
         num_members: M, where theta is not given.
         trunk: run the layers before the first random one once for all members.
-        noise_std: of a regression head's Gaussian likelihood.
+        noise_std: of a regression head's Gaussian likelihood; other heads refuse it.
     Raises:
         ValueError: for what cannot be stacked, naming it; the model is then as it was.
     """
@@ -45,8 +47,10 @@ def attach(
     refuse_foreign(model, core)
     layout = select(model, subspace)
     if theta is None:
+        require_members(num_members)
         theta = initial(model, layout).expand(num_members, -1).clone()
     if BayesianModelForCausalLM.wraps(core):
+        refuse_noise_std(noise_std, "a language model")
         return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
     kinds = (BayesianModelForTokenClassification, BayesianModelForImageClassification)
     kind = next((kind for kind in kinds if kind.wraps(core)), BayesianModelForSequenceClassification)

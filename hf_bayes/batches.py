@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
+from hf_bayes.data_rows import in_words, require_dataset
 from hf_bayes.likelihood import IGNORE, Likelihood, refuse_labels
 from hf_bayes.rng import generator
 
@@ -195,6 +196,7 @@ def count_terms(
     name: str = "train_dataset",
     halves: bool = False,
     by_row: str | None = None,
+    check: Callable[..., None] | None = None,
 ) -> TermCount:
     """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
 
@@ -206,22 +208,24 @@ def count_terms(
         halves: whether its even and its odd rows must each hold terms.
         by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
             collator may pack rows.
+        check: of inputs, such as a model's ``InputCheck``.
     Raises:
-        ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), or a collator
-            that packs rows where it must not.
+        ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), inputs that
+            ``check`` refuses, a row that the collator cannot read, or a collator that packs rows where it must not.
     """
-    if not isinstance(dataset, Sized) or len(dataset) == 0:
-        raise ValueError(f"{name} has 0 rows; N is needed to scale the likelihood: give it data")
+    require_dataset(dataset, name)
     most, parts = 0, torch.zeros(2, dtype=torch.long)
     loader: DataLoader = DataLoader(
-        dataset,  # type: ignore[arg-type]
+        dataset,
         batch_size=batch_size,
-        collate_fn=collate,
+        collate_fn=in_words(collate, name),
     )
     for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
         if batch.get("labels") is None:
             raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
         labels: Tensor = batch["labels"]
+        if check is not None:
+            check(batch, where=name, first=index * batch_size)
         if num_outputs is not None:
             refuse_labels(likelihood, labels, num_outputs, where=name, first=index * batch_size)
         given = min(batch_size, len(dataset) - index * batch_size)

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.batches import next_tokens
 from hf_bayes.decoding import Decoding
+from hf_bayes.input_check import require_ids
 from hf_bayes.likelihood import IGNORE, refuse_labels
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
@@ -54,7 +55,8 @@ class BayesianModelForCausalLM(Decoding):
         Returns:
             Logits [B, T, V] (float32) and uncertainties [B, T].
         Raises:
-            ValueError: for outputs that have no meaning for a mixture (hidden states, attentions).
+            ValueError: for outputs that have no meaning for a mixture (hidden states, attentions), and for inputs that
+                ``InputCheck`` refuses.
         """
         if kwargs.pop("output_hidden_states", None) or kwargs.pop("output_attentions", None):
             raise ValueError("hidden states and attentions differ from member to member: ask members of `model.core`")
@@ -67,6 +69,10 @@ class BayesianModelForCausalLM(Decoding):
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         if self._trace is not None and input_ids is not None:
             self._trace.chosen(input_ids[:, -1])
+        elif input_ids is not None and past_key_values is not None:
+            require_ids(input_ids)  # a step of somebody's own decoding, which is not to wait for the device
+        elif self._trace is None:
+            self.check_inputs(inputs)
         return self._answer(inputs, past_key_values, labels, logits_to_keep)
 
     @predicts
@@ -118,6 +124,7 @@ class BayesianModelForCausalLM(Decoding):
     def evaluate_batch(
         self, inputs: dict[str, Any], *, keep_logits: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
+        self.check_inputs(inputs)
         refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
         found = [self._evaluate_rows(rows, keep_logits) for rows in self._row_slices(inputs)]
         statistics = {name: torch.cat([piece[name] for piece, _ in found]) for name in found[0][0]}

@@ -24,6 +24,24 @@ from hf_bayes.predictive import LINKS, log_density, moments
 from hf_bayes.subspace import Layout
 
 
+def problem_of(config: Any) -> str | None:
+    """Return ``problem_type`` of a model's config, or "regression" for one output; None stands for classes."""
+    return getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+
+
+def refuse_noise_std(noise_std: float | None, kind: str) -> None:
+    """Raise a ValueError for a noise of labels that are no numbers.
+
+    Args:
+        kind: of the model, in words.
+    """
+    if noise_std is not None:
+        raise ValueError(
+            f"noise_std={noise_std!r} is the standard deviation of a regression's labels, and {kind} has none: leave "
+            'noise_std out, or make the head a regression (problem_type="regression")'
+        )
+
+
 class Deviations(NamedTuple):
     """Standard deviations of a regression's prediction, in units of the labels.
 
@@ -68,9 +86,8 @@ class BayesianClassifier(BayesianModel):
             raise
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
-        """What transformers takes the head for: ``problem_type``, else one output is a regression."""
-        config = self.config
-        problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+        """Return the likelihood of what transformers takes the head for."""
+        problem = problem_of(self.config)
         if problem == "regression":
             if noise_std is None or not noise_std > 0:
                 raise ValueError(
@@ -78,6 +95,7 @@ class BayesianClassifier(BayesianModel):
                     f"{noise_std}: give noise_std, or set BayesianTrainingArguments(noise_std=...)"
                 )
             return Normal(noise_std)
+        refuse_noise_std(noise_std, f"a {problem or 'classification'} head")
         return Bernoulli() if problem == "multi_label_classification" else Categorical()
 
     def log_lik(
@@ -107,11 +125,14 @@ class BayesianClassifier(BayesianModel):
             theta: [m, d] members to differentiate.
             folded: with ``theta``: the batch holds other rows for each member.
             inputs: what the wrapped model takes.
+        Raises:
+            ValueError: for inputs that ``InputCheck`` refuses, and labels that do not fit.
         """
         for name in ("return_dict", "num_items_in_batch", "output_hidden_states", "output_attentions"):
             inputs.pop(name, None)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
+        self.check_inputs(inputs)
         return self._answer(inputs, labels)
 
     @predicts
@@ -137,6 +158,7 @@ class BayesianClassifier(BayesianModel):
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
+        self.check_inputs(inputs)
         if self._linearised is not None:
             return self._evaluate_linearised(inputs, labels, keep_logits)
         logits = self._member_logits(inputs)
@@ -296,6 +318,7 @@ class BayesianModelForTokenClassification(BayesianClassifier):
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
         """Classes, whatever ``problem_type`` says: transformers' heads of this kind know no other loss."""
+        refuse_noise_std(noise_std, "a token classification head")
         return Categorical()
 
 

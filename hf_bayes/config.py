@@ -27,7 +27,7 @@ class MethodConfig:
         prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
             "laplace" (double exponential).
         prior_std: standard deviation of the prior in parameter units: one number, or a mapping
-            {regular expression on parameter names: std} that must cover every random tensor. None means 1.
+            {regular expression on parameter names: std} of which one must match every random tensor. None means 1.
         prior_mean: "zero", or "initial": the weights the model came with.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
         temper: what T tempers: "posterior" targets exp(-U/T); "likelihood" leaves the prior at T = 1.

@@ -20,6 +20,7 @@ from hf_bayes.generation import (
     refuse_unsupported,
     to_scores,
 )
+from hf_bayes.input_check import require_ids
 from hf_bayes.linearised_lm import LinearisedCausalLM
 from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.model import predicts
@@ -49,6 +50,13 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """generate's own hook: beams permute sequences, and a layer holds B or M * B rows of them."""
         return reorder_cache(past_key_values, beam_idx, self._num_cached, self.members.num_trunk_blocks)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        """Check generate's own count of new tokens, which is known here, against the model's context."""
+        config = super()._prepare_generated_length(*args, **kwargs)
+        if self._trace is not None and (mask := self._trace.prompt_mask) is not None:
+            self.check_inputs.check_generation(mask, config.max_length - kwargs["input_ids_length"])
+        return config
 
     @property
     def _num_cached(self) -> int:
@@ -83,8 +91,9 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
         Raises:
             ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and what else
-                docs/models.md lists, for prompts that have no token or end in padding, and for a linearised model whose
-                link has a closed form.
+                docs/models.md lists, for prompts that have no token or end in padding or that ``InputCheck`` refuses,
+                for texts that would not fit the model's table of positions, and for a linearised model whose link has a
+                closed form.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         kwargs["generation_config"] = generation_config
@@ -92,10 +101,12 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         if kwargs.get("use_cache", True) is None:  # it would put the whole text into the cache anew
             del kwargs["use_cache"]
         refuse_unsupported(kwargs, self.generation_config, prompt)
+        self._check_prompt(prompt, kwargs)
         self._refuse_closed("generate")
         if self._linearised is not None:  # a cache would have to hold derivatives
             kwargs["use_cache"] = False
         self._trace = trace = GenerationTrace(self.spread)
+        trace.prompt_mask = kwargs.get("attention_mask")
         self.spread.agree_on_randomness()
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
             streamer.watch(trace)
@@ -113,11 +124,15 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         ends = trace.lengths if beams is None else (beams >= 0).sum(1)
         scores = trace.scores(new, ends) if beams is None else None
         if scores is None:
-            mask = trace.prompt_mask if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
-            scores = self._score_generated(output.sequences, prompt, ends, mask)
+            scores = self._score_generated(output.sequences, prompt, ends, trace.prompt_mask)
         for name, value in scores._asdict().items():
             output[name] = value
         return output
+
+    def _check_prompt(self, prompt: Any, kwargs: dict[str, Any]) -> None:
+        """Raise for a prompt that ``InputCheck`` refuses; where a cache holds its beginning, the mask is longer."""
+        mask, cached = kwargs.get("attention_mask"), kwargs.get("past_key_values") is not None
+        self.check_inputs({"input_ids": prompt, "attention_mask": None if cached else mask})
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' way into ``generate_batch`` and its kin, whose paged cache holds tokens of many rows in one."""
@@ -139,6 +154,8 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
                 linearised model whose link has a closed form.
         """
         self._refuse_closed("score")
+        if not isinstance(input_ids, Tensor):
+            require_ids(input_ids)
         if input_ids.ndim != 2 or not 1 <= first <= input_ids.shape[1]:
             raise ValueError(
                 f"score needs input_ids [B, T] and 1 <= first <= T, got {list(input_ids.shape)} and first={first}: a "
@@ -150,6 +167,7 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
                 f"score needs an attention_mask of the shape of input_ids, {list(input_ids.shape)}, "
                 f"got {list(mask.shape)}"
             )
+        self.check_inputs({"input_ids": input_ids, "attention_mask": mask})
         slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
         return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
 

@@ -1,7 +1,7 @@
 """``hf-bayes-diagnose DIRECTORY``: a posterior's diagnostics as a table with the verdict, and one figure.
 
 Reads the directory's (or repository's) JSON and safetensors; needs no base model. docs/diagnostics.md explains the
-panels.
+panels. Texts of the directory are shown with codes in place of characters that act on a terminal.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from rich.text import Text
 from hf_bayes import hub
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
 from hf_bayes.diagnostics import MAX_CAPPED, MAX_UNMOVED
+from hf_bayes.plausibility import MAX_STRAYED
 from hf_bayes.posterior_config import CONFIG
 from hf_bayes.posterior_files import TRACE
 from hf_bayes.storage import POSTERIOR, read_directory
+from hf_bayes.text_safety import readable_errors, visible_line
 
 ROWS = (
     ("distance", "distance moved, prior standard deviations", ""),
+    ("strayed", "prior density lost, over what data can repay", f"below {MAX_STRAYED:g}"),
     ("distance_in_noise", "distance moved, reach of the noise alone", ""),
     ("unmoved", "weights that rounding held at the first update", "below 0.01"),
     ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
@@ -45,6 +48,7 @@ ROWS = (
 """Field, what it is, and what it should be: a text, or the field that says it."""
 
 
+@readable_errors()
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="hf-bayes-diagnose", description="How a posterior's chains did.")
@@ -71,9 +75,9 @@ def table(config: Mapping[str, Any]) -> Table:
     """What is known of every chain, and the verdict under it."""
     found, metrics = config["diagnostics"], config["metrics"]
     chains = found.get("num_chains") or 0
-    verdict = found.get("verdict") or "not assessed"
     colour = {True: "green", False: "red"}.get(found.get("converged"), "yellow")
-    result = Table(title=f"{config['method']['name']}, {chains or '?'} chains", caption=Text(verdict, style=colour))
+    title = Text(f"{_method(config)}, {chains or '?'} chains")  # as Text: square brackets are no markup
+    result = Table(title=title, caption=Text(_verdict(config), style=colour))
     result.add_column("diagnostic")
     result.add_column("expected", justify="right")
     shown = min(chains, 8)
@@ -88,7 +92,7 @@ def table(config: Mapping[str, Any]) -> Table:
     if rule and found.get("temperature") and found.get("noise_ratio") is None:
         words = "injected over minibatch noise, variances (takes 2 rows an update, and measure_gradient_noise)"
         result.add_row(words, "above 1", *["not measured"] * shown)
-    over = f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms"
+    over = visible_line(f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms")
     over += ", between halves" * (chains == 1)
     for name, words, limit in (
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
@@ -99,7 +103,7 @@ def table(config: Mapping[str, Any]) -> Table:
         ("ess_logits", "ESS, logits (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
     ):
         if found.get(name) is not None:
-            result.add_row(words, limit, _number(found[name]))
+            result.add_row(Text(words), limit, _number(found[name]))
     for name, words in (
         ("limit_nll", "held-out NLL, of infinitely many members"),
         ("nll", "held-out NLL"),
@@ -108,8 +112,10 @@ def table(config: Mapping[str, Any]) -> Table:
         for eval_set in _eval_sets(metrics):
             value, error = (metrics.get(f"{eval_set}{key}") for key in (name, f"{name}_std_error"))
             if value is not None:
-                of = f" ({eval_set[:-1]})" if eval_set else ""
-                result.add_row(words + of, "", f"{value:.4f}" + ("" if error is None else f", s.e. {_number(error)}"))
+                of = f" ({visible_line(eval_set[:-1])})" if eval_set else ""
+                result.add_row(
+                    Text(words + of), "", f"{value:.4f}" + ("" if error is None else f", s.e. {_number(error)}")
+                )
     return result
 
 
@@ -119,7 +125,15 @@ def _eval_sets(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
-    """One panel for everything the trace holds; None if it holds nothing."""
+    """Draw one panel for everything the trace holds; None if it holds nothing.
+
+    Names are drawn as they are: a dollar sign begins no formula.
+    """
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return _plot(config, trace)
+
+
+def _plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
     panels = [panel for wanted, panel in _PANELS if wanted(config["diagnostics"], trace)]
     if not panels:
         return None
@@ -131,10 +145,17 @@ def plot(config: Mapping[str, Any], trace: Mapping[str, Any]) -> Figure | None:
         panel(axis, config["diagnostics"], trace)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    verdict = config["diagnostics"].get("verdict") or "not assessed"
     # 14 letters of this size go into an inch
-    figure.suptitle(_wrapped(f"{config['method']['name']}: {verdict}", width=60 * columns), fontsize=10)
+    figure.suptitle(_wrapped(f"{_method(config)}: {_verdict(config)}", width=60 * columns), fontsize=10)
     return figure
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    return visible_line(config["method"]["name"])
+
+
+def _verdict(config: Mapping[str, Any]) -> str:
+    return visible_line(config["diagnostics"].get("verdict") or "not assessed")
 
 
 def _curves(axis: Axes, trace: Mapping[str, Any], steps: Sequence[int], values: Sequence[Sequence[Any]]) -> None:
@@ -194,10 +215,10 @@ def _terms(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> No
         values = _rhats(trace, kind)
         if values:
             heights = [(index + 1) / len(values) for index in range(len(values))]
-            axis.plot(values, heights, label=f"{found.get(f'num_{kind}')} {words}")
+            axis.plot(values, heights, label=visible_line(f"{found.get(f'num_{kind}')} {words}"))
     axis.axvline(MAX_RHAT, color="C3", linestyle="--", linewidth=1, label=f"limit: {MAX_RHAT}")
     axis.axhline(0.95, color="0.7", linewidth=0.8)
-    axis.set_title(f"R-hat of single terms ({found.get('num_values')} {found.get('values')})", fontsize=9)
+    axis.set_title(visible_line(f"R-hat of single terms ({found.get('num_values')} {found.get('values')})"), fontsize=9)
     axis.set_xlabel("R-hat")
     axis.set_ylabel("share of them below")
     axis.legend(fontsize=7, loc="lower right")
@@ -250,7 +271,7 @@ def _risk(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> Non
                   label=f"C(∞) = {limit:.4f}, s.e. {risk['std_error']:.4f}")  # fmt: skip
     marks = [mark for mark in (1, 2, 4, 8) if mark < len(sizes)]
     axis.set_xticks([0, *(1 / mark for mark in marks)], ["∞", *map(str, marks)])
-    of = f" ({risk['eval_set']})" if "eval_set" in risk else ""
+    of = f" ({visible_line(risk['eval_set'])})" if "eval_set" in risk else ""
     axis.set_title(f"held-out NLL of S members{of}", fontsize=9)
     axis.set_xlabel(f"S, to {len(sizes)} (spaced as 1 / S)")
     axis.set_ylabel("nats per term")

@@ -28,10 +28,11 @@ from hf_bayes.convergence import ess, rhat
 from hf_bayes.diagnostics import KINETIC_TOLERANCE, Diagnostics, distance_moved, share_within_interval, widened_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
-from hf_bayes.likelihood import Likelihood
+from hf_bayes.likelihood import Likelihood, Normal
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import Look
+from hf_bayes.plausibility import strayed
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.refusals import is_stream
 from hf_bayes.rng import generator
@@ -223,14 +224,32 @@ class DiagnosisMixin(AnyTrainer):
         diffusion = (2 * self.method.temperature * rates / self.num_data).sqrt()
         return {"distance_in_noise": distance_moved(theta, self._chains_optimizer.origin, diffusion[:, None])}
 
+    def _strayed(self, draws: Tensor) -> dict[str, Tensor]:
+        """Return what ``plausibility.strayed`` finds of draws [M, S, d], judging the start by the probe."""
+        start, config, likelihood = self._start, self.method, self.likelihood
+        at_start = self._probe(start[None]).log_lik.mean()
+        zeros = torch.zeros(1, 1, self.bayesian.num_outputs)
+        # a density of numbers is not bounded by 1, and is largest where the label is predicted exactly
+        best = float(likelihood.log_prob(zeros, zeros)) if isinstance(likelihood, Normal) else 0.0
+        found = strayed(
+            self.prior,
+            draws,
+            start,
+            data_nats=self.num_data * (best - float(at_start)),
+            temperature=config.temperature,
+            prior_weight=config.prior_weight,
+        )
+        return {} if found is None else {"strayed": found}
+
     def _diagnose(self, draws: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The run's own account of itself, and its trace, of draws [M, S, d]."""
         chains = self._chains_optimizer
         tensors = self._kinetic_of_tensors()
+        far = self._strayed(draws)
         unmoved = {name: chains.totals[name] for name in ("unmoved",) if name in chains.totals and self._has_noise}
         kinetic = self._kinetic_of_chains()
         found = self._of_all_chains(
-            {**chains.mean_info(), **self._distances(), **self._distance_in_noise(), **kinetic, **unmoved}
+            {**chains.mean_info(), **self._distances(), **self._distance_in_noise(), **kinetic, **unmoved, **far}
         )
         means: dict[str, Any] = {name: value.tolist() for name, value in found.items()}
         laws = means.get("kinetic_temperature_law")
@@ -238,7 +257,7 @@ class DiagnosisMixin(AnyTrainer):
         watched = self._watched(draws)
         convergence, ratios = ({}, {}) if watched is None else _convergence(*watched)
         same = (
-            "kinetic_temperature", "kinetic_share", "kinetic_inside", "configurational_temperature",
+            "strayed", "kinetic_temperature", "kinetic_share", "kinetic_inside", "configurational_temperature",
             "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped", "noise_ratio",
         )  # fmt: skip
         diagnostics = Diagnostics(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN, rhat_by_chance
+from hf_bayes.plausibility import has_strayed
 
 UNKNOWN = "convergence not"
 """How complaints begin that say only that too little is known."""
@@ -112,6 +113,7 @@ class Diagnostics:
     Attributes:
         dim: d, coordinates of a chain.
         distance: how far each chain moved from its start (the end of a warm start), in prior standard deviations.
+        strayed: ``plausibility.strayed`` of each chain: nats of prior density lost, over those accounted for.
         kinetic_temperature: of each chain, over all coordinates.
         kinetic_temperature_law: what the discretisation makes it in expectation.
         kinetic_share: ``share_within_interval`` of each chain, tensor by tensor, of means after burn-in and with
@@ -148,6 +150,7 @@ class Diagnostics:
 
     dim: int
     distance: Sequence[float]
+    strayed: Sequence[float] | None = None
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
     kinetic_share: Sequence[float] | None = None
@@ -192,6 +195,7 @@ class Diagnostics:
         """ "converged", or what is wrong and what to do about it, the gravest first."""
         checks: tuple[Callable[[], str | None], ...] = (
             self._finite,
+            self._plausible,
             self._moved,
             self._rounded,
             self._accepted,
@@ -221,6 +225,16 @@ class Diagnostics:
     def _finite(self) -> str | None:
         lost = [chain for chain, distance in enumerate(self.distance) if not math.isfinite(distance)]
         return f"{_chains(lost)} not finite: lower the learning rate" if lost else None
+
+    def _plausible(self) -> str | None:
+        lost = [chain for chain, ratio in enumerate(self.strayed or []) if has_strayed(ratio)]
+        if not lost or self._finite():
+            return None
+        return (
+            f"{_chains(lost, self.num_chains)} left every place that prior and data allow (the draws lost "
+            f"{max(self.strayed or []):.2g} times the nats of prior density that the data can repay): lower the "
+            "learning rate"
+        )
 
     def _moved(self) -> str | None:
         still = [chain for chain, distance in enumerate(self.distance) if distance < MIN_DISTANCE]

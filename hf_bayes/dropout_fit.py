@@ -13,7 +13,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.methods import from_dict
 from hf_bayes.posterior import Draws
 from hf_bayes.refusals import refuse_frozen_adapter
-from hf_bayes.rng import seed_of
+from hf_bayes.rng import require_seed, seed_of
 from hf_bayes.saving import to_posterior
 
 
@@ -49,6 +49,7 @@ def fit_mc_dropout(
         raise ValueError(
             f"method must be an MCDropoutConfig, got {type(config).__name__}: other methods need a trainer"
         )
+    require_seed(seed)
     with attach(model, subspace=subspace, noise_std=noise_std) as bayesian:
         refuse_frozen_adapter(bayesian)
         layout, theta = bayesian.layout, bayesian.current.detach().cpu()

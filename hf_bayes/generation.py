@@ -116,7 +116,7 @@ class GenerationTrace:
     Attributes:
         steps: one record per token drawn so far.
         lengths: [rows] how many tokens each row has until it stopped, that one included.
-        prompt_mask: the prompt's attention mask, where generate had to infer it.
+        prompt_mask: the prompt's attention mask, as given to generate or inferred by it.
     """
 
     def __init__(self, spread: LocalMembers) -> None:
@@ -228,7 +228,7 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
         default: the model's own configuration, which holds where the call says nothing.
         prompt: [rows, T], if there is one.
     """
-    if prompt is not None and prompt.shape[-1] == 0:
+    if isinstance(prompt, Tensor) and prompt.shape[-1:] == (0,):
         raise ValueError(
             f"generate continues prompts of one token or more, got {list(prompt.shape)}: leave input_ids out to begin "
             "with the bos token"
@@ -249,7 +249,7 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
         mask = kwargs.get("attention_mask")
         if kwargs.get("position_ids") is not None:
             refuse(f"num_beams={beams}, position_ids", _READ_AGAIN)
-        if mask is not None and prompt is not None and mask.shape[-1] != prompt.shape[-1]:
+        if mask is not None and isinstance(prompt, Tensor) and mask.shape[-1] != prompt.shape[-1]:
             refuse(f"num_beams={beams}, attention_mask of {mask.shape[-1]} positions", _READ_AGAIN)
     implementation = setting("cache_implementation")
     if implementation not in (None, *_CACHES):

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_bayes import sidecars, storage
+from hf_bayes.text_safety import visible_line
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
@@ -161,8 +162,8 @@ def push_directory(
     base = base.get("name_or_path") if isinstance(base, dict) else None
     if is_local(base):
         warnings.warn(
-            f"the base model is local ({base}): this path becomes public in posterior_config.json, and nobody "
-            "else can load it. Push the base model and set its id as name_or_path"
+            f"the base model is local ({visible_line(base)}): this path becomes public in posterior_config.json, and "
+            "nobody else can load it. Push the base model and set its id as name_or_path"
         )
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

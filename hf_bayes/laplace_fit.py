@@ -22,6 +22,7 @@ from hf_bayes.classification import (
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     BayesianModelForTokenClassification,
+    problem_of,
 )
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
@@ -32,6 +33,7 @@ from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import is_stream, refuse_frozen_adapter
+from hf_bayes.rng import require_seed
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import survey
 from hf_bayes.types import HeldOut, Problem
@@ -95,6 +97,7 @@ def fit_laplace(
     config: Any = METHODS["laplace"]() if method is None else method
     if getattr(config, "name", None) != "laplace":
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    require_seed(seed)
     _refuse_to_choose(config, heldout)
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":
@@ -115,7 +118,7 @@ def fit_laplace(
             f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
             f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
         )
-    if noise_std is None and config.fit_noise:
+    if owned and noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
         noise_std = 1.0
     bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
     if not owned and bayesian.posterior is not None:
@@ -145,6 +148,7 @@ def _fit(
         shift=model.shifts_labels,
         num_outputs=model.num_outputs,
         progress=False,
+        check=model.check_inputs,
     )
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")

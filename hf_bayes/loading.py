@@ -24,15 +24,17 @@ from transformers import (
 from transformers.quantizers import AutoQuantizationConfig
 
 from hf_bayes import base_model as base
-from hf_bayes.artifact import Posterior
+from hf_bayes.artifact import Posterior, require_members
 from hf_bayes.hub import DOWNLOAD
 from hf_bayes.remote_code import refuse_own_code
 from hf_bayes.subspace import Layout
+from hf_bayes.text_safety import readable_errors
 
 _TOKENIZER = ("tokenizer_config.json",)
 _IMAGE_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
+@readable_errors()
 def load(
     directory_or_repo: str | os.PathLike[str] | Posterior,
     task: str,
@@ -55,9 +57,12 @@ def load(
 
     Raises:
         ValueError: if the posterior is of another task, the base model is not the one it was made with (naming what
-            differs; ``check_base=False`` overrides), or ``dtype`` is none that a model can have.
+            differs; ``check_base=False`` overrides), ``members`` is no number of members, or ``dtype`` is none that a
+            model can have.
         OSError: if there is no posterior, or no base model, to be found.
     """
+    if members is not None:
+        require_members(members)
     wanted = _dtype_of(dtype)
     posterior = read(directory_or_repo, location)
     what = posterior.source or "this posterior"
@@ -120,6 +125,7 @@ def unwrapped(model: PeftModel) -> nn.Module:
     return base
 
 
+@readable_errors()
 def load_tokenizer(
     directory_or_repo: str | os.PathLike[str],
     *,
@@ -152,6 +158,7 @@ def load_tokenizer(
     return tokenizer
 
 
+@readable_errors()
 def load_image_processor(
     directory_or_repo: str | os.PathLike[str],
     *,

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_bayes.artifact import Posterior
 from hf_bayes.base_model import refuse_foreign
 from hf_bayes.batches import next_tokens
+from hf_bayes.input_check import InputCheck
 from hf_bayes.likelihood import IGNORE, Likelihood, widened
 from hf_bayes.loading import load, unwrapped
 from hf_bayes.members import Members
@@ -98,6 +99,7 @@ class BayesianModel(PreTrainedModel):
         self._frozen_before = [(p, p.requires_grad) for p in model.parameters()]
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
+        self.check_inputs = InputCheck(core)
         self._shown: Tensor | None = None
         self._spread = self._spread_of_shown = LocalMembers()
         self.turns = Turns()

@@ -12,8 +12,10 @@ from typing import Any
 
 from hf_bayes.adapters import TASKS
 from hf_bayes.posterior import GAUSSIANS
+from hf_bayes.rng import MAX_SEED
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
+from hf_bayes.text_safety import is_plain_line
 
 FORMAT_VERSION = 1
 CONFIG = "posterior_config.json"
@@ -54,7 +56,7 @@ class PosteriorConfig:
         base_model: name_or_path, revision, dtype and fingerprint {weights, config, tokenizer}, each a text or None.
         head: what the base model's head was set to (id2label, problem_type, noise_std ...).
         versions: of the libraries.
-        seed: of the run, None where there was none.
+        seed: of the run (at most ``rng.MAX_SEED``), None where there was none.
         diagnostics: of the run; ``converged`` (true, false or null) and ``verdict`` (a sentence) decide on a warning.
         metrics: held-out figures. In these two, NaN and infinities become null: "not defined".
     """
@@ -122,8 +124,8 @@ class PosteriorConfig:
         for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
-            _require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
-        _require(isinstance(self.method.get("name"), str), "method", self.method, "an object with the method's name")
+            _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
+        _require(_is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
         _require(_is_count(self.num_members), "num_members", self.num_members, "an integer >= 0")
         if self.approximation == "draws":
             _require(
@@ -134,7 +136,8 @@ class PosteriorConfig:
         chains = self.member_chains
         fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
         _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
-        _require(self.seed is None or _is_count(self.seed), "seed", self.seed, "an integer >= 0 or null")
+        fine = self.seed is None or (_is_count(self.seed) and self.seed <= MAX_SEED)
+        _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
         fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
         self._check_parameters()
@@ -151,7 +154,8 @@ class PosteriorConfig:
         )
         for pair in self.parameters:
             fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
-            _require(fine and all(_is_count(n) and n > 0 for n in pair[1]), "parameters", pair, "a [name, shape] pair")
+            fine = fine and _is_line(pair[0]) and all(_is_count(n) and n > 0 for n in pair[1])
+            _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
         names = [name for name, _ in self.parameters]
         twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         _require(not twice, "parameters", twice, "each name once")
@@ -165,12 +169,20 @@ class PosteriorConfig:
         _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
-            _require(value is None or isinstance(value, str), f"base_model: {key}", value, "a text or null")
+            _require(value is None or _is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")
 
 
 def _require(fine: Any, name: str, value: Any, expected: str) -> None:
     if not fine:
         raise ValueError(f"{name} must be {expected}, got {json.dumps(value, default=str)[:200]}")
+
+
+_LINE = "a line of text without control characters"
+"""Expected of names: they stand in messages."""
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and is_plain_line(value)
 
 
 def _is_count(value: Any) -> bool:

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.attaching import attach
 from hf_bayes.config import MethodConfig, check_config
+from hf_bayes.data_rows import in_words, require_dataset
 from hf_bayes.energy import IndependentPrior
 from hf_bayes.likelihood import Categorical
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
-from hf_bayes.rng import generator
+from hf_bayes.rng import generator, require_seed
 
 NUM_BARS = 20
 """Classes in the plot, at most."""
@@ -87,9 +88,11 @@ def prior_predictive(
         subspace: see ``subspace.select``.
         seed: of the draws.
     Raises:
-        ValueError: for a model without classes, or a method that is no config.
+        ValueError: for a model without classes, a method that is no config, or data without rows.
     """
     check_config(method)
+    require_seed(seed)
+    require_dataset(data, "data", "predictions need inputs")
     with attach(model, subspace=subspace) as bayesian:
         if not isinstance(bayesian.likelihood, Categorical):
             kind = type(bayesian.likelihood).__name__
@@ -98,7 +101,9 @@ def prior_predictive(
         assert isinstance(prior, IndependentPrior)  # the config's own
         draws = prior.sample(num_draws, bayesian.layout.dim, generator(seed, "prior")).to(bayesian.theta)
         sums = torch.zeros((), dtype=torch.float64, device=model.device)
-        for batch in DataLoader(data, batch_size=batch_size, collate_fn=collate or default_data_collator):
+        for batch in DataLoader(
+            data, batch_size=batch_size, collate_fn=in_words(collate or default_data_collator, "data")
+        ):
             inputs = {k: v.to(model.device) for k, v in batch.items() if isinstance(v, Tensor) and "label" not in k}
             sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
     return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())

@@ -20,17 +20,18 @@ PRIORS: dict[str, type[IndependentPrior]] = {"gaussian": GaussianPrior, "he": Ga
 def build_prior(
     config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module, inherited: Gaussian | None = None
 ) -> IndependentPrior | Gaussian:
-    """What ``prior``, ``prior_mean`` and ``prior_std`` say ("he" multiplies ``prior_std`` by sqrt(2 / fan-in)), or the
-    posterior of an earlier run.
+    """Build what ``prior``, ``prior_mean`` and ``prior_std`` say, or take the posterior of an earlier run.
+
+    "he" multiplies ``prior_std`` by sqrt(2 / fan-in).
 
     Args:
-        config: its ``prior_std`` may map regular expressions on names to stds; the first that matches holds.
+        config: its ``prior_std`` may map regular expressions on names to stds; each name must match one of them.
         layout: of theta.
         start: [d] the model's own values, the mean if ``prior_mean="initial"``.
         model: whose modules tell the fan-in of a matrix.
         inherited: see ``inheritance.inherit``.
     Raises:
-        ValueError: naming the tensor that no expression matches, or an expression that matches no tensor.
+        ValueError: naming the tensor that no expression matches or several do, or an expression that matches no tensor.
     """
     if inherited is not None:
         return inherited.to(start)
@@ -88,7 +89,14 @@ def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior |
 def _std_of(name: str, stds: float | dict[str, float] | None) -> float:
     if not isinstance(stds, dict):
         return 1.0 if stds is None else float(stds)
-    for pattern, std in stds.items():
-        if re.search(pattern, name):
-            return float(std)
-    raise ValueError(f"prior_std has no expression that matches the random parameter {name}: got {sorted(stds)}")
+    found = [pattern for pattern in stds if re.search(pattern, name)]
+    if not found:
+        raise ValueError(
+            f"prior_std has no expression that matches the random parameter {name}: got {sorted(stds)}. Add one"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"prior_std has several expressions that match the random parameter {name}: got {found}, expected one. "
+            "Narrow them until each parameter matches one (^ and $ bind an expression to the ends of a name)"
+        )
+    return float(stds[found[0]])

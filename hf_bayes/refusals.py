@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, SchedulerType
 
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_rows import require_dataset
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.host_trainers import refuse_loss_settings
 from hf_bayes.model import BayesianModel
@@ -120,6 +121,10 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)
+    if (held_out := kwargs.get("eval_dataset")) is not None:
+        several = held_out if isinstance(held_out, Mapping) else {"": held_out}
+        for name, rows in several.items():
+            require_dataset(rows, f"eval_dataset {name}".strip(), "an evaluation of none has no figures")
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
@@ -158,6 +163,7 @@ def _default(args: BayesianTrainingArguments, name: str) -> Any:
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
     """Chains draw permutations of rows that can be counted and asked for by number; a stream serves all of them."""
+    require_dataset(dataset, "train_dataset")
     if is_stream(dataset):
         wrong = [
             words
@@ -173,9 +179,6 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
         ]
         if wrong:
             raise ValueError(f"train_dataset ({type(dataset).__name__}) has no length: " + "; ".join(wrong))
-        return
-    if len(dataset) == 0:
-        raise ValueError("train_dataset has 0 rows; N is needed to scale the likelihood: give it data")
 
 
 def require_heldout(dataset: Any, method: MethodConfig) -> None:

@@ -2,7 +2,8 @@
 
 The colours are ColorBrewer's YlOrBr: one hue family, lightness strictly monotone, so that they keep their order for
 colour-blind eyes, on a grey printer and, turned round, on a dark background. Texts come from a model and are not
-trusted: HTML is escaped by the template engine and forbids scripts besides, control characters become visible signs.
+trusted: HTML is escaped by the template engine and forbids scripts besides, characters that act or that are not seen
+become visible codes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import jinja2
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
+
+from hf_bayes.text_safety import HIDDEN, code
 
 Record = Mapping[str, Any]
 
@@ -35,13 +38,8 @@ _INKS = ("#000000", "#ffffff")  # of these two, one has a contrast of 4.5 or mor
 _LARGEST = sys.float_info.max
 _ROUNDING = 1e-3  # may leave a log-probability of 0 a little above it
 _MINUS = "\N{MINUS SIGN}"
-# Characters that would change how the rest is shown, or that HTML and terminals take for commands: C0 and C1 controls,
-# surrogates, separators, directional marks and overrides, noncharacters of the first plane.
-_UNSAFE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
-)
 # One space before a word or between two needs no mark.
-_PIECES = re.compile(f"(?P<newline>\n)|(?P<tab>\t)|(?P<control>{_UNSAFE.pattern})|(?P<space>  +|^ +$| +(?=[\n\t])| +$)")
+_PIECES = re.compile(f"(?P<newline>\n)|(?P<tab>\t)|(?P<control>{HIDDEN.pattern})|(?P<space>  +|^ +$| +(?=[\n\t])| +$)")
 
 
 class Level(NamedTuple):
@@ -192,13 +190,13 @@ class Context(NamedTuple):
 def _context(record: Record) -> Context:
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
     if not isinstance(text, str):
-        messages = [{"role": visible(str(turn["role"])), "content": visible(_said(turn))} for turn in text[:-1]]
-        role, text = visible(text[-1]["role"]), str(text[-1]["content"])
+        messages = [{"role": _readable(str(turn["role"])), "content": _readable(_said(turn))} for turn in text[:-1]]
+        role, text = _readable(text[-1]["role"]), str(text[-1]["content"])
     tokens = [token["token"] for token in record["tokens"]]
     for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
         new = "".join(shown)
         if text.endswith(new):
-            return Context(messages, role, visible(text[: len(text) - len(new)]))
+            return Context(messages, role, _readable(text[: len(text) - len(new)]))
     return Context(messages, role, "")
 
 
@@ -212,14 +210,9 @@ def _number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}f}".replace("-", _MINUS)
 
 
-def _sign(match: re.Match[str]) -> str:
-    """A visible sign for a character that must not act."""
-    return f"U+{ord(match[0]):04X}"
-
-
-def visible(text: str) -> str:
-    """``text`` with a visible sign in place of every character that acts on terminals or on the text around it."""
-    return _UNSAFE.sub(_sign, text)
+def _readable(text: str) -> str:
+    """Return ``text`` with a visible code in place of every character that acts or that is not seen."""
+    return HIDDEN.sub(code, text)
 
 
 # -- HTML -----------------------------------------------------------------------------------------------------------
@@ -251,7 +244,7 @@ def to_html(
     widest = max(record["uncertainty"]["total"] for record in records)
     highest = max(token["total"] for record in records for token in record["tokens"])
     return environment.get_template("heat_map.html").render(
-        title=visible(title or f"{measure.capitalize()} uncertainty, token by token"),
+        title=_readable(title or f"{measure.capitalize()} uncertainty, token by token"),
         themes={"light": LIGHT, "dark": DARK},
         ticks=scale.ticks,
         caption=_CAPTIONS[measure],
@@ -268,7 +261,7 @@ def _page_record(index: int, record: Record, scale: Scale, widest: float, highes
     text = context.prompt + "".join(token["token"] for token in tokens)
     return {
         "heading": f"Record {index}",
-        "excerpt": visible(" ".join(text.split())[:120]),
+        "excerpt": _readable(" ".join(text.split())[:120]),
         **context._asdict(),
         "tokens": [{"level": scale.level(token), **_shown(token)} for token in tokens],
         "highest": _number(max(token[scale.measure] for token in tokens)),
@@ -294,7 +287,7 @@ def _parts(token: str) -> list[tuple[str, str]]:
     for match in _PIECES.finditer(token):
         kind = str(match.lastgroup)
         parts.append(("text", token[start : match.start()]))
-        parts += [(kind, _UNSAFE.sub(_sign, character)) for character in match[0]]
+        parts += [(kind, _readable(character)) for character in match[0]]
         start = match.end()
     return [(kind, text) for kind, text in [*parts, ("text", token[start:])] if text]
 
@@ -330,7 +323,7 @@ def to_terminal(
         text.append(f"{context.role}: " if context.role else "", "dim")
         text.append(context.prompt, "dim")
         for token in record["tokens"]:
-            shown = visible(token["token"]).replace("\n", "↵\n").replace("\t", "→   ")
+            shown = _readable(token["token"]).replace("\n", "↵\n").replace("\t", "→   ")
             text.append(shown, styles[scale.level(token)])
         text.append("\n")
         mean = record["uncertainty"]

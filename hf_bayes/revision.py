@@ -94,7 +94,7 @@ class RevisionMixin(AnyTrainer):
         dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
         outputs = self.bayesian.num_outputs
         options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_outputs": outputs, "progress": False}
-        options["halves"] = self.method.heldout_halves
+        options |= {"halves": self.method.heldout_halves, "check": self.bayesian.check_inputs}
         count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
 
     def _heldout_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:

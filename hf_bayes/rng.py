@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.types import Rngs
+
+MAX_SEED = 2**64 - 1
+"""The largest seed of a ``torch.Generator``."""
+
+
+def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> None:
+    """Raise a ValueError for a seed that generators do not take."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= largest:
+        raise ValueError(
+            f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, which generators of random numbers "
+            f"take, got {seed!r:.100}: choose one in that range"
+        )
 
 
 def seed_of(*key: object) -> int:

@@ -84,7 +84,8 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
             like blocks, and all that runs after it but the head), "all" (every parameter that is used), or a regular
             expression searched in parameter names.
     Raises:
-        ValueError: if nothing is selected, if "trainable" means all base weights, or if a selected tensor is quantised.
+        ValueError: if ``subspace`` is no such text, nothing is selected, "trainable" means all base weights, or a
+            selected tensor is quantised.
     """
     chosen = _chosen_names(model, subspace)
     names, shapes, seen = [], [], set()
@@ -165,10 +166,18 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
             raise ValueError(f"{type(model).__name__} has no list of blocks: name parameters by a regular expression")
         ids = {id(parameter) for parameter in found[1][-1].parameters()}
         return {name for name, parameter in parameters if id(parameter) in ids}
+    if not isinstance(subspace, str):
+        raise ValueError(
+            f"subspace must be a text, got {subspace!r:.100} ({type(subspace).__name__}): give one of 'trainable', "
+            "'last_layer', 'last_block' or a regular expression; several names are joined by |, as in 'q_proj|v_proj'"
+        )
     try:
         pattern = re.compile(subspace)
     except re.error as error:
-        raise ValueError(f"subspace={subspace!r} is neither a known word nor a regular expression: {error}") from error
+        raise ValueError(
+            f"subspace={subspace!r} is neither a known word nor a regular expression ({error}): correct "
+            "it, or choose one of 'trainable', 'last_layer', 'last_block'"
+        ) from error
     return {name for name, parameter in parameters if pattern.search(name)}
 
 

@@ -28,10 +28,12 @@ from hf_bayes.evaluation import EvaluationMixin
 from hf_bayes.halves import HalvesMixin
 from hf_bayes.host_trainers import config_kept, refuse_foreign_loss
 from hf_bayes.inheritance import inherit
+from hf_bayes.input_check import check_vocabulary
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
+from hf_bayes.plausibility import has_strayed
 from hf_bayes.prepared_model import prepared
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import (
@@ -126,6 +128,7 @@ class BayesianTrainerMixin(
             self._micro, self._losses = 0, None
             with config_kept(model.core.config):
                 super().__init__(model=model, args=args, **kwargs)
+            check_vocabulary(self.processing_class, model.core)
             if self.inherited is not None:
                 self.inherited.check_tokenizer(self.processing_class)
             self._signature_columns = self._columns_to_keep()
@@ -421,7 +424,9 @@ class BayesianTrainerMixin(
         draws = torch.stack(chains.draws, 1)
         approximation, report = self._approximate(draws)
         summary, trace = self._diagnose(draws)
-        tell = self._warn if summary["converged"] is False and self.method.temperature > 0 else self._say
+        # an optimiser may well stay where it began, but not leave every plausible place
+        judged = self.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
+        tell = self._warn if summary["converged"] is False and judged else self._say
         tell("%s: %s", self.method.name, summary["verdict"])
         self._posterior = self._to_posterior(approximation, {**summary, **report}, trace)
         if approximation.num_stored == 1 and self.mesh.chain_size == 1:

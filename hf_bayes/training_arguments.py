@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from hf_bayes.rng import require_seed
+
 SHARDING = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -115,6 +117,9 @@ class BayesianTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
                 raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+        require_seed(self.seed, largest=2**32 - 1)  # numpy, which transformers seeds, takes no larger one
+        if self.data_seed is not None:
+            require_seed(self.data_seed, name="data_seed")
         if self.members_per_pass is not None and self.members_per_pass < 1:
             raise ValueError(f"members_per_pass must be >= 1, got {self.members_per_pass}")
         if not 0 <= self.trunk_memory_gib < float("inf"):

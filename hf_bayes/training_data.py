@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from hf_bayes.batches import PAD_ROWS, ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_rows import in_words
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.likelihood import Likelihood, refuse_labels
@@ -76,6 +77,7 @@ class TrainingDataMixin(AnyTrainer):
             num_outputs=self.bayesian.num_outputs,
             progress=not args.disable_tqdm,
             by_row=self._no_packing(),
+            check=self.bayesian.check_inputs,
         )
         if own:
             self.num_terms = sum(self.mesh.share(self.num_terms))
@@ -320,14 +322,15 @@ class TrainingDataMixin(AnyTrainer):
                 f"{self.args.per_device_train_batch_size}: give it more, or lower that"
             )
         with torch.random.fork_rng(devices=[]):  # a collator may be random
-            batch = collate(rows)
+            batch = in_words(collate, self._stream_name)(rows)
         self._look_through(batch)
         return self._prepare_inputs(batch)
 
     def _look_through(self, batch: dict[str, Any]) -> None:
-        """Refuse labels of a stream, which nobody has counted, where they come by."""
+        """Check inputs and labels of a stream, whose rows are not counted, where they come by."""
+        where = f"a batch of {self._stream_name}"
+        self.bayesian.check_inputs(batch, where=where)
         if batch.get("labels") is not None:
-            where = f"a batch of {self._stream_name}"
             refuse_labels(self.likelihood, batch["labels"], self.bayesian.num_outputs, where=where)
 
 

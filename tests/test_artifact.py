@@ -371,6 +371,7 @@ def test_adapter_with_one_factor_only_is_refused() -> None:
         ({"num_data": -1.0}, "num_data must be a number > 0"),
         ({"num_data": float("nan")}, "num_data must be finite"),
         ({"seed": -1}, "seed must be"),
+        ({"seed": 2**64}, "seed must be an integer from 0 to 18446744073709551615"),
         ({"base_model": {"name_or_path": "x"}}, "base_model must be the keys"),
         ({"diagnostics": {"converged": "yes"}}, "converged must be true, false or null"),
         ({"member_chains": [0]}, "member_chains must be"),
@@ -483,3 +484,9 @@ def test_sample_gives_all_draws_or_ten_of_a_gaussian() -> None:
         draws(3).sample(4)
     with pytest.raises(ValueError, match="ask for at least 1"):
         gaussian().sample(0)
+
+
+@pytest.mark.parametrize("members", ["2", 2.5, True, 0, -1])
+def test_members_are_counted_in_whole_numbers(members: Any) -> None:
+    with pytest.raises(ValueError, match=r"an integer, got|ask for at least 1"):
+        draws(3).sample(members)

@@ -108,6 +108,16 @@ def no_pad_collator() -> DataCollatorForSeq2Seq:
     return DataCollatorForSeq2Seq(tokenizer)
 
 
+def custom_rows(out: Path, rows: Any) -> None:
+    BayesianTrainer(with_lora(tiny_llama()), SGHMCConfig(), runs.arguments(out), train_dataset=rows)
+
+
+def grown_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<a>"])
+    return tokenizer
+
+
 def frozen_model() -> Any:
     model = tiny_llama()
     model.requires_grad_(False)
@@ -550,6 +560,112 @@ REFUSED = [
         ("use_reentrant=False",),
     ),
     Refused("-", "a misspelt field", config(nun_chains=3), ("nun_chains",), TypeError),
+    # rows that no collator reads, or no model
+    Refused(
+        "rows",
+        "a row that is None",
+        lambda out: custom_rows(out, [*runs.token_rows(3), None]),
+        ("train_dataset has a row", "None (NoneType)", "leave out what is missing"),
+    ),
+    Refused(
+        "rows",
+        "rows of text",
+        lambda out: custom_rows(out, ["a text"] * 4),
+        ("train_dataset has a row", "'a text' (str)", "encode texts with a tokenizer"),
+    ),
+    *[
+        Refused("rows", f"train_dataset={rows!r}", lambda out, rows=rows: custom_rows(out, rows), words)
+        for rows, words in (
+            ("a text", ("must be a list or data set of rows", "got 'a text'")),
+            (5, ("must be a list or data set of rows", "got 5")),
+            ([], ("train_dataset has 0 rows", "give it data")),
+            ({"train": [], "test": []}, ("mapping with the keys 'train', 'test'", "give one of its splits")),
+        )
+    ],
+    Refused(
+        "rows",
+        "an empty eval_dataset",
+        lambda out: run(out, eval_dataset=Dataset.from_list([])),
+        ("eval_dataset has 0 rows", "has no figures"),
+    ),
+    *[
+        Refused(
+            "rows",
+            f"{name} of {tokens}",
+            training(
+                train=[
+                    *runs.token_rows(3, length=3),
+                    {"attention_mask": [1] * 3, "labels": [5] * 3, name: tokens}
+                    | ({"input_ids": [5] * 3} if name != "input_ids" else {}),
+                ]
+            ),
+            words,
+        )
+        for name, tokens, words in (
+            ("input_ids", [5, 6, 320], ("row 3 of train_dataset", "token id 320, expected 0 to 319")),
+            ("input_ids", [5, -1, 6], ("row 3 of train_dataset", "token id -1")),
+            ("attention_mask", [0, 0, 0], ("row 3 of train_dataset is padding alone", "Leave the row out")),
+        )
+    ],
+    Refused(
+        "rows",
+        "fractional ids",
+        training(train=[{"input_ids": [5.5, 6.0, 7.0], "labels": [5, 6, 7]}] * 4),
+        ("integers [rows, tokens], got torch.float32",),
+    ),
+    Refused(
+        "rows",
+        "a row past the table of positions",
+        training(model=tiny_gpt2, subspace="last_block", train=[*runs.token_rows(3, length=129)]),
+        ("row 0 of train_dataset has 129 tokens", "context of 128 tokens", "cut the text"),
+    ),
+    Refused(
+        "rows",
+        "a stream past the table of positions",
+        training(
+            model=tiny_gpt2,
+            subspace="last_block",
+            train=Stream({"input_ids": [5] * 129, "attention_mask": [1] * 129, "labels": [5] * 129}),
+            num_data=28,
+            minibatch="shared",
+        ),
+        ("of a batch of train_dataset (Stream) has 129 tokens", "context of 128 tokens"),
+    ),
+    # settings that would say nothing
+    *[
+        Refused(
+            "seed", f"{name}={seed!r}", training(**{name: seed}), (f"{name} must be an integer from 0 to", repr(seed))
+        )
+        for name, seed in (("seed", 2**32), ("seed", 2**64), ("seed", -1), ("seed", 1.5), ("data_seed", 2**64))
+    ],
+    *[
+        Refused(
+            "noise",
+            f"noise_std on {kind}",
+            training(noise_std=0.5, **changes),
+            ("noise_std=0.5 is the standard deviation of a regression's labels", kind, "leave noise_std out"),
+        )
+        for kind, changes in (
+            ("a language model", {}),
+            ("a classification head", {"model": tiny_bert, "subspace": "last_layer", "train": runs.label_rows()}),
+        )
+    ],
+    Refused(
+        "prior",
+        "two expressions for one tensor",
+        training(SGHMCConfig(prior_std={"lora": 1.0, "lora_A": 0.1})),
+        ("several expressions", "lora_A.default.weight", "['lora', 'lora_A']", "Narrow them"),
+    ),
+    Refused(
+        "tokenizer",
+        "a tokenizer larger than the embedding",
+        lambda out: run(out, processing_class=grown_tokenizer()),
+        ("token ids up to 320", "rows 0 to 319", "resize_token_embeddings"),
+    ),
+    *[
+        Refused("subspace", f"subspace={subspace!r}", training(subspace=subspace), ("subspace must be a text", words))
+        for subspace, words in ((["q_proj"], "got ['q_proj'] (list)"), (None, "got None"))
+    ],
 ]
 
 

@@ -108,7 +108,8 @@ def test_labels_of_another_shape_are_refused(
 ) -> None:
     model = make()
     model.config.problem_type = problem
-    with attach(model, subspace="last_layer", noise_std=1.0) as bayesian:
+    noise_std = 1.0 if problem == "regression" else None
+    with attach(model, subspace="last_layer", noise_std=noise_std) as bayesian:
         for options in ({}, {"theta": bayesian.theta}):
             with pytest.raises(ValueError, match=message):
                 bayesian(**batch(), labels=labels, **options)

@@ -619,3 +619,23 @@ def test_a_long_verdict_stays_within_the_figure(length: int) -> None:
     box = title.get_window_extent(FigureCanvasAgg(figure).get_renderer())
     assert box.width <= figure.bbox.width
     assert title.get_text().split() == f"sghmc: {verdict}".split()
+
+
+def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    trainer = run(tmp_path / "run")
+    acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{$ \n"
+    found, trace = trainer._diagnose(torch.stack(trainer.optimizer_of_chains.draws, 1))
+    found |= {"verdict": acting, "values": acting}
+    metrics = {f"{acting}_nll": 1.0, f"{acting}_member_nll": 1.0}
+    config = dataclasses.replace(trainer.posterior.config, diagnostics=found, metrics=metrics)
+    risk = {"sizes": [1, 2], "risks": [1.0, 0.9], "limit": 0.8, "slope": 0.1, "curvature": 0.0, "std_error": 0.1}
+    trace |= {"risk": {**risk, "eval_set": acting}}
+    Posterior(trainer.posterior.approximation, config, trainer.posterior.adapter_config, trace).save_pretrained(
+        tmp_path / "saved"
+    )
+    main([str(tmp_path / "saved"), "--output", str(tmp_path / "figure.png")])
+    shown = capsys.readouterr().out
+    assert not set("\x1b\x07\u202e") & set(shown)
+    assert "U+001B" in shown
+    assert "[bold]" in shown
+    assert (tmp_path / "figure.png").stat().st_size > 0

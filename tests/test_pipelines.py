@@ -431,6 +431,34 @@ def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -
         pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
 
 
+@pytest.mark.parametrize("inputs", [[], None, 5, ["a text", 5], [None], b"bytes"], ids=repr)
+def test_what_is_no_text_is_refused_in_words(
+    generate: BayesianTextGenerationPipeline, classify: Any, inputs: Any
+) -> None:
+    for call in (generate, classify, generate.score):
+        with pytest.raises(ValueError, match=r"takes a (text|string)|got an empty list"):
+            call(inputs)
+
+
+@pytest.mark.parametrize("keyword", ["prompt", "max_new_tokens", "text_pair", "trunctation"])
+def test_keywords_that_nothing_reads_are_refused(
+    generate: BayesianTextGenerationPipeline, classify: Any, keyword: str
+) -> None:
+    with pytest.raises(ValueError, match=f"takes no {keyword}"):
+        generate.score(models.TEXTS[0], **{keyword: "x"})
+    with pytest.raises(ValueError, match=f"takes no {keyword}"):
+        classify(models.TEXTS[0], **{keyword: "x"})
+    assert generate.score(models.TEXTS[0], truncation=True, max_length=4)
+    assert classify(models.TEXTS[0], truncation=True, max_length=4)
+
+
+def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.add_tokens(["<a>"])
+    with pytest.raises(ValueError, match="token ids up to 320, the model's embedding has rows 0 to 319"):
+        pipeline("bayesian-text-generation", generate.model, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("head", "function", "message"),
     [

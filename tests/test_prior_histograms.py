@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hf_bayes.priors import build_prior
 from hf_bayes.rng import generator
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.subspace import Layout, initial, select
-from tests.models import tiny_bert, tiny_llama
+from tests.models import tiny_bert, tiny_llama, with_lora
 from tests.runs import label_rows, padding_collator, token_rows
 
 METHOD = SGHMCConfig(prior="laplace", prior_std=0.5, prior_mean="initial")
@@ -81,3 +82,9 @@ def test_a_model_without_classes_is_refused_and_given_back() -> None:
 def test_a_name_is_no_method() -> None:
     with pytest.raises(ValueError, match=r"method must be a config such as SGHMCConfig.*got 'sghmc'"):
         prior_predictive(tiny_bert(), label_rows(2), "sghmc")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("data", "message"), [([], "data has 0 rows"), (5, "got 5"), (["a"], "cannot read: 'a'")])
+def test_data_without_inputs_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prior_predictive(with_lora(tiny_llama()), data, SGHMCConfig(), num_draws=1)

@@ -31,8 +31,9 @@ def test_one_std_holds_everywhere() -> None:
     torch.testing.assert_close(prior.log_prob(START[None])[0], expected)
 
 
-def test_the_first_expression_that_matches_holds() -> None:
-    prior = build_prior(SGHMCConfig(prior_std={"head": 3.0, "weight": 2.0, ".": 1.0}), LAYOUT, START, MODEL)
+def test_each_tensor_has_the_std_of_the_expression_it_matches() -> None:
+    stds = {"head": 3.0, r"^block\.weight": 2.0, r"\.bias$": 1.0}
+    prior = build_prior(SGHMCConfig(prior_std=stds), LAYOUT, START, MODEL)
     assert prior.std.tolist() == [2.0] * 4 + [1.0] * 2 + [3.0] * 3
 
 
@@ -47,6 +48,7 @@ def test_the_mean_may_be_the_models_own_weights() -> None:
     ("stds", "message"),
     [
         ({"weight": 1.0}, r"no expression that matches the random parameter block.bias: got \['weight'\]"),
+        ({".": 1.0, "weight": 2.0}, r"several .* parameter block.weight: got \['.', 'weight'\], expected one"),
         ({".": 1.0, "haed": 2.0}, r"\['haed'\] match no random parameter \(the first is block.weight\)"),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_bayes.rendering import DARK, LIGHT, NUM_LEVELS, Theme, luminance, print_record, to_html, to_terminal, visible
+from hf_bayes.rendering import DARK, LIGHT, NUM_LEVELS, Theme, luminance, print_record, to_html, to_terminal
+from hf_bayes.text_safety import visible
 
 HOSTILE = ["<script>", "alert(1)", "</script>", '" onmouseover="x', "&lt;", "</span>", "{{ 7 * 7 }}", "</style>", "-->"]
 SPACED = [" the", "\n", "\n\n    ", "\t", "  two  ", " ", "", "naïve", " 你好", "👩‍🔬"]
@@ -194,6 +195,14 @@ def test_control_characters_become_signs() -> None:
     plain = to_terminal(record(acting, prompt="\x1b]0;title\x07")).plain
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", plain)
     assert visible("\tkept\n as it is 你") == "\tkept\n as it is 你"
+
+
+def test_characters_without_width_are_seen() -> None:
+    hidden = ["pass\u200bword", "\u2060", "\ufeff", "soft\u00adhyphen", "\U000e0041", "👩\u200d🔬"]
+    shown = ["passU+200Bword", "U+2060", "U+FEFF", "softU+00ADhyphen", "U+E0041", "👩\u200d🔬"]
+    assert Page(to_html(record(hidden))).tokens == shown
+    assert to_terminal(record(hidden)).plain.startswith("".join(shown))
+    assert "U+202E" in to_terminal(record(["x"], prompt="a\u202eb")).plain
 
 
 @pytest.mark.parametrize(("dark", "theme"), [(True, DARK), (False, LIGHT)], ids=["dark", "light"])

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.rng import chain_generators, generator
+from hf_bayes.rng import MAX_SEED, chain_generators, generator, require_seed
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from hf_bayes.sampling import sample
 from tests import runs
@@ -83,3 +84,11 @@ def test_that_seed_does_give_two_chains_one_stream() -> None:
     first, second = (torch.randn(100, generator=generator(seed, "chain", chain)) for chain in (one, other))
     assert torch.equal(first, second)
     assert len(chain_generators(seed, other)) == other
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "1", True])
+def test_a_seed_that_generators_do_not_take_is_refused(seed: Any) -> None:
+    require_seed(MAX_SEED)
+    torch.Generator().manual_seed(MAX_SEED)
+    with pytest.raises(ValueError, match=r"seed must be an integer from 0 to 2\*\*64 - 1"):
+        require_seed(seed)

@@ -34,12 +34,18 @@ _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
 """What may be applied to a head's answers; the first gives its scores."""
 
 
+_TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
+"""Arguments of a tokenizer that are inputs of the pipeline."""
+
+
 class _ScoredPipeline(BayesianPipeline):
     """Of whole inputs: one answer each, ``top_k`` records of it."""
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, list) and not inputs:
             raise ValueError(f"{self.task_name} got an empty list: give one input or more")
+        if self.reads == "tokenizer":
+            self.check_texts(inputs)
         return super().__call__(inputs, **kwargs)
 
     def _sanitize_parameters(self, function_to_apply: str | None = None, **kwargs: Any) -> Any:
@@ -75,6 +81,10 @@ class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipe
 
     task_name = "bayesian-text-classification"
     model_class = BayesianModelForSequenceClassification
+
+    def _sanitize_parameters(self, function_to_apply: str | None = None, top_k: Any = "", **kwargs: Any) -> Any:
+        self.check_tokenizer_arguments(self.tokenizer, kwargs, taken=_TEXTS)
+        return super()._sanitize_parameters(function_to_apply=function_to_apply, top_k=top_k, **kwargs)
 
     def _forward(self, model_inputs: Any) -> Any:
         return self.call_without_cache(model_inputs)

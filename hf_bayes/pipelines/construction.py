@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from transformers import Pipeline, PreTrainedTokenizerBase
 
+from hf_bayes.input_check import check_vocabulary
 from hf_bayes.model import BayesianModel
 
 
@@ -28,6 +30,8 @@ class BayesianPipeline(Pipeline):
         if kwargs.get("device") is None and getattr(model.core, "hf_device_map", None):
             # accelerate has placed the model, and transformers looks for its map on the outer model only
             kwargs["device"] = model.device
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, model.core)
         super().__init__(model=model, tokenizer=tokenizer, **kwargs)
 
     @classmethod
@@ -39,6 +43,38 @@ class BayesianPipeline(Pipeline):
                 f"{task} needs a {expected.__name__}, got {type(model).__name__}. Give the posterior's directory or "
                 f"repository to hf_bayes.pipeline({task!r}, ...), or a model from "
                 f"{expected.__name__}.from_pretrained(...)"
+            )
+
+    @classmethod
+    def check_texts(cls, inputs: Any) -> None:
+        """Raise a ValueError for inputs that are no texts: nothing, numbers, an empty list.
+
+        Generators and data sets are not looked into: they are read once.
+        """
+        given = inputs if isinstance(inputs, list | tuple) else [inputs]
+        odd = [each for each in given if each is None or isinstance(each, bytes | bool | int | float) or each == {}]
+        if odd or not given:
+            raise ValueError(
+                f"{cls.task_name} takes a text or a list of texts, got {(odd[0] if odd else inputs)!r:.100}: give one "
+                "text or more"
+            )
+
+    @classmethod
+    def check_tokenizer_arguments(cls, tokenizer: Any, given: Mapping[str, Any], *, taken: Collection[str]) -> None:
+        """Raise a ValueError for keywords that a tokenizer would leave out without a word.
+
+        Args:
+            taken: names that it knows and that are not the caller's to set.
+        """
+        known = [
+            name
+            for name, parameter in inspect.signature(tokenizer.__call__).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD and name not in taken
+        ]
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(
+                f"{cls.task_name} takes no {', '.join(unknown)} here: what is left goes to the tokenizer, which takes "
+                f"{', '.join(known)}"
             )
 
     def check_model_type(self, supported_models: Any) -> None:

@@ -28,6 +28,9 @@ from hf_bayes.generation import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.records import Record, UncertaintyStreamer, scored
 
+_OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors")
+"""Arguments of a tokenizer that ``score`` sets itself, or has no use for."""
+
 
 class _Abandoned(Exception):
     """Nobody reads the stream any more."""
@@ -61,6 +64,10 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
 
     task_name = "bayesian-text-generation"
     model_class = BayesianModelForCausalLM
+
+    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
+        self.check_texts(text_inputs)
+        return super().__call__(text_inputs, **kwargs)
 
     def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
         return super()._prepare_generate_kwargs(generate_kwargs, return_dict_in_generate=True, **overrides)
@@ -134,13 +141,28 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             batch_size: texts at a time; None takes the pipeline's, else 1.
             tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
         Raises:
-            ValueError: for a text of fewer than two tokens, and for what is no text.
+            ValueError: for a text of fewer than two tokens, for what is no text, and for keywords that the tokenizer
+                does not take.
         """
+        if "prompt" in tokenizer_kwargs:
+            raise ValueError(
+                "score takes no prompt: it scores every token of a text but the first. To score an answer after its "
+                "prompt, give the ids of both to model.score(input_ids, first=number of tokens of the prompt)"
+            )
+        self.check_tokenizer_arguments(self.tokenizer, tokenizer_kwargs, taken=_OWN)
+        if batch_size is not None and (
+            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
+        ):
+            raise ValueError(
+                f"batch_size is how many texts go through the model at a time, got {batch_size!r}: give 1 or more"
+            )
         if isinstance(texts, str):
             return self.score([texts], batch_size=1, **tokenizer_kwargs)[0]
         texts = list(texts) if isinstance(texts, Iterable) else [texts]
         if odd := [text for text in texts if not isinstance(text, str)]:
             raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
+        if not texts:
+            raise ValueError("score takes a string or strings, got an empty list: give one text or more")
         size, records = batch_size or self._batch_size or 1, []
         for start in range(0, len(texts), size):
             records += self._score_batch(texts[start : start + size], tokenizer_kwargs)

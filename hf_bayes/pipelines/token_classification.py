@@ -49,6 +49,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, tuple):
             inputs = list(inputs)
+        self.check_texts(inputs)
         if kwargs.get("offset_mapping"):
             if not isinstance(inputs, str) and not (isinstance(inputs, list) and len(inputs) == 1):
                 # transformers would read the first text's offsets for all of them

@@ -1,0 +1,53 @@
+"""Check rows of data at the entrance: that there are some, and that the collator can read each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_EXPECTED = "a list or data set of rows, each a mapping such as {'input_ids': [...], 'labels': [...]}"
+
+
+def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale the likelihood") -> None:
+    """Raise a ValueError for what holds no rows: a text, a number, splits by name, an empty list.
+
+    Args:
+        name: what the caller calls it.
+        why: it needs rows.
+    """
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"{name} is a mapping with the keys {', '.join(map(repr, list(dataset)[:5]))}, expected {_EXPECTED}: give "
+            "one of its splits"
+        )
+    has_rows = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if isinstance(dataset, str | bytes) or not has_rows:
+        raise ValueError(f"{name} must be {_EXPECTED}, got {dataset!r:.100}: encode texts with a tokenizer first")
+    if isinstance(dataset, Sized) and not isinstance(dataset, DataLoader) and len(dataset) == 0:
+        raise ValueError(f"{name} has 0 rows; {why}: give it data")
+
+
+def in_words(collate: Callable, name: str) -> Callable:
+    """Return ``collate`` that names a row which is no mapping, where it fails.
+
+    Args:
+        collate: rows -> a batch. Some collators read other rows than mappings, and they may.
+        name: of the data, for the message.
+    """
+
+    def collated(rows: Any) -> Any:
+        try:
+            return collate(rows)
+        except Exception as error:
+            odd = [row for row in rows if not isinstance(row, Mapping) and not hasattr(row, "__dict__")]
+            if not odd:
+                raise
+            raise ValueError(
+                f"{name} has a row that the data collator cannot read: {odd[0]!r:.100} ({type(odd[0]).__name__}). "
+                f"Expected {_EXPECTED}: encode texts with a tokenizer, leave out what is missing, or give a collator "
+                "that reads such rows"
+            ) from error
+
+    return collated

@@ -1,0 +1,173 @@
+"""Check token ids at a model's entrance: their kind, their range, their mask and their number."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+_DTYPES = (torch.int64, torch.int32)
+_WANTED = "expected a tensor of integers [rows, tokens]"
+
+
+class InputCheck:
+    """Refuses inputs of a model that would fail deep inside it, or be answered with numbers that mean nothing.
+
+    Where a table holds the positions (GPT-2, BERT), longer rows are refused; where positions are computed (rotary),
+    they are warned of once: the model was not trained on them.
+
+    Args:
+        core: the transformers model.
+
+    Attributes:
+        num_tokens: rows of the input embedding; None for a model that reads no tokens.
+        longest: tokens of the model's context; None where it has no limit.
+        has_table: whether positions come from a table of that length.
+    """
+
+    def __init__(self, core: nn.Module) -> None:
+        self.num_tokens = _num_tokens(core)
+        self.longest, self.has_table = _context(core)
+        self._warned = False
+
+    def __call__(self, inputs: Mapping[str, Any], *, where: str = "the batch", first: int = 0) -> None:
+        """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot answer.
+
+        Inputs without ``input_ids`` (images, embeddings) are not looked at. The process waits once for the device.
+
+        Args:
+            inputs: of a forward without a cache.
+            where: what the caller calls the rows.
+            first: number of the first of them.
+        """
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None or self.num_tokens is None:
+            return
+        require_ids(ids)
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # other masks do not tell of padding
+            mask = torch.ones_like(ids)
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {list(ids.shape)}, got {list(mask.shape)}: take "
+                "both from one call of the tokenizer"
+            )
+        kept = mask.bool()
+        low, high = ids.aminmax()
+        empty = ~kept.any(1)
+        smallest, largest, num_empty = torch.stack([low, high, empty.sum()]).tolist()
+        if smallest < 0 or largest >= self.num_tokens:
+            row = first + int(((ids < 0) | (ids >= self.num_tokens)).any(1).nonzero()[0])
+            raise ValueError(
+                f"row {row} of {where} has the token id {smallest if smallest < 0 else largest}, expected 0 to "
+                f"{self.num_tokens - 1}, the rows of the model's embedding: encode the text with the model's own "
+                "tokenizer (-100 belongs to labels only)"
+            )
+        if num_empty:
+            raise ValueError(
+                f"row {first + int(empty.nonzero()[0])} of {where} is padding alone (its attention_mask is all 0): "
+                "there is no text to answer. Leave the row out"
+            )
+        if self.longest is not None and ids.shape[1] > self.longest:
+            self._check_lengths(kept, inputs.get("position_ids"), where, first)
+
+    def check_generation(self, mask: Tensor, num_new: int) -> None:
+        """Raise, or warn, where prompts and new tokens together are longer than the context.
+
+        Args:
+            mask: [rows, T] of the prompts.
+            num_new: tokens that each of them may get.
+        """
+        if self.longest is None or mask.shape[-1] + num_new <= self.longest or mask.ndim != 2:
+            return
+        prompt = int(mask.bool().sum(1).max())
+        if prompt + num_new > self.longest:
+            self._too_long(
+                f"a prompt of {prompt} tokens and {num_new} new ones are",
+                f"lower max_new_tokens to {max(0, self.longest - prompt)} or less, or shorten the prompt",
+            )
+
+    def _check_lengths(self, kept: Tensor, positions: Any, where: str, first: int) -> None:
+        assert self.longest is not None
+        lengths = kept.sum(1)
+        if isinstance(positions, Tensor):  # packed rows begin anew
+            lengths = positions.reshape(-1, positions.shape[-1]).amax(1) + 1
+        elif self.has_table and bool(kept[:, 0].all()):  # padding on the right has positions, too
+            lengths = torch.full_like(lengths, kept.shape[1])
+        length, row = (int(value) for value in lengths.max(0))
+        if length > self.longest:
+            self._too_long(f"row {first + row} of {where} has {length} tokens,", "cut the text (truncation=True)")
+
+    def _too_long(self, what: str, advice: str) -> None:
+        context = f"more than the model's context of {self.longest} tokens (max_position_embeddings)"
+        if self.has_table:
+            raise ValueError(f"{what} {context}, and its table of positions ends there: {advice}")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{what} {context}: it was not trained on such positions, and what it then says of its "
+                f"uncertainty is not known to mean anything. To avoid this, {advice}"
+            )
+
+
+def require_ids(ids: Any) -> None:
+    """Raise a ValueError for token ids that are no integers [rows, tokens]."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"input_ids: {_WANTED}, got {type(ids).__name__}: give torch.tensor(ids), or what "
+            "tokenizer(..., return_tensors='pt') returns"
+        )
+    if ids.dtype not in _DTYPES:
+        raise ValueError(f"input_ids: {_WANTED}, got {ids.dtype}: token ids are indices; convert them with .long()")
+    if ids.ndim != 2:
+        advice = "add the dimension of rows: input_ids[None]" if ids.ndim == 1 else "give one row per text"
+        raise ValueError(f"input_ids: {_WANTED}, got the shape {list(ids.shape)}: {advice}")
+    if ids.numel() == 0:
+        raise ValueError(
+            f"input_ids: {_WANTED}, of each one or more, got the shape {list(ids.shape)}: leave empty batches and "
+            "empty texts out"
+        )
+
+
+def check_vocabulary(tokenizer: Any, core: nn.Module) -> None:
+    """Raise a ValueError for a tokenizer with ids that the model's embedding does not have.
+
+    Args:
+        tokenizer: anything else than a tokenizer is not looked at.
+    """
+    num_tokens = _num_tokens(core)
+    if num_tokens is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    largest = max([tokenizer.vocab_size - 1, *tokenizer.added_tokens_decoder])
+    if largest >= num_tokens:
+        raise ValueError(
+            f"the tokenizer has token ids up to {largest}, the model's embedding has rows 0 to {num_tokens - 1}: take "
+            "the model's own tokenizer, or call resize_token_embeddings before training (docs/models.md)"
+        )
+
+
+def _num_tokens(core: Any) -> int | None:
+    """Return the rows of the input embedding; None where it is no table of tokens."""
+    try:
+        embedding = core.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    count = getattr(getattr(embedding, "base_layer", embedding), "num_embeddings", None)
+    return count if isinstance(count, int) else None
+
+
+def _context(core: Any) -> tuple[int | None, bool]:
+    """Return how many tokens a row may have, and whether a table of positions ends there."""
+    longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None, False
+    for name, module in core.named_modules():
+        if isinstance(module, nn.Embedding) and (name.endswith("wpe") or "pos" in name.rpartition(".")[2]):
+            # OPT's table has rows before the first position, RoBERTa's first position follows the padding token's
+            offset = getattr(module, "offset", 0)
+            if module.num_embeddings == longest + offset:
+                return longest - (0 if module.padding_idx is None or offset else module.padding_idx + 1), True
+    return longest, False
