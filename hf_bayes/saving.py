@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import SchedulerType
 from hf_bayes import base_model, checkpoints
 from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
+from hf_bayes.comparison import RowScores, difference_std_error
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
@@ -115,6 +116,9 @@ class SavingMixin(AnyTrainer):
     """C(S) of the same evaluation."""
     _evaluated: dict[str, float] | None
     """What ``evaluate`` last said of the finished posterior, on the trainer's own eval_dataset."""
+    _row_scores: Mapping[str, RowScores]
+    _evaluated_rows: Mapping[str, RowScores]
+    """The NLL of every row in the same evaluation."""
 
     @property
     def posterior(self) -> Posterior:
@@ -130,9 +134,12 @@ class SavingMixin(AnyTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self._posterior is not None and not args and not kwargs:
-            self._evaluated = metrics
-            self._risk = self._asymptote()
+            self._keep_evaluation(metrics)
         return metrics
+
+    def _keep_evaluation(self, metrics: dict[str, float]) -> None:
+        """Keep what the next save writes: metrics, C(S), and the rows that a MAP estimate is compared on."""
+        self._evaluated, self._risk, self._evaluated_rows = metrics, self._asymptote(), self._row_scores
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory, with held-out metrics if there is an eval_dataset.
@@ -154,9 +161,8 @@ class SavingMixin(AnyTrainer):
     def _with_metrics(self, posterior: Posterior) -> Posterior:
         """Held-out metrics of the posterior, beside the NLL of a MAP estimate."""
         if self._evaluated is None:
-            self._evaluated = self._measure("eval")
-            self._risk = self._asymptote()
-        metrics = self._evaluated
+            self._keep_evaluation(self._measure("eval"))
+        metrics = self._evaluated or {}
         sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
             self._warn(
@@ -180,7 +186,10 @@ class SavingMixin(AnyTrainer):
                 chains.eval()
             found |= {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
             for name in sets:
-                self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"])
+                of = f"_{name[:-1]}" if name else ""
+                error = difference_std_error(self._evaluated_rows[f"eval{of}"], self._row_scores[f"map{of}"])
+                found |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
+                self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"], error)
         config = dataclasses.replace(posterior.config, metrics=found)
         if self._risk is None:
             return dataclasses.replace(posterior, config=config)
@@ -190,14 +199,18 @@ class SavingMixin(AnyTrainer):
         risk = {**self._risk, "eval_set": last[:-1]} if last else self._risk
         return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
 
-    def _compare(self, name: str, nll: float, map_nll: float) -> None:
+    def _compare(self, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
+        """Say the held-out NLL, and how it differs from a MAP estimate's if that is more than two standard errors."""
         of = f" ({name[:-1]})" if name else ""
-        self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", of, nll, map_nll)
-        if nll > map_nll:
+        if std_error is None or abs(nll - map_nll) <= 2 * std_error:
+            self._say("held-out NLL%s: %.4f", of, nll)
+        elif nll < map_nll:
+            self._say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
+        else:
             self._warn(
-                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f: train longer, lower "
-                "temperature or prior_std, or use the MAP estimate",
-                of, nll, map_nll,
+                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (the difference has a standard "
+                "error of %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
+                of, nll, map_nll, std_error,
             )  # fmt: skip
 
     def _map_estimate(self, posterior: Posterior) -> Tensor | None:
