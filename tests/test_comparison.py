@@ -35,7 +35,9 @@ def test_the_standard_error_is_that_of_repeated_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [RowScores(np.zeros(1), np.ones(1, int)), RowScores(np.zeros(3), np.array([1, 2, 1]))], ids=["one", "other"]
+    "other",
+    [RowScores(np.zeros(1), np.ones(1, int)), RowScores(np.zeros(3), np.array([1, 2, 1]))],
+    ids=["one", "other"],
 )
 def test_rows_that_cannot_be_paired_have_no_standard_error(other: RowScores) -> None:
     rows = RowScores(np.zeros(len(other.nll)), np.ones(len(other.nll), int))
