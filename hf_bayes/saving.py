@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import SchedulerType
 
-from hf_bayes import base_model, checkpoints
+from hf_bayes import base_model, checkpoints, storage
 from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.comparison import RowScores, difference_std_error
@@ -26,6 +26,7 @@ from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
+from hf_bayes.model_card import CardFields, author_fields, write_card
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.strata import Strata
@@ -112,6 +113,7 @@ class SavingMixin(AnyTrainer):
     _posterior: Posterior | None
     _asymptote: Callable[[], dict[str, Any] | None]
     _measure: Callable[[str], dict[str, float]]
+    _card: CardFields | None = None
     _risk: dict[str, Any] | None = None
     """C(S) of the same evaluation."""
     _evaluated: dict[str, float] | None
@@ -154,7 +156,8 @@ class SavingMixin(AnyTrainer):
         if self.eval_dataset is not None and not posterior.config.metrics:
             posterior = self._posterior = self._with_metrics(posterior)
         directory = output_dir or self.args.output_dir
-        posterior.save_pretrained(directory, group=self.mesh, contributes=self.mesh.data_rank == 0)
+        share = {"group": self.mesh, "contributes": self.mesh.data_rank == 0}
+        posterior.save_pretrained(directory, repo_id=self.args.hub_model_id, **share, **(self._card or {}))
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
@@ -208,8 +211,8 @@ class SavingMixin(AnyTrainer):
             self._say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
         else:
             self._warn(
-                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (the difference has a standard "
-                "error of %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
+                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
+                "difference %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
                 of, nll, map_nll, std_error,
             )  # fmt: skip
 
@@ -257,8 +260,7 @@ class SavingMixin(AnyTrainer):
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        tags: str | Sequence[str] = (),
-        **kwargs: Any,
+        **card: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
 
@@ -269,18 +271,13 @@ class SavingMixin(AnyTrainer):
             revision: a branch, made if it is not there, or a pull request (refs/pr/1); ``args.hub_revision`` by
                 default, or else the main branch.
             private: whether a new repository is; ``args.hub_private_repo`` by default.
-            tags: of the model card, beside its own.
+            card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
         Returns:
             The commit, a text which is its address; what will be it, if not blocking; None in processes but the first.
         Raises:
-            ValueError: for anything else: a posterior's card is written from what the run was.
+            ValueError: for anything else: the rest of the card is written from what the run was.
         """
-        if kwargs:
-            raise ValueError(
-                f"push_to_hub takes commit_message, blocking, token, revision, private and tags, got "
-                f"{', '.join(sorted(kwargs))}: leave it out. For another card, edit README.md in the directory that "
-                "save_model has written, and push that by hf_bayes.hub.push_directory"
-            )
+        self._card = author_fields(self._card, card)
         self.save_model()
         if not self.is_world_process_zero():
             return None
@@ -293,9 +290,19 @@ class SavingMixin(AnyTrainer):
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision if revision is None else revision,
             commit_message=commit_message,
-            tags=tags,
+            **self._card,
         )
         return push() if blocking else HfApi().run_as_future(push)
+
+    def create_model_card(self, *_: Any, **card: Any) -> None:
+        """Keep what only an author can say for the model card; write the card anew if a posterior is saved.
+
+        Args:
+            card: as in ``push_to_hub``.
+        """
+        self._card = author_fields(self._card, card)
+        if self.args.should_save and (Path(self.args.output_dir) / storage.MANIFEST).exists():
+            write_card(self.args.output_dir, repo_id=self.args.hub_model_id, **self._card)
 
     def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any], trace: dict[str, Any]) -> Posterior:
         return to_posterior(

@@ -1,7 +1,7 @@
 """The lines that a run prints: few numbers a step, whatever the number of chains.
 
-``Trainer.log`` hands every number to all callbacks. Those of ``report_to`` (TensorBoard, Weights & Biases and others) and
-``trainer.state.log_history`` keep each chain's own; the callbacks that print get what ``short_line`` leaves.
+``Trainer.log`` hands every number to all callbacks. Those of ``report_to`` (TensorBoard, Weights & Biases and others)
+and ``trainer.state.log_history`` keep each chain's own; the callbacks that print get what ``short_line`` leaves.
 """
 
 from __future__ import annotations

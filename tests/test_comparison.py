@@ -19,7 +19,7 @@ def test_rows_sum_the_nll_of_their_own_terms() -> None:
 
 
 def test_the_standard_error_is_that_of_repeated_data() -> None:
-    """Rows of 5 or 50 tokens whose differences share an effect: the error of tokens taken as independent is too small."""
+    """Tokens of a row share an effect; taken as independent (the twin), their error is too small."""
     rng = np.random.default_rng(0)
     differences, errors, naive = [], [], []
     for _ in range(400):
