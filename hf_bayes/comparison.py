@@ -28,7 +28,8 @@ def row_scores(nll: ArrayLike, terms: ArrayLike) -> RowScores:
         terms: [R] the number of terms in each row; they sum to n.
     """
     nll, counts = np.asarray(nll, dtype=np.float64), np.asarray(terms, dtype=np.int64)
-    return RowScores(np.bincount(np.repeat(np.arange(len(counts)), counts), nll, minlength=len(counts)), counts)
+    sums = np.bincount(np.repeat(np.arange(len(counts)), counts), nll, minlength=len(counts))
+    return RowScores(sums.astype(np.float64), counts)
 
 
 def difference_std_error(one: RowScores, other: RowScores) -> float | None:

@@ -157,7 +157,9 @@ def markdown(value: Any) -> str:
         return "not defined"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, bool | int):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
         return str(value)
     if isinstance(value, list):
         return f"{len(value)} values" if len(value) > 8 else ", ".join(map(markdown, value))
@@ -183,7 +185,9 @@ def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, 
     base, method = config["base_model"]["name_or_path"], one_line(config["method"]["name"])
     base = base if base and not is_local(base) and _is_repo_id(base) else None
     tags = ["hf_bayes", "bayesian", method, *(["lora"] if adapter else []), *fields.get("tags", ())]
-    given = {name: fields[name] for name in ("license", "language", "datasets") if name in fields}  # type: ignore[literal-required]
+    given: dict[str, Any] = {
+        name: value for name, value in fields.items() if name in ("license", "language", "datasets")
+    }
     return ModelCardData(
         **given,
         library_name="hf_bayes",
@@ -216,6 +220,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "answers": _answers(task, head),
         "base": (Path(base).name if local else base) if base else None,
         "base_is_local": local,
+        "weights": _weights(config["subspace"], adapter=adapter),
         "repo_id": repo_id or "user/this-posterior",
         "pipeline_tag": pipeline_tag,
         "suffix": suffix,
@@ -225,7 +230,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "method_words": METHODS.get(method["name"]),
         "temperature": str(method["temperature"]) if "temperature" in method else "not recorded",
         "prior": ", ".join(f"{key} = {value}" for key, value in _flat(prior).items()) or "not recorded",
-        "fields": {key: value for key, value in _flat(method).items() if key != "name"},
+        "fields": {key: value for key, value in _flat(method).items() if key != "name" and value is not None},
         "diagnostics": _rows(config["diagnostics"], DIAGNOSTICS, skip=("verdict", "converged")),
         "converged": config["diagnostics"].get("converged"),
         "verdict": config["diagnostics"].get("verdict") or "not assessed",
@@ -233,6 +238,13 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "noise_std": head.get("noise_std"),
         "num_labels": len(head.get("labels") or ()),
     }  # fmt: skip
+
+
+def _weights(subspace: str, *, adapter: bool) -> str:
+    """Return words for the random parameters."""
+    known = {"last_layer": "the last layer", "last_block": "the last block", "all": "all weights"}
+    known["trainable"] = "the LoRA adapter" if adapter else "the trainable weights"
+    return known.get(subspace, f"the weights that match {subspace}")
 
 
 def _answers(task: str, head: Mapping[str, Any]) -> str:

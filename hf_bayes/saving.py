@@ -156,8 +156,8 @@ class SavingMixin(AnyTrainer):
         if self.eval_dataset is not None and not posterior.config.metrics:
             posterior = self._posterior = self._with_metrics(posterior)
         directory = output_dir or self.args.output_dir
-        share = {"group": self.mesh, "contributes": self.mesh.data_rank == 0}
-        posterior.save_pretrained(directory, repo_id=self.args.hub_model_id, **share, **(self._card or {}))
+        first, card = self.mesh.data_rank == 0, self._card or CardFields()
+        posterior.save_pretrained(directory, repo_id=self.args.hub_model_id, group=self.mesh, contributes=first, **card)
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
 
