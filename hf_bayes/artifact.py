@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from hf_bayes import hub, posterior_files, storage
 from hf_bayes.adapters import Adapter, adapter_key, partner_key, plain_adapter_config
 from hf_bayes.fingerprint import fingerprint_tensors
+from hf_bayes.model_card import CardFields, card_fields, render_card
 from hf_bayes.posterior import Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
 from hf_bayes.posterior_files import GAUSSIAN, TRACE, gaussian_tensors, member_folder
@@ -134,6 +135,7 @@ class Posterior:
         repo_id: str | None = None,
         group: storage.Group | None = None,
         contributes: bool = True,
+        **card: Unpack[CardFields],
     ) -> None:
         """Write the directory in one step: any reader, at any time, finds the old or the new posterior.
 
@@ -143,9 +145,11 @@ class Posterior:
             repo_id: the id under which the model card says to load it.
             group: processes that hold the draws of other chains; they save one posterior of all draws together.
             contributes: False for a process whose draws another one writes.
+            card: license, language, datasets, tags and model_name of the model card (``model_card.CardFields``).
         Raises:
-            OSError, ValueError: as ``storage.write_directory``.
+            OSError, ValueError: as ``storage.write_directory`` and ``card_fields``.
         """
+        card = card_fields(**card)
         storage.check_writable(directory, overwrite, format=POSTERIOR)
         group = group or storage.Alone()
         shares = group.share(self.config.member_chains if contributes else [])
@@ -158,7 +162,7 @@ class Posterior:
                 files |= {f"{member_folder(first + index)}/{name}": part for name, part in content.items()}
         if group.rank == 0:
             whole = dataclasses.replace(self.config, num_members=len(chains), member_chains=chains)
-            files |= self._common_files(whole, repo_id)
+            files |= self._common_files(whole, repo_id, card)
         storage.write_directory(directory, files, format=POSTERIOR, group=group)
 
     @classmethod
@@ -284,7 +288,7 @@ class Posterior:
         private: bool | None = None,
         revision: str | None = None,
         commit_message: str | None = None,
-        tags: str | Sequence[str] = (),
+        **card: Unpack[CardFields],
     ) -> hub.CommitInfo:
         """Upload the directory, and nothing else. Returns the commit: a text, its address.
 
@@ -294,16 +298,14 @@ class Posterior:
             private: whether a new repository is.
             revision: a branch, made if it is not there, or a pull request (refs/pr/1); the main branch by default.
             commit_message: of the commit.
-            tags: of the model card, beside its own.
+            card: license, language, datasets, tags and model_name of the model card (``model_card.CardFields``).
         Raises:
-            ValueError, OSError: as ``hub.push_directory``; for tags that are no texts.
+            ValueError, OSError: as ``hub.push_directory`` and ``card_fields``.
         """
         import tempfile
 
         with tempfile.TemporaryDirectory() as directory:
-            self.save_pretrained(directory, repo_id=repo_id)
-            if tags:
-                hub.add_tags(directory, tags)
+            self.save_pretrained(directory, repo_id=repo_id, **card)
             return hub.push_directory(
                 directory,
                 repo_id,
@@ -362,7 +364,7 @@ class Posterior:
                     "both, or pass adapter_config=None to store plain tensors"
                 )
 
-    def _common_files(self, config: PosteriorConfig, repo_id: str | None) -> dict[str, Content]:
+    def _common_files(self, config: PosteriorConfig, repo_id: str | None, card: CardFields) -> dict[str, Content]:
         """All files but the members'."""
         files: dict[str, Content] = {CONFIG: config.to_dict()}
         if self.trace is not None:
@@ -372,7 +374,8 @@ class Posterior:
         if isinstance(self.approximation, Gaussian):
             files[GAUSSIAN] = gaussian_tensors(self.approximation, self.layout)
         files |= self.sidecars.files
-        files["README.md"] = hub.render_card(config.to_dict(), adapter=self.adapter_config is not None, repo_id=repo_id)
+        adapter = self.adapter_config is not None
+        files["README.md"] = render_card(config.to_dict(), adapter=adapter, repo_id=repo_id, **card)
         return files
 
     def _member_files(self, row: Tensor) -> dict[str, Content]:

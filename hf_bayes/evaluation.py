@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import DefaultFlowCallback, ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hf_bayes.classification import Deviations
+from hf_bayes.comparison import RowScores, row_scores
 from hf_bayes.data_rows import require_dataset
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.metrics import summarise
@@ -44,6 +47,8 @@ class EvaluationMixin(AnyTrainer):
     """[n, M] of terms spread evenly over the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
     _mixture_nll: float
     """Of all its terms, nats per term."""
+    _row_scores: Mapping[str, RowScores] = MappingProxyType({})
+    """The NLL of every row, of the last evaluation under each metric prefix; each evaluation makes a new mapping."""
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Trainer's loop, with the posterior's metrics.
@@ -60,9 +65,12 @@ class EvaluationMixin(AnyTrainer):
             self._statistics = None
         if any(len(batch["nll"]) for batch in batches):  # else nothing can be said: no labels, or all -100
             self._member_log_lik = _pop_members(batches)
+            terms = torch.cat([batch.pop("terms_of_rows") for batch in batches])
             metrics = summarise(
                 {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
             )
+            nll = torch.cat([batch["nll"].cpu() for batch in batches])
+            self._row_scores = {**self._row_scores, metric_key_prefix: row_scores(nll.float(), terms)}
             metrics["loss"] = self._mixture_nll = metrics["nll"]
             output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
         return output
@@ -140,7 +148,7 @@ class EvaluationMixin(AnyTrainer):
         kept = []
         for part, counts in parts:
             wanted = int(counts[:rows].sum())
-            kept.append({name: value[:wanted] for name, value in part.items()})
+            kept.append({name: value[:wanted] for name, value in part.items()} | {"terms_of_rows": counts[:rows]})
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
 

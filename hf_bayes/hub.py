@@ -1,16 +1,16 @@
-"""Posteriors on the Hugging Face Hub: fetch, model card, push. Knows directories and JSON, neither models nor theta."""
+"""Posteriors on the Hugging Face Hub: fetch and push directories."""
 
 from __future__ import annotations
 
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -18,19 +18,9 @@ from hf_bayes import sidecars, storage
 from hf_bayes.text_safety import visible_line
 
 CARD = "README.md"
-TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
 """How anything comes from the Hub: what holds for a posterior holds for its base model."""
-_TASKS = {
-    "causal_lm": ("text-generation", "ForCausalLM"),
-    "sequence_classification": ("text-classification", "ForSequenceClassification"),
-    "token_classification": ("token-classification", "ForTokenClassification"),
-    "image_classification": ("image-classification", "ForImageClassification"),
-}
-"""What the Hub calls our tasks, and how classes for them end."""
-_REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 _TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
-_HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files that a posterior is made of."""
 # Files of an earlier push that a later one no longer has: a member left there would make the posterior unreadable, a
@@ -71,65 +61,6 @@ def fetch(
     if not path.is_dir():
         raise FileNotFoundError(f"{source} has no folder {subfolder!r}")
     return path
-
-
-def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None = None) -> str:
-    """The model card of a posterior.
-
-    Args:
-        config: ``PosteriorConfig.to_dict()``.
-        adapter: whether the parameters are a peft adapter's.
-        repo_id: where it will be found; None leaves a placeholder.
-    """
-    base, method = config["base_model"]["name_or_path"], config["method"]
-    local = is_local(base)
-    pipeline_tag, suffix = _TASKS[config["task"]]
-    data = ModelCardData(
-        library_name="peft" if adapter else "hf_bayes",
-        pipeline_tag=pipeline_tag,
-        tags=["hf_bayes", "bayesian", method["name"], *(["lora"] if adapter else [])],
-        base_model=None if local else base,
-        base_model_relation=None if local else ("adapter" if adapter else "finetune"),
-        model_name=(repo_id or "posterior").split("/")[-1],
-        eval_results=_eval_results(config["metrics"], pipeline_tag) or None,
-    )
-    chains = config["member_chains"]
-    card = ModelCard.from_template(
-        data,
-        template_path=str(TEMPLATE),
-        config=config,
-        method=method,
-        suffix=suffix,
-        adapter=adapter,
-        answers=_answers(config["task"], config["head"]),
-        unit="token" if config["task"] in ("causal_lm", "token_classification") else "example",
-        noise_std=_inline(config["head"].get("noise_std")),
-        base="the base model" if not base else _inline(Path(base).name if local else base),
-        base_is_local=local,
-        repo_id=repo_id or "user/this-posterior",
-        num_chains=len(set(chains)) or method.get("num_chains"),
-        prior=_inline(", ".join(f"{key} = {value}" for key, value in _flat(config["prior"]).items())) or "not recorded",
-        fields={key: _inline(value) for key, value in _flat(method).items() if key != "name"},
-        diagnostics=_table(config["diagnostics"], skip=("verdict", "converged")),
-        verdict=_inline(config["diagnostics"].get("verdict") or "not assessed"),
-        metrics=_table(config["metrics"]),
-    )
-    return _HOME.sub("<local path>", str(card))
-
-
-def add_tags(directory: str | os.PathLike[str], tags: str | Sequence[str]) -> None:
-    """Put further tags into the card of a saved posterior, each once.
-
-    Raises:
-        ValueError: if one is no text.
-    """
-    tags = [tags] if isinstance(tags, str) else list(tags)
-    if odd := [tag for tag in tags if not isinstance(tag, str)]:
-        raise ValueError(f"tags of a model card are texts, got {odd[0]!r}: give one text or a list of them")
-    file = Path(directory) / CARD
-    card = ModelCard.load(file)
-    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
-    card.save(file)
 
 
 def push_directory(
@@ -206,51 +137,3 @@ def _download(source: str, *, patterns: Sequence[str], folder: str, **download: 
             f"{source} is no directory here, and the Hub did not give it: {error}. "
             "Check the name, the token and the network"
         ) from error
-
-
-def _answers(task: str, head: Mapping[str, Any]) -> str:
-    """What the model predicts: "classes" (words among them), several "labels", or "numbers"."""
-    if "noise_std" in head:
-        return "numbers"
-    several = task != "token_classification" and head.get("problem_type") == "multi_label_classification"
-    return "labels" if several else "classes"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _table(values: Mapping[str, Any], skip: Sequence[str] = ()) -> dict[str, str]:
-    found = {key: value for key, value in _flat(values).items() if key not in skip and value is not None}
-    return {_inline(key): _inline(value) for key, value in found.items()}
-
-
-def _inline(value: Any) -> str:
-    """One line that cannot break a table or a heading."""
-    if value is None:
-        return "not defined"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        value = f"{len(value)} values" if len(value) > 8 else ", ".join(map(_inline, value))
-    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:
-    results = []
-    for key, value in metrics.items():
-        name = key.removeprefix("eval_")
-        if name in _REPORTED and isinstance(value, (int, float)):
-            results.append(
-                EvalResult(
-                    task_type=task,
-                    dataset_type="held-out",
-                    dataset_name="held-out data",
-                    metric_type=name,
-                    metric_value=value,
-                )
-            )
-    return results

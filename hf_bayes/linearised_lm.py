@@ -271,6 +271,11 @@ class LinearisedCausalLM(CausalMembers):
         for index, outputs in closed.outputs(gaussian, hidden, output, rows, positions):
             yield index, link(*outputs)
 
+    @property
+    def is_closed_form(self) -> bool:
+        """True if predictions integrate over the Gaussian in closed form, so that no number of members enters."""
+        return self._closed is not None
+
     def _refuse_closed(self, what: str) -> None:
         if self._closed is not None and self._linearised is not None:
             raise ValueError(

@@ -20,14 +20,10 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from hf_bayes.colour_scale import NUM_LEVELS, PARTS, Record, Scale, scale_of
 from hf_bayes.text_safety import HIDDEN, code
 
-Record = Mapping[str, Any]
-
-NUM_LEVELS = 24
-
 _TEMPLATES = Path(__file__).parent / "templates"
-_PARTS = ("total", "aleatoric", "epistemic")
 _CAPTIONS = {
     "epistemic": "Epistemic uncertainty of each token in nats: what the members of the posterior disagree about.",
     "aleatoric": "Aleatoric uncertainty of each token in nats: what every member by itself leaves open.",
@@ -91,42 +87,6 @@ DARK = _theme("#17181c", "#fe9929", _STOPS[::-1])
 # -- what both renderings share -------------------------------------------------------------------------------------
 
 
-class Scale(NamedTuple):
-    """Maps a number of nats to a level: 0 at 0, the last at ``vmax`` and above."""
-
-    measure: str
-    vmax: float
-    exceeded: bool
-
-    def level(self, token: Record) -> int:
-        """Of a token's record."""
-        return max(0, min(NUM_LEVELS, round(token[self.measure] / self.vmax * NUM_LEVELS)))
-
-    @property
-    def ticks(self) -> list[str]:
-        """Labels at the beginning, the middle and the end."""
-        return ["0", f"{self.vmax / 2:.3g}", f"{'≥ ' if self.exceeded else ''}{self.vmax:.3g} nats"]
-
-
-def _scale(records: Sequence[Record], measure: str, vmax: float | None) -> Scale:
-    if measure not in _PARTS:
-        raise ValueError(f"measure is one of {', '.join(_PARTS)}; got {measure!r}")
-    if vmax is not None and not 0 < vmax < math.inf:
-        raise ValueError(f"vmax is the end of the colour scale, a positive number of nats; got {vmax}")
-    highest = max((token[measure] for record in records for token in record["tokens"]), default=0.0)
-    if vmax is None:
-        vmax = _rounded_up(highest)
-    return Scale(measure, vmax, highest > vmax)
-
-
-def _rounded_up(value: float) -> float:
-    """To two digits; members that agree leave rounding errors of 1e-7, which are not to be painted red."""
-    if value < 1e-4:
-        return 1e-4
-    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return math.ceil(value / unit - 1e-9) * unit
-
-
 def _flat(records: Any) -> list[Record]:
     """The records of any nesting that pipelines return."""
     if isinstance(records, Mapping):
@@ -166,7 +126,7 @@ def _check(record: Record) -> None:
 
 
 def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
-    for name in (*_PARTS, *logprobs):
+    for name in (*PARTS, *logprobs):
         value = values.get(name)
         expected, lowest, highest = (
             ("a log-probability, 0 or below", -math.inf, _ROUNDING)  # of what is impossible, -inf
@@ -227,13 +187,14 @@ def to_html(
         record_or_records: a record of the generation pipeline or of its ``score``, or lists of them, on one scale.
         measure: what colours show: "epistemic", "aleatoric" or "total".
         title: of the page.
-        vmax: nats at the end of the scale; None takes the largest value there is, rounded up.
+        vmax: nats at the dark end of the scale; None takes a fixed reference (``colour_scale.REFERENCES``): 1 nat of
+            epistemic, 4 nats of aleatoric or total uncertainty. The legend states it.
     Raises:
         ValueError: for records without tokens or with numbers that are none, an unknown measure, or a vmax that is not
             positive.
     """
     records = _flat(record_or_records)
-    scale = _scale(records, measure, vmax)
+    scale = scale_of(records, measure, vmax)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -247,6 +208,7 @@ def to_html(
         title=_readable(title or f"{measure.capitalize()} uncertainty, token by token"),
         themes={"light": LIGHT, "dark": DARK},
         ticks=scale.ticks,
+        legend=scale.legend,
         caption=_CAPTIONS[measure],
         measure=measure,
         records=[
@@ -267,13 +229,13 @@ def _page_record(index: int, record: Record, scale: Scale, widest: float, highes
         "highest": _number(max(token[scale.measure] for token in tokens)),
         "widths": [f"{max(0.0, 100 * uncertainty[part] / widest):.2f}" for part in ("aleatoric", "epistemic")],
         "paths": {part: _steps([token[part] / highest for token in tokens]) for part in ("total", "aleatoric")},
-        **{part: _number(uncertainty[part]) for part in _PARTS},
+        **{part: _number(uncertainty[part]) for part in PARTS},
         **{name: _number(uncertainty[name], 2) for name in ("sequence_logprob", "sequence_logprob_tokenwise")},
     }
 
 
 def _shown(token: Record) -> dict[str, Any]:
-    lines = [f"{part:<10}{_number(token[part]):>9} nats" for part in reversed(_PARTS)]
+    lines = [f"{part:<10}{_number(token[part]):>9} nats" for part in reversed(PARTS)]
     lines.append(f"{'log p':<10}{_number(token['logprob']):>9}  p {100 * math.exp(token['logprob']):.3g} %")
     lines.append(f"{'id':<10}{token['id']:>9}")
     return {"numbers": "\n".join(lines), "parts": _parts(token["token"])}
@@ -313,7 +275,7 @@ def to_terminal(
         dark: for a terminal with a dark background.
     """
     records = _flat(record_or_records)
-    scale, theme = _scale(records, measure, vmax), DARK if dark else LIGHT
+    scale, theme = scale_of(records, measure, vmax), DARK if dark else LIGHT
     styles = [Style(), *(Style(bgcolor=level.background, color=level.text) for level in theme.levels[1:])]
     text = Text()
     for record in records:
@@ -327,7 +289,7 @@ def to_terminal(
             text.append(shown, styles[scale.level(token)])
         text.append("\n")
         mean = record["uncertainty"]
-        parts = "  ".join(f"{part} {_number(mean[part])}" for part in _PARTS)
+        parts = "  ".join(f"{part} {_number(mean[part])}" for part in PARTS)
         text.append(
             f"mean {parts} nats;  log p(sequence) {_number(mean['sequence_logprob'], 2)},"
             f"  Σ log p(token) {_number(mean['sequence_logprob_tokenwise'], 2)}\n\n",
@@ -337,7 +299,7 @@ def to_terminal(
     text.append(f"{measure} {first} ")
     for style in styles:
         text.append(" ", style)
-    text.append(f" {last}")
+    text.append(f" {last}\n{scale.legend}")
     return text
 
 

@@ -41,6 +41,9 @@ class ReportingMixin(AnyTrainer):
     mesh: ChainMesh
     prior: IndependentPrior | Gaussian
     inherited: Inherited | None
+    num_data: float
+    num_terms: int | None
+    num_rows: int | None
     optimizer_of_chains: ChainOptimizer | None
     _losses: Tensor | None
     _has_noise: bool
@@ -69,15 +72,15 @@ class ReportingMixin(AnyTrainer):
         state = self._chains_optimizer.template_fields()
         size = layout.dim * chains * self.bayesian.theta.element_size()
         held = 2 * size + sum(value.nbytes for value in state.values())  # theta and its gradient beside the state
+        counted = "given" if self.num_terms is None else f"{self.num_terms} counted in {self.num_rows} rows"
         self._say(
-            "%s: %d chains x %s random parameters in %d tensors; %.1f MB of chain state, draws %.1f MB",
-            config.name, chains, f"{layout.dim:,}", len(layout.names), held / 2**20,
+            "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
+            "updates of %d micro-batches; %.1f MB of chain state, draws %.1f MB",
+            config.name, chains, f"{layout.dim:,}", len(layout.names), self.num_data, self.args.data_unit, counted,
+            _duration(self._time_one_micro_batch() * steps * accumulation), steps, accumulation, held / 2**20,
             config.draws_per_chain * size / 2**20,
         )  # fmt: skip
         self._say("random: %s", grouped(layout.names))
-        seconds = self._time_one_micro_batch()
-        duration = _duration(seconds * steps * accumulation)
-        self._say("about %s for %d updates of %d micro-batches", duration, steps, accumulation)
         if self.inherited is not None:
             record = self.inherited.record
             self._say(
@@ -87,16 +90,16 @@ class ReportingMixin(AnyTrainer):
             ratio = None  # of a prior around 0 only
         else:
             ratio = lora_prior_ratio(self.bayesian.model, layout, self.prior)
-        if ratio is not None:
+        if ratio is not None and ratio <= 1:
             self._say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
-            if ratio > 1:
-                given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
-                narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
-                self._warn(
-                    "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
-                    "rank and alpha; %s the ratio is under 1",
-                    ratio, given, narrow,
-                )  # fmt: skip
+        elif ratio is not None:
+            given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
+            narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
+            self._warn(
+                "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
+                "rank and alpha; %s the ratio is under 1",
+                ratio, given, narrow,
+            )  # fmt: skip
         if config.temperature == 0:
             what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
             self._say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
@@ -164,7 +167,10 @@ class ReportingMixin(AnyTrainer):
         return time.perf_counter()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Beside Trainer's numbers, what each chain tells: its loss per term and the method's own diagnostics."""
+        """Add each chain's loss per term and diagnostics to Trainer's numbers, for trackers and ``log_history``.
+
+        The callbacks that print show means over chains (``step_lines``).
+        """
         chains = self.optimizer_of_chains
         if chains is not None and "unmoved" in chains.totals and not self._told_of_rounding:
             self._told_of_rounding = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,10 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import SchedulerType
 
-from hf_bayes import base_model, checkpoints
+from hf_bayes import base_model, checkpoints, storage
 from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
+from hf_bayes.comparison import RowScores, difference_std_error
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
@@ -25,11 +26,11 @@ from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
+from hf_bayes.model_card import CardFields, author_fields, write_card
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.sidecars import Sidecars
 from hf_bayes.strata import Strata
-from hf_bayes.trainer_card import write_card
 from hf_bayes.types import Approximation, Problem
 
 _KEPT_METRICS = (
@@ -137,10 +138,14 @@ class SavingMixin(AnyTrainer):
     """The files of the tokenizer or processor, as it was before the first step."""
     _asymptote: Callable[[], dict[str, Any] | None]
     _measure: Callable[[str], dict[str, float]]
+    _card: CardFields | None = None
     _risk: dict[str, Any] | None = None
     """C(S) of the same evaluation."""
     _evaluated: dict[str, float] | None
     """What ``evaluate`` last said of the finished posterior, on the trainer's own eval_dataset."""
+    _row_scores: Mapping[str, RowScores]
+    _evaluated_rows: Mapping[str, RowScores]
+    """The NLL of every row in the same evaluation."""
 
     @property
     def posterior(self) -> Posterior:
@@ -156,9 +161,12 @@ class SavingMixin(AnyTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self._posterior is not None and not args and not kwargs:
-            self._evaluated = metrics
-            self._risk = self._asymptote()
+            self._keep_evaluation(metrics)
         return metrics
+
+    def _keep_evaluation(self, metrics: dict[str, float]) -> None:
+        """Keep what the next save writes: metrics, C(S), and the rows that a MAP estimate is compared on."""
+        self._evaluated, self._risk, self._evaluated_rows = metrics, self._asymptote(), self._row_scores
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
@@ -177,14 +185,14 @@ class SavingMixin(AnyTrainer):
         sidecars = sidecars_of(self.bayesian, self.processing_class)
         posterior = self._posterior = dataclasses.replace(posterior, sidecars=sidecars)
         directory = output_dir or self.args.output_dir
-        posterior.save_pretrained(directory, group=self.mesh, contributes=self.mesh.data_rank == 0)
+        first, card = self.mesh.data_rank == 0, self._card or CardFields()
+        posterior.save_pretrained(directory, repo_id=self.args.hub_model_id, group=self.mesh, contributes=first, **card)
 
     def _with_metrics(self, posterior: Posterior) -> Posterior:
         """Held-out metrics of the posterior, beside the NLL of a MAP estimate."""
         if self._evaluated is None:
-            self._evaluated = self._measure("eval")
-            self._risk = self._asymptote()
-        metrics = self._evaluated
+            self._keep_evaluation(self._measure("eval"))
+        metrics = self._evaluated or {}
         sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
             self._warn(
@@ -208,7 +216,10 @@ class SavingMixin(AnyTrainer):
                 chains.eval()
             found |= {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
             for name in sets:
-                self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"])
+                of = f"_{name[:-1]}" if name else ""
+                error = difference_std_error(self._evaluated_rows[f"eval{of}"], self._row_scores[f"map{of}"])
+                found |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
+                self._compare(name, found[f"{name}nll"], found[f"{name}map_nll"], error)
         config = dataclasses.replace(posterior.config, metrics=found)
         if self._risk is None:
             return dataclasses.replace(posterior, config=config)
@@ -218,14 +229,18 @@ class SavingMixin(AnyTrainer):
         risk = {**self._risk, "eval_set": last[:-1]} if last else self._risk
         return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
 
-    def _compare(self, name: str, nll: float, map_nll: float) -> None:
+    def _compare(self, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
+        """Say the held-out NLL, and how it differs from a MAP estimate's if that is more than two standard errors."""
         of = f" ({name[:-1]})" if name else ""
-        self._say("held-out NLL%s: posterior %.4f, MAP estimate %.4f", of, nll, map_nll)
-        if nll > map_nll:
+        if std_error is None or abs(nll - map_nll) <= 2 * std_error:
+            self._say("held-out NLL%s: %.4f", of, nll)
+        elif nll < map_nll:
+            self._say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
+        else:
             self._warn(
-                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f: train longer, lower "
-                "temperature or prior_std, or use the MAP estimate",
-                of, nll, map_nll,
+                "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
+                "difference %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
+                of, nll, map_nll, std_error,
             )  # fmt: skip
 
     def _map_estimate(self, posterior: Posterior) -> Tensor | None:
@@ -265,24 +280,6 @@ class SavingMixin(AnyTrainer):
             while update := list(itertools.islice(batches, accumulation)):
                 yield update
 
-    def create_model_card(
-        self, model_name: str | None = None, *, tags: str | Sequence[str] | None = None, **others: Any
-    ) -> None:
-        """Write the posterior's model card into the output directory, in place of the host trainer's.
-
-        A run that has not ended has no posterior and gets no card; TRL asks for one at every checkpoint. The card of
-        chains on several processes is written by ``save_model``, which has all of them.
-
-        Args:
-            model_name: not used; a posterior bears the name of its repository.
-            tags: of the card, beside its own.
-        Raises:
-            ValueError: for anything else.
-        """
-        if self._posterior is None or self.mesh.chain_size > 1 or not self.is_world_process_zero():
-            return
-        write_card(self._posterior, self.args.output_dir, repo_id=self.args.hub_model_id, tags=tags, others=others)
-
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -290,8 +287,7 @@ class SavingMixin(AnyTrainer):
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        tags: str | Sequence[str] = (),
-        **kwargs: Any,
+        **card: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
 
@@ -302,18 +298,13 @@ class SavingMixin(AnyTrainer):
             revision: a branch, made if it is not there, or a pull request (refs/pr/1); ``args.hub_revision`` by
                 default, or else the main branch.
             private: whether a new repository is; ``args.hub_private_repo`` by default.
-            tags: of the model card, beside its own.
+            card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
         Returns:
             The commit, a text which is its address; what will be it, if not blocking; None in processes but the first.
         Raises:
-            ValueError: for anything else: a posterior's card is written from what the run was.
+            ValueError: for anything else: the rest of the card is written from what the run was.
         """
-        if kwargs:
-            raise ValueError(
-                f"push_to_hub takes commit_message, blocking, token, revision, private and tags, got "
-                f"{', '.join(sorted(kwargs))}: leave it out. For another card, edit README.md in the directory that "
-                "save_model has written, and push that by hf_bayes.hub.push_directory"
-            )
+        self._card = author_fields(self._card, card)
         self.save_model()
         if not self.is_world_process_zero():
             return None
@@ -326,9 +317,21 @@ class SavingMixin(AnyTrainer):
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision if revision is None else revision,
             commit_message=commit_message,
-            tags=tags,
+            **self._card,
         )
         return push() if blocking else HfApi().run_as_future(push)
+
+    def create_model_card(self, *_: Any, **card: Any) -> None:
+        """Keep the fields that only an author can give the model card; write the card anew if a posterior is saved.
+
+        A run that has not ended has no posterior and gets no card; TRL asks for one at every checkpoint.
+
+        Args:
+            card: as in ``push_to_hub``.
+        """
+        self._card = author_fields(self._card, card)
+        if self.args.should_save and (Path(self.args.output_dir) / storage.MANIFEST).exists():
+            write_card(self.args.output_dir, repo_id=self.args.hub_model_id, **self._card)
 
     def _to_posterior(self, approximation: Any, diagnostics: dict[str, Any], trace: dict[str, Any]) -> Posterior:
         return to_posterior(

@@ -50,6 +50,7 @@ from hf_bayes.saving import SavingMixin, sidecars_of
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
+from hf_bayes.step_lines import shorten_lines
 from hf_bayes.storage import check_writable
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.training_data import TrainingDataMixin
@@ -391,6 +392,7 @@ class BayesianTrainerMixin(
         self._last_convergence = (0, {})
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
+        shorten_lines(self.callback_handler)
         self._announce()
         self._refuse_mixed_documents()
         if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):

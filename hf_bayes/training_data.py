@@ -40,7 +40,6 @@ class TrainingDataMixin(AnyTrainer):
     mesh: ChainMesh
     chains: range
     num_data: float
-    _say: Callable[..., None]
     _signature_columns: list[str] | None
     num_rows: int | None
     """Of the training data, of all processes; None for a stream."""
@@ -62,7 +61,6 @@ class TrainingDataMixin(AnyTrainer):
         if is_stream(self.train_dataset):
             self.num_rows = self.num_terms = self.most_terms = None
             self.num_data = float(args.num_data)
-            self._say("N = %g likelihood terms (given)", self.num_data)
             return
         dataset, collate = self._training_data()
         self.num_rows = len(dataset)
@@ -93,10 +91,6 @@ class TrainingDataMixin(AnyTrainer):
         if self.method.full_batch:
             args.gradient_accumulation_steps = len(self._batches(None))
         self._batches(None)  # refuses batches that cannot be drawn
-        self._say(
-            "N = %g likelihood terms (%s; %d counted in %d rows)",
-            self.num_data, args.data_unit, self.num_terms, self.num_rows,
-        )  # fmt: skip
 
     def _no_packing(self) -> str | None:
         """Why a collator may not pack rows into fewer, and what to do, in words; None where it may."""

@@ -82,7 +82,7 @@ def test_record_holds_what_generate_returns(generate: BayesianTextGenerationPipe
         inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict_in_generate=True, **GREEDY
     )
     new = output.sequences[0, inputs["input_ids"].shape[1] :]
-    assert list(record) == ["generated_text", "tokens", "uncertainty"]
+    assert list(record) == ["generated_text", "tokens", "uncertainty", "num_members"]
     assert record["generated_text"] == PROMPTS[0] + generate.tokenizer.decode(new)
     assert [token["id"] for token in record["tokens"]] == new.tolist()
     for name, field in [("logprob", "logprobs"), *((part, part) for part in PARTS)]:
@@ -136,7 +136,7 @@ def test_several_sequences_each_have_their_own_record(generate: BayesianTextGene
 
 def test_beams_have_records_of_the_usual_keys(generate: BayesianTextGenerationPipeline) -> None:
     records = generate(PROMPTS[0], num_beams=3, num_return_sequences=2, **GREEDY)
-    assert [list(record) for record in records] == [["generated_text", "tokens", "uncertainty"]] * 2
+    assert [list(record) for record in records] == [["generated_text", "tokens", "uncertainty", "num_members"]] * 2
 
 
 def ending(kind: str, token: int) -> tuple[BayesianTextGenerationPipeline, dict[str, Any]]:
@@ -307,7 +307,8 @@ def test_scores_are_those_of_the_model_and_of_the_generated_record(generate: Bay
     text = models.TEXTS[0]
     record = generate.score(text)
     scores = generate.model.score(generate.tokenizer(text, return_tensors="pt")["input_ids"])
-    assert list(record) == ["text", "tokens", "uncertainty"]
+    assert list(record) == ["text", "tokens", "uncertainty", "num_members"]
+    assert record["num_members"] == 3
     assert record["text"] == text
     assert text.endswith("".join(token["token"] for token in record["tokens"]))
     for name, field in [("logprob", "logprobs"), *((part, part) for part in PARTS)]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_bayes.rendering import DARK, LIGHT, NUM_LEVELS, Theme, luminance, print_record, to_html, to_terminal
+from hf_bayes.colour_scale import NUM_LEVELS
+from hf_bayes.rendering import DARK, LIGHT, Theme, luminance, print_record, to_html, to_terminal
 from hf_bayes.text_safety import visible
 
 HOSTILE = ["<script>", "alert(1)", "</script>", '" onmouseover="x', "&lt;", "</span>", "{{ 7 * 7 }}", "</style>", "-->"]
@@ -118,27 +119,44 @@ def test_every_colour_leaves_its_text_readable(theme: Theme) -> None:
 
 
 def test_levels_grow_with_uncertainty() -> None:
-    page = Page(to_html(record([f"{i}" for i in range(40)])))
+    page = Page(to_html(record([f"{i}" for i in range(400)], step=1 / 399)))
     assert page.levels == sorted(page.levels)
     assert (page.levels[0], page.levels[-1]) == (0, NUM_LEVELS)
     assert len(set(page.levels)) == NUM_LEVELS + 1
     by_aleatoric = Page(to_html(record(["a", "b", "c"]), measure="aleatoric"))
-    assert set(by_aleatoric.levels) == {NUM_LEVELS}  # all are 1.0
+    assert set(by_aleatoric.levels) == {NUM_LEVELS // 2}  # all are 1.0, a quarter of the reference
 
 
 def test_records_share_one_scale() -> None:
-    weak, strong = record(["a", "b", "c"], step=0.1), record(["a", "b", "c"], step=0.4)
+    weak, strong = record(["a", "b", "c"], step=1 / 36), record(["a", "b", "c"], step=1 / 9)
     apart = [Page(to_html(each)).levels for each in (weak, strong)]
     together = Page(to_html([[weak], [strong]])).levels
-    assert apart[0] == apart[1]
-    assert [4 * level for level in together[:3]] == together[3:]
+    assert together == apart[0] + apart[1]  # the scale does not depend on what is shown beside
+    assert [2 * level for level in together[:3]] == pytest.approx(together[3:], abs=1)  # the root of 4 times as much
 
 
 def test_vmax_fixes_the_scale_and_says_what_exceeds_it() -> None:
     page = Page(to_html(record(["a", "b", "c"], step=1.0), vmax=1.0))
     assert page.levels == [0, NUM_LEVELS, NUM_LEVELS]
-    assert "≥ 1 nats" in page.text
-    assert "≥" not in Page(to_html(record(["a", "b", "c"], step=1.0))).text
+    assert "≥ 1 nat" in page.text
+    assert "darkest = 1 nat (1 of 3 tokens are above it, and drawn as dark)." in page.text
+    assert "≥" not in Page(to_html(record(["a", "b", "c"], step=0.5))).text
+
+
+def test_a_small_uncertainty_is_pale_whatever_stands_beside() -> None:
+    page = Page(to_html(record(["a", "b", "c"], step=0.034)))  # 0.068 nats at most
+    assert max(page.levels) <= NUM_LEVELS // 3
+    assert luminance(LIGHT.levels[max(page.levels)].background) > 0.7
+    assert "darkest = 1 nat." in page.text
+    assert to_terminal(record(["a", "b", "c"], step=0.034)).plain.endswith(" 1 nat\ndarkest = 1 nat")
+
+
+def test_the_legend_states_the_bound_of_the_members() -> None:
+    eight, two = ({**record(["a"]), "num_members": members} for members in (8, 2))
+    assert "darkest = 1 nat (log 8 = 2.08 is the largest possible)." in Page(to_html(eight)).text
+    assert "log 2 = 0.693 is the largest possible" in to_terminal(two).plain
+    assert "largest possible" not in Page(to_html([eight, two])).text  # there is no one bound
+    assert "darkest = 4 nats." in Page(to_html(eight, measure="total")).text  # nor is it a bound of the total
 
 
 def test_rounding_errors_of_equal_members_stay_white() -> None:
@@ -224,7 +242,8 @@ def test_printing_is_plain_where_there_are_no_colours() -> None:
     shown = capture.get()
     assert shown.startswith("The [bold]↵\n x\n")
     assert "epistemic 0.100 nats;  log p(sequence) −12.35,  Σ log p(token) −13.58" in shown
-    assert "0.2 nats" in shown.splitlines()[-1]
+    assert shown.splitlines()[-2].endswith(" 1 nat")
+    assert shown.splitlines()[-1] == "darkest = 1 nat"
 
 
 def test_records_survive_json_on_the_way() -> None:

@@ -745,10 +745,10 @@ def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatc
 
 def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
-    trainer._compare("", 2.0, 1.5)
+    trainer._compare("", 2.0, 1.5, 0.1)
     assert "worse than a MAP estimate's 1.5000" in caplog.text
     caplog.clear()
-    trainer._compare("", 1.5, 2.0)
+    trainer._compare("", 1.5, 2.0, 0.1)
     assert not caplog.records
 
 

@@ -273,7 +273,7 @@ def test_the_card_is_the_posteriors_whoever_writes_it(tmp_path: Path) -> None:
     saved = card.read_text()
     assert "hf_bayes" in saved
     assert "trl" not in saved.lower()
-    trainer.create_model_card(model_name="mine", tags=["extra"])
+    trainer.create_model_card(tags=["extra"])
     assert card.read_text().replace("- extra\n", "") == saved
-    with pytest.raises(ValueError, match="create_model_card takes tags, got dataset_name"):
+    with pytest.raises(ValueError, match="dataset_name"):
         trainer.create_model_card(dataset_name="mine")

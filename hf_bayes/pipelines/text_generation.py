@@ -1,10 +1,12 @@
 """Text generation whose records carry total, aleatoric and epistemic uncertainty.
 
-A record of "bayesian-text-generation" is what transformers returns, and two keys more::
+A record of "bayesian-text-generation" is what transformers returns, and three keys more::
 
     {"generated_text": ..., "tokens": [{"token", "id", "logprob", "total", "aleatoric", "epistemic"}, ...],
-     "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"}}
+     "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"},
+     "num_members": M}
 
+``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm.
 ``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
 raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
 token's share of the text: joined, the tokens that are not special are the generated text. A character that is spread
@@ -90,6 +92,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):
             record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
+            record["num_members"] = self.model.num_members
         return records
 
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
@@ -180,5 +183,6 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         for row, text in enumerate(texts):
             own = {name: value[row].cpu() for name, value in scores.items()}
             first = ids[row, int(mask[row].argmax())].item()
-            records.append({"text": text, **scored(self.tokenizer, ids[row, 1:], own, [first])})
+            members = {} if self.model.is_closed_form else {"num_members": self.model.num_members}
+            records.append({"text": text, **scored(self.tokenizer, ids[row, 1:], own, [first]), **members})
         return records

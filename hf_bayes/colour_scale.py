@@ -1,0 +1,82 @@
+"""The colour scale of a heat map: nats to levels, with a fixed end that the legend states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Record = Mapping[str, Any]
+
+NUM_LEVELS = 24
+PARTS = ("total", "aleatoric", "epistemic")
+REFERENCES = {"epistemic": 1.0, "aleatoric": 4.0, "total": 4.0}
+"""Nats at the dark end of the scale. They are the same for every text and posterior, so that a colour always means the
+same number. 1 nat of epistemic uncertainty: the mixture is e = 2.7 times as perplexed as its members are. 4 nats of
+entropy: as open as a choice among 55 equally probable tokens."""
+
+
+class Scale(NamedTuple):
+    """Maps a number of nats to a level: 0 at 0, the last at ``vmax`` and above.
+
+    A level grows with the square root of the number, because most tokens have a small part of ``vmax``.
+
+    Attributes:
+        measure: one of ``PARTS``.
+        vmax: nats at the dark end.
+        num_above: tokens above it.
+        num_tokens: all of them.
+        num_members: M, if it is known and the same for all records: log M bounds the epistemic uncertainty.
+    """
+
+    measure: str
+    vmax: float
+    num_above: int
+    num_tokens: int
+    num_members: int | None
+
+    def level(self, token: Record) -> int:
+        """Return the level of a token's record."""
+        share = min(1.0, max(0.0, token[self.measure] / self.vmax))
+        return round(math.sqrt(share) * NUM_LEVELS)
+
+    @property
+    def ticks(self) -> list[str]:
+        """Labels at the beginning, the middle and the end."""
+        return ["0", f"{self.vmax / 4:.3g}", f"{'≥ ' if self.num_above else ''}{nats(self.vmax)}"]
+
+    @property
+    def legend(self) -> str:
+        """The reference in words."""
+        notes = []
+        if self.measure == "epistemic" and self.num_members is not None:
+            notes.append(f"log {self.num_members} = {math.log(self.num_members):.3g} is the largest possible")
+        if self.num_above:
+            notes.append(f"{self.num_above} of {self.num_tokens} tokens are above it, and drawn as dark")
+        return f"darkest = {nats(self.vmax)}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def scale_of(records: Sequence[Record], measure: str, vmax: float | None) -> Scale:
+    """Return the scale of records that are shown together.
+
+    Args:
+        records: of the generation pipeline.
+        measure: one of ``PARTS``.
+        vmax: nats at the dark end; None takes ``REFERENCES``.
+    Raises:
+        ValueError: for another measure, or a ``vmax`` that is not positive.
+    """
+    if measure not in PARTS:
+        raise ValueError(f"measure is one of {', '.join(PARTS)}; got {measure!r}")
+    if vmax is not None and not 0 < vmax < math.inf:
+        raise ValueError(f"vmax is the end of the colour scale, a positive number of nats; got {vmax}")
+    end = REFERENCES[measure] if vmax is None else vmax
+    values = [token[measure] for record in records for token in record["tokens"]]
+    members = {record.get("num_members") for record in records}
+    known = members.pop() if len(members) == 1 else None
+    return Scale(measure, end, sum(value > end for value in values), len(values), known)
+
+
+def nats(value: float) -> str:
+    """Return a number with its unit."""
+    return f"{value:.3g} nat{'' if value == 1 else 's'}"

@@ -1,0 +1,54 @@
+"""The difference between the mean NLLs of two predictions of the same held-out rows, and its standard error."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class RowScores(NamedTuple):
+    """The NLL of every held-out row.
+
+    Attributes:
+        nll: [R] nats, summed over the likelihood terms of a row.
+        terms: [R] the number of likelihood terms in a row.
+    """
+
+    nll: NDArray[np.float64]
+    terms: NDArray[np.int64]
+
+
+def row_scores(nll: ArrayLike, terms: ArrayLike) -> RowScores:
+    """Sum the NLLs of likelihood terms, in the order of their rows, over each row.
+
+    Args:
+        nll: [n] nats per term.
+        terms: [R] the number of terms in each row; they sum to n.
+    """
+    nll, counts = np.asarray(nll, dtype=np.float64), np.asarray(terms, dtype=np.int64)
+    sums = np.bincount(np.repeat(np.arange(len(counts)), counts), nll, minlength=len(counts))
+    return RowScores(sums.astype(np.float64), counts)
+
+
+def difference_std_error(one: RowScores, other: RowScores) -> float | None:
+    """Return the standard error of the difference between two mean NLLs per term, paired by row.
+
+    With d_r the difference of row r and n_r its number of terms, the difference is D = sum_r d_r / sum_r n_r, a ratio
+    of two sums over R independent rows; its standard error is sqrt(R / (R - 1) sum_r (d_r - D n_r)^2) / sum_r n_r.
+    Terms of one row (tokens of one text) depend on each other, so the error is computed from rows.
+
+    Returns:
+        None if it is not known: fewer than 2 rows, other rows in ``other``, or an NLL that is not finite.
+    """
+    counts = one.terms
+    if not np.array_equal(counts, other.terms) or np.count_nonzero(counts) < 2:
+        return None
+    differences = one.nll - other.nll
+    mean = differences.sum() / counts.sum()
+    num_rows = np.count_nonzero(counts)
+    with np.errstate(invalid="ignore"):
+        squares = np.square(differences - mean * counts).sum()
+    error = float(np.sqrt(num_rows / (num_rows - 1) * squares) / counts.sum())
+    return error if np.isfinite(error) else None
