@@ -89,7 +89,7 @@ class MethodArguments:
     subspace: str = field(
         default="trainable",
         metadata={
-            "help": "What is random: trainable, or with --lora_rank 0 last_layer, last_block, all or a regular expression."
+            "help": "What is random: trainable; with --lora_rank 0 last_layer, last_block, all or a regular expression."
         },
     )
     method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})
