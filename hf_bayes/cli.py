@@ -89,7 +89,7 @@ class MethodArguments:
     subspace: str = field(
         default="trainable",
         metadata={
-            "help": "What is random: trainable; if lora_rank is 0, last_layer, last_block, all or a pattern of names."
+            "help": "What is random: trainable; with --lora_rank 0 last_layer, last_block, all or a regular expression."
         },
     )
     method: str = field(default="sghmc", metadata={"help": "A name of hf_bayes.METHODS."})

@@ -173,7 +173,7 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
         assert torch.allclose(stds[name], torch.tensor(3 * math.sqrt(2 / fan_in)))
     assert set(torch.cat([stds["attn.c_attn.bias"], stds["ln_1.weight"]]).tolist()) == {3.0}
     kernel = nn.Sequential(nn.Conv2d(3, 4, 5), nn.Linear(6, 2), nn.Embedding(9, 7))
-    layout = select(kernel)
+    layout = select(kernel, "all")
     scaled = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), kernel)
     means = [float(part.unique()) for part in layout.unflatten(scaled.std).values()]
     assert means == pytest.approx(

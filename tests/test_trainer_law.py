@@ -120,6 +120,7 @@ def train(
             correct_gradient_noise=correct_gradient_noise,
         ),
         model=mean_model(),
+        subspace="all",
         train=Numbers(num_rows),
         collator=lambda rows: {"x": torch.ones(len(rows), 1), "labels": y[rows]},
         noise_std=NOISE_STD,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
 
 from hf_bayes.attaching import attach
@@ -44,7 +44,7 @@ class Small(nn.Module):
 )
 def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Module, x: torch.Tensor) -> None:
     model = Small(inner).double()
-    layout = select(model)
+    layout = select(model, "all")
     theta = scattered(model, layout)
     expected = []
     for row in theta:
@@ -88,7 +88,7 @@ def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Mo
 def test_what_cannot_be_stacked_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=named) as refused:
-        Members(model, core_of(model), select(model))
+        Members(model, core_of(model), select(model, "trainable" if isinstance(model, PeftModel) else "all"))
     assert "Supported: torch.nn.Linear" in str(refused.value)
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -77,6 +77,7 @@ class Worker:
             self.out / name,
             method or config(),
             model=model.double(),
+            subspace="all",
             train=Numbers(count),
             collator=lambda rows: {"x": torch.ones(len(rows), 1).double(), "labels": y[rows].double()},
             noise_std=1.0,
