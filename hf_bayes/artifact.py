@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes import hub, posterior_files, storage
+from hf_bayes import hub, lora_config, posterior_files, storage
 from hf_bayes.adapters import Adapter, adapter_key, partner_key, plain_adapter_config
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.posterior import Draws, Gaussian
@@ -46,6 +46,7 @@ class Posterior:
         adapter_config: the content of peft's ``adapter_config.json`` if the parameters are an adapter's, else None.
         trace: what the run logged of its chains, for plots (docs/diagnostics.md); None if there was no run.
         source: the directory or repository it was read from, for messages; None if it was made here.
+        folder: where the files lie that it was read from; None if it was made here.
     Raises:
         ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
     """
@@ -55,6 +56,7 @@ class Posterior:
     adapter_config: dict[str, Any] | None = None
     trace: dict[str, Any] | None = None
     source: str | None = field(default=None, init=False, repr=False)
+    folder: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.approximation, Draws):
@@ -69,7 +71,8 @@ class Posterior:
         if self.trace is not None:
             object.__setattr__(self, "trace", plain(self.trace, TRACE, undefined_is_null=True))
         if self.adapter_config is not None:
-            object.__setattr__(self, "adapter_config", plain_adapter_config(self.adapter_config))
+            config = lora_config.explicit(plain_adapter_config(self.adapter_config), self.layout.named_shapes)
+            object.__setattr__(self, "adapter_config", config)
             self._check_adapter_keys()
 
     # -- content ---------------------------------------------------------------------------------------------------
@@ -179,12 +182,13 @@ class Posterior:
             force_download=force_download,
             local_files_only=local_files_only,
         )
-        files = storage.read_directory(directory, format=POSTERIOR)
+        files = storage.read_directory(directory, format=POSTERIOR, expected=posterior_files.shapes)
         try:
             posterior = cls(*posterior_files.read(files))
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from error
         object.__setattr__(posterior, "source", str(directory_or_repo))
+        object.__setattr__(posterior, "folder", os.path.realpath(directory))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
             warnings.warn(f"{directory_or_repo}: this posterior did not converge: {verdict}")
@@ -237,7 +241,8 @@ class Posterior:
             seed=None,
             diagnostics={"converged": None, "verdict": f"{len(adapters)} adapters trained elsewhere: not assessed"},
         )
-        return cls(Draws(theta, torch.arange(len(adapters))), config, first.config)
+        adapter_config = lora_config.from_tensors(first.config, layout.named_shapes, where=first.source)
+        return cls(Draws(theta, torch.arange(len(adapters))), config, adapter_config)
 
     def export_member(self, index: int, directory: str | os.PathLike[str]) -> None:
         """Write one draw as a plain peft adapter folder.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_bayes import lora_config, lora_layers
+from hf_bayes.config_fingerprint import evaluation_fields
 from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
+from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
 
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
-             "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
-             "_attn_implementation")  # fmt: skip
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 """What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
 
@@ -46,6 +45,13 @@ def _refuse_adapter(config: PeftConfig) -> None:
             f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
             "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
         )
+    if isinstance(config, LoraConfig):
+        lora_config.check_start(start, "the adapter of this model")
+        if config.layer_replication:
+            raise ValueError(
+                "layer_replication copies layers of the base model, which a posterior cannot hold. Give a model that "
+                "has these layers"
+            )
 
 
 def refuse_spread(core: nn.Module) -> None:
@@ -74,7 +80,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
-            "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
+            "config": fingerprint_json(evaluation_fields(config.to_dict())),
             "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
         },
     }
@@ -163,20 +169,21 @@ def output_differences(head: dict[str, Any], config: Any) -> list[str]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any] | None:
-    """The content of the adapter_config.json that peft would write; None for a model without an adapter."""
+    """The content of adapter_config.json, each module by its full name; None for a model without an adapter.
+
+    Raises:
+        ValueError: for a LoRA that posteriors do not support, naming the field.
+    """
     if not isinstance(model, PeftModel):
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        config = model.peft_config[model.active_adapter]
-        before, config.inference_mode = config.inference_mode, True
-        try:
-            config.save_pretrained(folder)
-        finally:
-            config.inference_mode = before
-        content = json.loads((Path(folder) / "adapter_config.json").read_text())
-    # peft keeps some lists as sets, whose order differs from process to process; the members of all must agree
-    unordered = [name for name, value in vars(config).items() if isinstance(value, (set, frozenset))]
-    return {**content, **{name: sorted(content[name]) for name in unordered}}
+    config = model.peft_config[model.active_adapter]
+    content = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
+    if not isinstance(config, LoraConfig):
+        return content
+    known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}  # of a field that is newer than this
+    content = {name: value for name, value in content.items() if name in known or value != defaults.get(name)}
+    return lora_config.checked({**content, **lora_layers.names_of(model)})
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_bayes.storage.formats import decode_json, decode_tensors
+from hf_bayes.storage.formats import MAX_TEXT, decode_json, decode_tensors, some
 from hf_bayes.storage.manifest import (
     MANIFEST,
     MAX_JSON,
@@ -21,15 +22,21 @@ from hf_bayes.storage.manifest import (
     check_is_directory,
     check_name,
     parse_manifest,
-    some,
     unlisted_files,
 )
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""The name of a safetensors file -> the shape of each tensor in it."""
 
 _ATTEMPTS = 50  # of a reader that writers overtake
 
 
 def read_directory(
-    directory: str | os.PathLike[str], *, format: str, only: Callable[[str], bool] | None = None
+    directory: str | os.PathLike[str],
+    *,
+    format: str,
+    only: Callable[[str], bool] | None = None,
+    expected: Callable[[Mapping[str, Any], list[str]], Shapes] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The content of a directory that ``write_directory`` wrote, each byte checked against the manifest first.
 
@@ -40,6 +47,9 @@ def read_directory(
         directory: a local directory.
         format: what it must be.
         only: which names to read; others must be there with their size. None reads all.
+        expected: from the content of the JSON files, which are read first, and all names in the manifest to the shapes
+            of the tensors in some or all safetensors files. A file whose size or header disagrees is not read. It
+            raises ValueError for a directory that is not to be read.
     Returns:
         name -> named tensors (``.safetensors``) or object (``.json``).
     Raises:
@@ -54,7 +64,7 @@ def read_directory(
     for attempt in range(_ATTEMPTS):
         before = _generation(root)
         try:
-            return _read(root, read_manifest(root, format), only)
+            return _read(root, read_manifest(root, format), only, expected)
         except (OSError, ValueError):
             if _generation(root) == before:
                 raise
@@ -102,35 +112,59 @@ def read_manifest(root: Path, format: str) -> Manifest:
     return manifest
 
 
-def _read(root: Path, manifest: Manifest, only: Callable[[str], bool] | None) -> dict[str, dict[str, Any]]:
-    pending = root / (PENDING + manifest.digest)
-    contents = {}
-    for name, entry in manifest.files.items():
-        path = root / name
-        reads = only is None or only(name)
+def _read(
+    root: Path,
+    manifest: Manifest,
+    only: Callable[[str], bool] | None,
+    expected: Callable[[Mapping[str, Any], list[str]], Shapes] | None,
+) -> dict[str, dict[str, Any]]:
+    contents: dict[str, dict[str, Any]] = {}
+    shapes: Shapes = {}
+    tensors = [name for name in manifest.files if name.endswith(".safetensors")]
+    for name in manifest.files:
+        if name not in tensors:
+            _read_listed(root, manifest, name, only, None, contents)
+    if expected is not None:
         try:
-            data = read_inside(root, pending / name, entry=entry, reads=reads)
-        except FileNotFoundError:
-            try:
-                data = read_inside(root, path, entry=entry, reads=reads)
-            except FileNotFoundError as error:
-                raise ValueError(
-                    f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again"
-                ) from error
-        if not reads:
-            continue
-        digest = hashlib.sha256(data).hexdigest()
-        if digest != entry.sha256:
-            raise ValueError(
-                f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
-                "exchanged: fetch or save the directory again"
-            )
-        contents[name] = _decode(name, data, where=str(path))
+            shapes = expected(contents, list(manifest.files))
+        except ValueError as error:
+            raise ValueError(f"{root}: {error}") from error
+    for name in tensors:
+        _read_listed(root, manifest, name, only, shapes.get(name), contents)
     unlisted = unlisted_files(root, manifest.files)
     # Between commit and the end of step 3, files of the old save are still there.
-    if unlisted and not pending.exists():
+    if unlisted and not (root / (PENDING + manifest.digest)).exists():
         raise ValueError(f"{root} holds {some(unlisted)}, not listed in {MANIFEST}: move it away")
     return contents
+
+
+def _read_listed(
+    root: Path,
+    manifest: Manifest,
+    name: str,
+    only: Callable[[str], bool] | None,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+    contents: dict[str, dict[str, Any]],
+) -> None:
+    """Read one file of the manifest, its hash checked before it is parsed, into ``contents``."""
+    entry, path, reads = manifest.files[name], root / name, only is None or only(name)
+    limit = None if shapes is None else MAX_TEXT + 8 * sum(math.prod(shape) for shape in shapes.values())
+    try:
+        data = read_inside(root, root / (PENDING + manifest.digest) / name, entry=entry, limit=limit, reads=reads)
+    except FileNotFoundError:
+        try:
+            data = read_inside(root, path, entry=entry, limit=limit, reads=reads)
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again") from error
+    if not reads:
+        return
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entry.sha256:
+        raise ValueError(
+            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
+            "exchanged: fetch or save the directory again"
+        )
+    contents[name] = _decode(name, data, where=str(path), shapes=shapes)
 
 
 def read_inside(
@@ -172,7 +206,11 @@ def _allowed_roots(root: Path) -> list[str]:
     return allowed
 
 
-def _decode(name: str, data: bytes, *, where: str) -> dict[str, Any]:
+def _decode(
+    name: str, data: bytes, *, where: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Any]:
     if name.endswith(".md"):
         raise ValueError(f"{where}: a text is not read as data")
-    return (decode_tensors if name.endswith(".safetensors") else decode_json)(data, where=where)
+    if name.endswith(".safetensors"):
+        return decode_tensors(data, where=where, shapes=shapes)
+    return decode_json(data, where=where)
