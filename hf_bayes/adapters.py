@@ -118,6 +118,8 @@ class Adapter:
         modules = config.get("modules_to_save") or []
         stored = storage.read_file(directory, ADAPTER)
         odd = sorted(name for name, tensor in stored.items() if not tensor.is_floating_point())
+        if empty := [name for name, tensor in stored.items() if not tensor.numel()]:
+            raise ValueError(f"{source}/{ADAPTER}: tensors without any number: {shown(empty)}")
         if odd or not stored:
             raise ValueError(f"{source}/{ADAPTER}: expected floating-point tensors, got {odd or 'none'}")
         tensors = {

@@ -18,6 +18,7 @@ from hf_bayes.subspace import Layout
 
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 """What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
@@ -109,6 +110,35 @@ def head_settings(head: dict[str, Any]) -> dict[str, Any]:
         settings["id2label"] = dict(enumerate(head["labels"]))
         settings["label2id"] = {label: index for index, label in enumerate(head["labels"])}
     return settings
+
+
+def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
+    """Raise, before a model is built, for settings of a head that no model has.
+
+    Args:
+        head: of a posterior.
+        config: the base model's, as it is without them.
+        layout: the posterior's parameters, among which a head of another size must be.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    ids = [head.get(name) for name in _HEAD if name.endswith("_token_id")]
+    flat = [number for value in ids for number in (value if isinstance(value, list) else [value])]
+    if odd := [n for n in flat if n is not None and (type(n) is not int or not 0 <= n < 2**31)]:
+        raise ValueError(f"a special token of the posterior's head is {odd[0]!r:.100}, expected an id >= 0")
+    if (kind := head.get("problem_type")) not in (None, *_PROBLEMS):
+        raise ValueError(
+            f"problem_type of the posterior's head is {kind!r:.100}, expected one of {', '.join(_PROBLEMS)}"
+        )
+    labels = head.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"labels of the posterior's head must be a list of names, got {labels!r:.100}")
+    if labels and len(labels) != config.num_labels and all(shape[:1] != (len(labels),) for shape in layout.shapes):
+        raise ValueError(
+            f"the posterior's head has {len(labels):,} labels, its base model {config.num_labels:,}, and no parameter "
+            "of the posterior has as many rows: refused"
+        )
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -239,6 +239,8 @@ def _load_base(
         )
     head = posterior.config.head
     with reaching(posterior, name, given):
+        config = AutoConfig.from_pretrained(name, **hub)
+        base.check_head(head, config, posterior.layout)
         config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])

@@ -56,14 +56,13 @@ def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
         factor = _FACTOR.search(name)
         if factor is None or name.endswith(".bias"):
             found = parameters.get(_plain_name(name))
-            problem = "no such parameter" if found is None else f"shape {list(found)}"
-            fits = found == shape
+            problem, fits = "no such parameter" if found is None else f"shape {list(found)}", found == shape
         else:
             module = modules.get(name[len(PREFIX) : factor.start()])
             features = None if module is None else _features(module)
-            found = None if features is None else features[0 if factor[1] == "A" else 1]
             problem = "no such parameter" if module is None else f"a module of {features} features"
-            fits = module is not None and (found is None or shape[1 if factor[1] == "A" else 0] == found)
+            own = shape[1] if factor[1] == "A" else shape[0]
+            fits = module is not None and (features is None or own == features[0 if factor[1] == "A" else 1])
         if not fits:
             raise ValueError(f"{where}: the base model has {problem} where {name} of shape {list(shape)} is expected")
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from hf_bayes.adapters import TASKS
 from hf_bayes.posterior import GAUSSIANS
-from hf_bayes.storage.formats import MAX_NAME, plain, shown
+from hf_bayes.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
 from hf_bayes.subspace import Layout
 
 FORMAT_VERSION = 1
-MAX_PARAMETERS = 100_000
 CONFIG = "posterior_config.json"
 
 
@@ -152,8 +151,8 @@ class PosteriorConfig:
         _require(
             isinstance(self.parameters, list) and self.parameters, "parameters", self.parameters, "[name, shape] pairs"
         )
-        if len(self.parameters) > MAX_PARAMETERS:
-            raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_PARAMETERS:,}")
+        if len(self.parameters) > MAX_TENSORS:
+            raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
         for pair in self.parameters:
             fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
             _require(fine and all(_is_count(n) and n > 0 for n in pair[1]), "parameters", pair, "a [name, shape] pair")

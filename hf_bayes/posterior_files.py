@@ -66,6 +66,8 @@ def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str,
     config = PosteriorConfig.from_dict(contents[CONFIG])
     if config.approximation == "draws" and not config.member_chains:
         raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
+    if config.num_members > len(names):
+        raise ValueError(f"{CONFIG} says {config.num_members:,} members, in a directory of {len(names):,} files")
     adapter_config = contents.get(ADAPTER_CONFIG)
     expected = _expected_names(config, adapter=adapter_config is not None)
     missing, extra = sorted(expected - set(names)), sorted(set(names) - expected - {TRACE})

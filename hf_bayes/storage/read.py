@@ -10,9 +10,9 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hf_bayes.storage.formats import MAX_TEXT, decode_json, decode_tensors, some
+from hf_bayes.storage.formats import MAX_TEXT, decode_json, decode_tensors, read_header, some
 from hf_bayes.storage.manifest import (
     MANIFEST,
     MAX_JSON,
@@ -192,7 +192,25 @@ def read_inside(
             limit = MAX_JSON
         if limit is not None and size > limit:
             raise ValueError(f"{path} has {size:,} bytes, expected at most {limit:,}: refused")
-        return file.read(size) if reads else b""
+        if not reads:
+            return b""
+        if path.suffix == ".safetensors" and size > MAX_TEXT:
+            _check_size(file, size, where=str(path))
+        return file.read(size)
+
+
+def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
+    """Compare a file's size with what its header says, before a large file is read."""
+    start = file.read(8)
+    start += file.read(min(int.from_bytes(start, "little"), MAX_TEXT))
+    ends = [entry["data_offsets"] for entry in read_header(start, where).values()]
+    try:
+        said = len(start) + max((end for _, end in ends), default=0)
+    except (TypeError, ValueError):
+        said = 0
+    if said != size:
+        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, its header says {said:,}")
+    file.seek(0)
 
 
 def _allowed_roots(root: Path) -> list[str]:
