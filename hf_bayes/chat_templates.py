@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, nodes
