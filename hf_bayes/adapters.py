@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes import hub, storage
-from hf_bayes.storage.formats import plain
+from hf_bayes import hub, lora_config, storage
+from hf_bayes.storage.formats import plain, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
@@ -27,7 +27,7 @@ TASKS = {
 
 # Fields of adapter_config.json in which the adapters of one ensemble may differ: the forward pass of a loaded adapter
 # does not depend on them.
-_INDIFFERENT = {"inference_mode", "lora_dropout", "init_lora_weights", "peft_version", "auto_mapping", "megatron_core"}
+_INDIFFERENT = {"inference_mode", "lora_dropout", "init_lora_weights", "peft_version"}
 _FACTOR = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?=\.|$)")
 
 
@@ -64,15 +64,12 @@ def partner_key(key: str) -> str | None:
 
 
 def plain_adapter_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` as peft writes it: plain values, ready for inference.
+    """The content of ``adapter_config.json``: plain values of supported fields, ready for inference.
 
     Raises:
-        ValueError: if it is not a LoRA's.
+        ValueError: if it is not a LoRA's that posteriors support, naming the field.
     """
-    config = plain(values, ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{ADAPTER_CONFIG}: peft_type must be LORA, got {config.get('peft_type')!r}")
-    return {**config, "inference_mode": True}
+    return {**lora_config.checked(plain(values, ADAPTER_CONFIG)), "inference_mode": True}
 
 
 @dataclass(frozen=True)
@@ -110,20 +107,19 @@ class Adapter:
         config = storage.read_file(directory, ADAPTER_CONFIG)
         if config.get("peft_type") != "LORA" or config.get("use_dora"):
             kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
-            raise ValueError(f"{source} is a {kind} adapter: an ensemble can be made of LoRA adapters")
+            raise ValueError(f"{source} is a {kind!s:.100} adapter: an ensemble can be made of LoRA adapters")
         for field in ("trainable_token_indices", "target_parameters"):
             if config.get(field):
                 raise ValueError(
                     f"{source} has {field}={config[field]!r:.100} beside its LoRA on layers: members have factors of "
                     "layers and modules_to_save only"
                 )
+        config = lora_config.checked(config, f"{source}/{ADAPTER_CONFIG}")
         modules = config.get("modules_to_save") or []
-        if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
-            raise ValueError(
-                f"{source}/{ADAPTER_CONFIG}: modules_to_save must be a list of names, got {modules!r:.200}"
-            )
         stored = storage.read_file(directory, ADAPTER)
         odd = sorted(name for name, tensor in stored.items() if not tensor.is_floating_point())
+        if empty := [name for name, tensor in stored.items() if not tensor.numel()]:
+            raise ValueError(f"{source}/{ADAPTER}: tensors without any number: {shown(empty)}")
         if odd or not stored:
             raise ValueError(f"{source}/{ADAPTER}: expected floating-point tensors, got {odd or 'none'}")
         tensors = {
@@ -152,19 +148,22 @@ class Adapter:
                 f"adapters of different base models: {self.source} has fingerprint {self.fingerprint}, {other.source} "
                 f"has {other.fingerprint}. An ensemble shares one base"
             )
-        for key in ("base_model_name_or_path", "revision", *sorted(set(self.config) | set(other.config))):
-            mine, theirs = (_comparable(adapter.config.get(key)) for adapter in (self, other))
-            if key not in _INDIFFERENT and mine != theirs:
-                what = (
-                    "different base models" if key in ("base_model_name_or_path", "revision") else "different adapters"
-                )
-                raise ValueError(f"{what}: {key} is {mine!r} in {self.source}, {theirs!r} in {other.source}")
         mine_only, theirs_only = (
             sorted(set(self.stored) - set(other.stored)),
             sorted(set(other.stored) - set(self.stored)),
         )
         if mine_only or theirs_only:
-            raise ValueError(f"{other.source} misses the tensors {mine_only} of {self.source} and adds {theirs_only}")
+            raise ValueError(
+                f"{other.source} misses the tensors {shown(mine_only)} of {self.source} and adds {shown(theirs_only)}"
+            )
+        configs = [_resolved(adapter) for adapter in (self, other)]
+        for key in ("base_model_name_or_path", "revision", *sorted(set().union(*configs))):
+            mine, theirs = (_comparable(config.get(key)) for config in configs)
+            if key not in _INDIFFERENT and mine != theirs:
+                what = (
+                    "different base models" if key in ("base_model_name_or_path", "revision") else "different adapters"
+                )
+                raise ValueError(f"{what}: {key} is {mine!r} in {self.source}, {theirs!r} in {other.source}")
         for name, tensor in self.tensors.items():
             if tensor.shape != other.tensors[name].shape:
                 raise ValueError(
@@ -185,6 +184,14 @@ def _fingerprint_near(directory: Path) -> dict[str, str | None] | None:
             fingerprint = base_model.get("fingerprint") if isinstance(base_model, dict) else None
             return fingerprint if isinstance(fingerprint, dict) else None
     return None
+
+
+def _resolved(adapter: Adapter) -> dict[str, Any]:
+    """The configuration with modules by name, so that equal choices compare equal; unchanged if it has a fault."""
+    try:
+        return lora_config.from_tensors(adapter.config, {n: tuple(t.shape) for n, t in adapter.tensors.items()})
+    except ValueError:
+        return adapter.config
 
 
 def _comparable(value: Any) -> Any:

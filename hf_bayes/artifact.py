@@ -25,7 +25,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from hf_bayes import hub, posterior_files, storage
+from hf_bayes import hub, lora_config, posterior_files, storage
 from hf_bayes.adapters import Adapter, adapter_key, partner_key, plain_adapter_config
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.model_card import CardFields, card_fields, render_card
@@ -62,6 +62,7 @@ class Posterior:
         trace: what the run logged of its chains, for plots (docs/diagnostics.md); None if there was no run.
         sidecars: the files of tokenizer, chat template, image processor and generation config.
         source: the directory or repository it was read from, for messages; None if it was made here.
+        folder: where the files lie that it was read from; None if it was made here.
     Raises:
         ValueError: if the parts disagree, a value is not finite, or draws of two chains are equal.
     """
@@ -72,6 +73,7 @@ class Posterior:
     trace: dict[str, Any] | None = None
     sidecars: Sidecars = field(default_factory=Sidecars)
     source: str | None = field(default=None, init=False, repr=False)
+    folder: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.approximation, Draws):
@@ -86,7 +88,8 @@ class Posterior:
         if self.trace is not None:
             object.__setattr__(self, "trace", plain(self.trace, TRACE, undefined_is_null=True))
         if self.adapter_config is not None:
-            object.__setattr__(self, "adapter_config", plain_adapter_config(self.adapter_config))
+            config = lora_config.explicit(plain_adapter_config(self.adapter_config), self.layout.named_shapes)
+            object.__setattr__(self, "adapter_config", config)
             self._check_adapter_keys()
 
     # -- content ---------------------------------------------------------------------------------------------------
@@ -199,12 +202,13 @@ class Posterior:
             force_download=force_download,
             local_files_only=local_files_only,
         )
-        files = storage.read_directory(directory, format=POSTERIOR, raw=is_sidecar)
+        files = storage.read_directory(directory, format=POSTERIOR, raw=is_sidecar, expected=posterior_files.shapes)
         try:
             posterior = cls(*posterior_files.read(files))
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from error
         object.__setattr__(posterior, "source", str(directory_or_repo))
+        object.__setattr__(posterior, "folder", os.path.realpath(directory))
         if posterior.config.diagnostics.get("converged") is False:
             verdict = posterior.config.diagnostics.get("verdict") or "its diagnostics failed"
             warnings.warn(f"{directory_or_repo}: this posterior did not converge: {visible_line(verdict)}")
@@ -263,7 +267,8 @@ class Posterior:
             seed=None,
             diagnostics={"converged": None, "verdict": f"{len(adapters)} adapters trained elsewhere: not assessed"},
         )
-        return cls(Draws(theta, torch.arange(len(adapters))), config, first.config)
+        adapter_config = lora_config.from_tensors(first.config, layout.named_shapes, where=first.source)
+        return cls(Draws(theta, torch.arange(len(adapters))), config, adapter_config)
 
     def export_member(self, index: int, directory: str | os.PathLike[str]) -> None:
         """Write one draw as a plain peft adapter folder.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_bayes import lora_config, lora_layers
+from hf_bayes.config_fingerprint import evaluation_fields
 from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
+from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
 
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
-             "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
-             "_attn_implementation")  # fmt: skip
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 """What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
@@ -46,6 +46,13 @@ def _refuse_adapter(config: PeftConfig) -> None:
             f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
             "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
         )
+    if isinstance(config, LoraConfig):
+        lora_config.check_start(start, "the adapter of this model")
+        if config.layer_replication:
+            raise ValueError(
+                "layer_replication copies layers of the base model, which a posterior cannot hold. Give a model that "
+                "has these layers"
+            )
 
 
 def refuse_spread(core: nn.Module) -> None:
@@ -74,7 +81,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
-            "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
+            "config": fingerprint_json(evaluation_fields(config.to_dict())),
             "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
         },
     }
@@ -103,6 +110,35 @@ def head_settings(head: dict[str, Any]) -> dict[str, Any]:
         settings["id2label"] = dict(enumerate(head["labels"]))
         settings["label2id"] = {label: index for index, label in enumerate(head["labels"])}
     return settings
+
+
+def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
+    """Raise, before a model is built, for settings of a head that no model has.
+
+    Args:
+        head: of a posterior.
+        config: the base model's, as it is without them.
+        layout: the posterior's parameters, among which a head of another size must be.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    ids = [head.get(name) for name in _HEAD if name.endswith("_token_id")]
+    flat = [number for value in ids for number in (value if isinstance(value, list) else [value])]
+    if odd := [n for n in flat if n is not None and (type(n) is not int or not 0 <= n < 2**31)]:
+        raise ValueError(f"a special token of the posterior's head is {odd[0]!r:.100}, expected an id >= 0")
+    if (kind := head.get("problem_type")) not in (None, *_PROBLEMS):
+        raise ValueError(
+            f"problem_type of the posterior's head is {kind!r:.100}, expected one of {', '.join(_PROBLEMS)}"
+        )
+    labels = head.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"labels of the posterior's head must be a list of names, got {labels!r:.100}")
+    if labels and len(labels) != config.num_labels and all(shape[:1] != (len(labels),) for shape in layout.shapes):
+        raise ValueError(
+            f"the posterior's head has {len(labels):,} labels, its base model {config.num_labels:,}, and no parameter "
+            "of the posterior has as many rows: refused"
+        )
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -163,20 +199,21 @@ def output_differences(head: dict[str, Any], config: Any) -> list[str]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any] | None:
-    """The content of the adapter_config.json that peft would write; None for a model without an adapter."""
+    """The content of adapter_config.json, each module by its full name; None for a model without an adapter.
+
+    Raises:
+        ValueError: for a LoRA that posteriors do not support, naming the field.
+    """
     if not isinstance(model, PeftModel):
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        config = model.peft_config[model.active_adapter]
-        before, config.inference_mode = config.inference_mode, True
-        try:
-            config.save_pretrained(folder)
-        finally:
-            config.inference_mode = before
-        content = json.loads((Path(folder) / "adapter_config.json").read_text())
-    # peft keeps some lists as sets, whose order differs from process to process; the members of all must agree
-    unordered = [name for name, value in vars(config).items() if isinstance(value, (set, frozenset))]
-    return {**content, **{name: sorted(content[name]) for name in unordered}}
+    config = model.peft_config[model.active_adapter]
+    content = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
+    if not isinstance(config, LoraConfig):
+        return content
+    known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}  # of a field that is newer than this
+    content = {name: value for name, value in content.items() if name in known or value != defaults.get(name)}
+    return lora_config.checked({**content, **lora_layers.names_of(model)})
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import (
@@ -24,9 +23,9 @@ from transformers import (
 from transformers.quantizers import AutoQuantizationConfig
 
 from hf_bayes import base_model as base
+from hf_bayes import lora_layers
 from hf_bayes.artifact import Posterior, require_members
-from hf_bayes.hub import DOWNLOAD
-from hf_bayes.remote_code import refuse_own_code
+from hf_bayes.base_location import locate, reaching, refuse_adapted
 from hf_bayes.subspace import Layout
 from hf_bayes.text_safety import readable_errors
 
@@ -66,32 +65,11 @@ def load(
     wanted = _dtype_of(dtype)
     posterior = read(directory_or_repo, location)
     what = posterior.source or "this posterior"
-    if trust_remote_code and not isinstance(base_model, nn.Module):
-        refuse_own_code(posterior, _where(posterior.config.base_model, base_model, location, trust_remote_code)[0])
     if posterior.config.task != task:
         raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
     model = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
     loaded_as = model.dtype
-    if posterior.adapter_config is not None:
-        config = PeftConfig.from_peft_type(**{**posterior.adapter_config, "inference_mode": False})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns of a base that it has already wrapped, which this is not
-            model = get_peft_model(model, config, adapter_name=_adapter_name(posterior.layout))
-    _check_parameters(model, posterior.layout, what)
-    if check_base:
-        core = model.get_base_model() if posterior.adapter_config is not None else model
-        problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
-        if problems:
-            raise ValueError(
-                f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
-                "as base_model=, or pass check_base=False if you know that the difference does not matter"
-            )
-        if problems := base.head_differences(posterior.config.head, core.config):
-            raise ValueError(
-                f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
-                "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
-                "that the difference does not matter"
-            )
+    model = _fitted(model, posterior, check_base)
     if wanted is not None and wanted != loaded_as:
         model = model.to(wanted)
     model.eval()
@@ -99,6 +77,43 @@ def load(
         warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
     theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
     return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+
+
+def _fitted(core: PreTrainedModel, posterior: Posterior, check_base: bool) -> nn.Module:
+    """The base model with the posterior's adapter, found to be the right one; after a refusal it is as it was."""
+    what = posterior.source or "this posterior"
+    if posterior.adapter_config is None:
+        _check_parameters(core, posterior.layout, what)
+        _check_base(core, core, posterior, what, check_base)
+        return core
+    flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
+    model = lora_layers.build(core, posterior.adapter_config, posterior.layout, posterior.config.task, what)
+    try:
+        _check_parameters(model, posterior.layout, what)
+        _check_base(model, core, posterior, what, check_base)
+    except ValueError:
+        unwrapped(model)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+        raise
+    return model
+
+
+def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, what: str, check_base: bool) -> None:
+    if not check_base:
+        return
+    problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
+    if problems:
+        raise ValueError(
+            f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
+            "as base_model=, or pass check_base=False if you know that the difference does not matter"
+        )
+    if problems := base.head_differences(posterior.config.head, core.config):
+        raise ValueError(
+            f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
+            "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
+            "that the difference does not matter"
+        )
 
 
 def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any]) -> Posterior:
@@ -213,26 +228,28 @@ def _source(
     Args:
         names: the files one of which the sidecars must have.
     """
-    base_name, hub = _where(posterior.config.base_model, given, location, trust_remote_code)
     if posterior.sidecars.has(*names):
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        base_name = None
         if trust_remote_code:
-            refuse_own_code(posterior, base_name)
+            base_name, hub = locate(posterior, given, location, trust_remote_code)
             code["code_revision"] = hub.get("revision")
         place = posterior.source or directory_or_repo
-        with posterior.sidecars.folder(code_from=base_name if trust_remote_code else None) as folder:
+        with posterior.sidecars.folder(code_from=base_name) as folder:
             try:
                 yield str(folder), code
             except Exception as error:
                 words = str(error).replace(str(folder), str(place))
                 raise ValueError(f"the {what} saved with the posterior {place} cannot be loaded: {words}") from error
         return
-    if not base_name:
+    name, hub = locate(posterior, given, location, trust_remote_code)
+    if not name:
         raise ValueError(
             f"{directory_or_repo} holds no {what} and does not name its base model (it was built from a config): "
             f"give the {what}"
         )
-    yield base_name, hub
+    with reaching(posterior, name, given):
+        yield name, hub
 
 
 def _load_base(
@@ -247,15 +264,19 @@ def _load_base(
     # adapters that came without a record of their base take it as transformers finds it
     dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
     if isinstance(given, nn.Module):
+        refuse_adapted(given)
         base.refuse_spread(given)
         return given
-    name, hub = _where(recorded, given, location, trust_remote_code)
+    name, hub = locate(posterior, given, location, trust_remote_code)
     if not name:
         raise ValueError(
             "the posterior does not name its base model (it was built from a config): give it as base_model="
         )
     head = posterior.config.head
-    config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
+    with reaching(posterior, name, given):
+        config = AutoConfig.from_pretrained(name, **hub)
+        base.check_head(head, config, posterior.layout)
+        config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
     if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
         hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
     model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
@@ -274,24 +295,6 @@ def _dtype_of(given: Any) -> torch.dtype | None:
             "one that the posterior was made with"
         )
     return found
-
-
-def _where(
-    recorded: dict[str, Any], given: Any, location: dict[str, Any], trust_remote_code: bool
-) -> tuple[str, dict[str, Any]]:
-    """Name of the base model, or its folder, and what ``from_pretrained`` is told beside it."""
-    hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
-    if isinstance(given, str | os.PathLike):
-        return str(given), hub
-    return recorded["name_or_path"], {**hub, "revision": recorded["revision"] or "main"}
-
-
-def _adapter_name(layout: Layout) -> str:
-    """The adapter's name within the parameter names, such as "default"."""
-    names = {
-        match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))
-    }
-    return names.pop() if len(names) == 1 else "default"
 
 
 def _check_parameters(model: nn.Module, layout: Layout, where: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from hf_bayes.adapters import TASKS
 from hf_bayes.posterior import GAUSSIANS
 from hf_bayes.rng import MAX_SEED
-from hf_bayes.storage.formats import plain
+from hf_bayes.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
 from hf_bayes.subspace import Layout
 from hf_bayes.text_safety import is_plain_line
 
@@ -101,7 +102,7 @@ class PosteriorConfig:
         known = set(cls.__dataclass_fields__)
         missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
         if missing or unknown:
-            raise ValueError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+            raise ValueError(f"{where}: missing keys {shown(missing)}, unknown keys {shown(unknown)}")
         try:
             return cls(**values)
         except ValueError as error:
@@ -136,7 +137,7 @@ class PosteriorConfig:
         chains = self.member_chains
         fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
         _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
-        fine = self.seed is None or (_is_count(self.seed) and self.seed <= MAX_SEED)
+        fine = self.seed is None or _is_count(self.seed, limit=MAX_SEED + 1)
         _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
         fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
@@ -152,12 +153,16 @@ class PosteriorConfig:
         _require(
             isinstance(self.parameters, list) and self.parameters, "parameters", self.parameters, "[name, shape] pairs"
         )
+        if len(self.parameters) > MAX_TENSORS:
+            raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
         for pair in self.parameters:
             fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
             fine = fine and _is_line(pair[0]) and all(_is_count(n) and n > 0 for n in pair[1])
             _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
-        names = [name for name, _ in self.parameters]
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+            if len(pair[0]) > MAX_NAME:
+                raise ValueError(f"a name in parameters has {len(pair[0]):,} characters, expected at most {MAX_NAME:,}")
+        counts = Counter(name for name, _ in self.parameters)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         _require(not twice, "parameters", twice, "each name once")
 
     def _check_base_model(self) -> None:
@@ -185,8 +190,8 @@ def _is_line(value: Any) -> bool:
     return isinstance(value, str) and is_plain_line(value)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any, limit: int = 2**63) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def _is_number(value: Any) -> bool:

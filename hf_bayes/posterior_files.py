@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, adapter_key
+from hf_bayes import lora_config
+from hf_bayes.adapters import ADAPTER, ADAPTER_CONFIG, adapter_key, plain_adapter_config
 from hf_bayes.covariance import COVARIANCES, check_shapes
 from hf_bayes.posterior import GAUSSIANS, Draws, Gaussian
 from hf_bayes.posterior_config import CONFIG, PosteriorConfig
-from hf_bayes.sidecars import Sidecars
+from hf_bayes.sidecars import Sidecars, is_sidecar
 from hf_bayes.storage import Content
+from hf_bayes.storage.formats import shown
 from hf_bayes.subspace import Layout
 
 TENSORS = "model.safetensors"
@@ -52,27 +54,54 @@ def gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
     return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
 
 
+def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors that each safetensors file must hold, as the JSON files say; of a covariance its reader decides.
+
+    Args:
+        contents: the JSON files by name.
+        names: of all files.
+    Raises:
+        ValueError: if files are missing, or do not fit one another.
+    """
+    if CONFIG not in names:
+        raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
+    config = PosteriorConfig.from_dict(contents[CONFIG])
+    if config.approximation == "draws" and not config.member_chains:
+        raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
+    if config.num_members > len(names):
+        raise ValueError(f"{CONFIG} says {config.num_members:,} members, in a directory of {len(names):,} files")
+    adapter_config = contents.get(ADAPTER_CONFIG)
+    expected = _expected_names(config, adapter=adapter_config is not None)
+    own = {name for name in names if not is_sidecar(name)}
+    missing, extra = sorted(expected - own), sorted(own - expected - {TRACE})
+    if missing or extra:
+        raise ValueError(
+            f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
+            f"missing {shown(missing)}, extra {shown(extra)}"
+        )
+    found = config.layout.named_shapes
+    if adapter_config is not None:
+        lora_config.explicit(plain_adapter_config(adapter_config), found)
+        for index in range(config.num_members):
+            name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
+            if contents[name] != adapter_config:
+                raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
+        found = {adapter_key(name): shape for name, shape in found.items()}
+    return {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+
+
 def read(contents: Mapping[str, Any]) -> Parts:
-    """The parts of a posterior, from what ``storage.read_directory`` returns: sidecars are bytes.
+    """The parts of a posterior, from the files that ``storage.read_directory`` has read with ``shapes``.
+
+    Sidecars are bytes.
 
     Raises:
         ValueError: if files do not fit one another, naming the first that does not.
     """
     sidecars = Sidecars({name: data for name, data in contents.items() if isinstance(data, bytes)})
     files = {name: content for name, content in contents.items() if name not in sidecars.files}
-    if CONFIG not in files:
-        raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
     config = PosteriorConfig.from_dict(files[CONFIG])
-    if config.approximation == "draws" and not config.member_chains:
-        raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
     adapter_config = files.get(ADAPTER_CONFIG)
-    expected = _expected_names(config, adapter=adapter_config is not None)
-    missing, extra = sorted(expected - set(files)), sorted(set(files) - expected - {TRACE})
-    if missing or extra:
-        raise ValueError(
-            f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
-            f"missing {missing}, extra {extra}"
-        )
     theta_of = _reader(files, config, adapter=adapter_config is not None)
     approximation: Draws | Gaussian
     if config.approximation == "draws":
@@ -87,10 +116,6 @@ def read(contents: Mapping[str, Any]) -> Parts:
         first = approximation.theta[0] if isinstance(approximation, Draws) else approximation.means[0]
         if not torch.equal(theta_of(ADAPTER), first):
             raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
-        for index in range(config.num_members):
-            name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
-            if files[name] != adapter_config:
-                raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
     return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
 
 
@@ -103,20 +128,14 @@ def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
 
 
 def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Callable[[str], Tensor]:
-    """file name -> row of theta, its keys and shapes checked."""
+    """file name -> row of theta."""
     layout = config.layout
     keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
 
     def theta_of(file: str) -> Tensor:
         tensors = files[file]
-        missing, extra = sorted(set(keys) - set(tensors)), sorted(set(tensors) - set(keys))
-        if missing or extra:
-            raise ValueError(f"{file}: missing tensors {missing}, unknown tensors {extra}")
         _check_dtypes(file, tensors)
-        try:
-            return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
+        return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
 
     return theta_of
 
@@ -144,4 +163,5 @@ def _check_dtypes(file: str, tensors: Mapping[str, Tensor]) -> None:
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
         odd = {key: str(tensor.dtype) for key, tensor in tensors.items() if tensor.dtype != torch.float32}
-        raise ValueError(f"{file}: expected all tensors in float32 (or all in float64), got {odd}")
+        found = [f"{key} in {dtype}" for key, dtype in odd.items()]
+        raise ValueError(f"{file}: expected all tensors in float32 (or all in float64), got {shown(found)}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hf_bayes.chat_templates import check_chat_template
 from hf_bayes.storage import disk
 
 GENERATION_CONFIG = "generation_config.json"
@@ -96,6 +97,11 @@ class Sidecars:
         for name, data in self.files.items():
             if name.endswith(_TEXTS):
                 _check_text(data, name)
+        for name, template in _chat_templates(self.files):
+            try:
+                check_chat_template(template)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
     @classmethod
     def of(cls, processor: Any = None, generation_config: Any = None) -> Sidecars:
@@ -224,6 +230,20 @@ def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = 
             "code runs, also with trust_remote_code=True. Give the tokenizer or processor yourself"
         )
     return f"{repository}--{reference}"
+
+
+def _chat_templates(files: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
+    """The name of a file and a chat template in it, for each."""
+    for name, data in files.items():
+        if name.endswith(".jinja"):
+            yield name, data.decode()
+        elif name == "chat_template.json" or name.endswith("_config.json"):
+            found = _object(data, name).get("chat_template")
+            entries = found if isinstance(found, list) else list(found.values()) if isinstance(found, dict) else [found]
+            for entry in entries:
+                template = entry.get("template") if isinstance(entry, dict) else entry
+                if template is not None:
+                    yield name, template
 
 
 def _check_text(data: bytes, where: str) -> None:

@@ -219,7 +219,7 @@ def test_a_base_within_the_posterior_brings_no_code(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, tmp_path / "code")
     (tmp_path / "code" / "own_tokenizer.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
     for load in (load_tokenizer, BayesianModelForCausalLM.from_pretrained):
-        with pytest.raises(ValueError, match="lies in the posterior itself: a posterior never brings code"):
+        with pytest.raises(ValueError, match="own place: no code"):
             load(tmp_path, trust_remote_code=True)
     assert not (tmp_path / "ran").exists()
 

@@ -50,6 +50,7 @@ def pipeline(
     device_map: Any = None,
     trust_remote_code: bool = False,
     base_model: Any = None,
+    check_base: bool = True,
     **kwargs: Any,
 ) -> Any:
     """A pipeline with a saved posterior or a Bayesian model.
@@ -61,7 +62,7 @@ def pipeline(
         tokenizer: a tokenizer or where to load one; None takes the posterior's.
         image_processor: likewise, where the inputs are images.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
-            trust_remote_code, base_model: for loading, as in ``BayesianModelForCausalLM.from_pretrained``.
+            trust_remote_code, base_model, check_base: for loading, as in ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
         kwargs: for the pipeline: ``batch_size`` or any argument of a call.
     Raises:
@@ -77,6 +78,7 @@ def pipeline(
     loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map}
     all_given = location | loading | {"base_model": base_model}
     given = [name for name, value in all_given.items() if value is not None and value is not False]
+    given += [] if check_base else ["check_base"]
     if given and not isinstance(model, str | os.PathLike):
         raise ValueError(f"{', '.join(given)}: the model is loaded already, give this to its from_pretrained")
     posterior = Posterior.from_pretrained(model, **location) if isinstance(model, str | os.PathLike) else None
@@ -90,7 +92,7 @@ def pipeline(
         if processor is None:
             processor = load(model, posterior=posterior, **remote, **location)
         download = {name: location[name] for name in DOWNLOAD}
-        bayesian = model_class.from_pretrained(posterior, **remote, **download, **loading)
+        bayesian = model_class.from_pretrained(posterior, check_base=check_base, **remote, **download, **loading)
     pipeline_class.check_model(bayesian)
     if processor is None:
         raise ValueError(f"a model in memory comes without its {reads.replace('_', ' ')}: give {reads}=")

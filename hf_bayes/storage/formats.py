@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,16 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+_SIMPLE = frozenset({bool, int, str, type(None)})
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-_MAX_HEADER = 100_000_000  # the limit of the safetensors format itself
+# What a file may ask of memory and time before its meaning is known. Real posteriors stay far below: a posterior over
+# all tensors of an 8B model has about 300 names, one over LoRA on every linear layer of 100 blocks 1,400.
+MAX_DEPTH = 64
+MAX_TEXT = 16 * 2**20
+MAX_VALUES = 2_000_000
+MAX_CONTAINERS = 100_000
+MAX_TENSORS = 20_000
+MAX_NAME = 1_000
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], *, where: str) -> bytes:
@@ -28,6 +36,8 @@ def encode_tensors(tensors: Mapping[str, Tensor], *, where: str) -> bytes:
     Raises:
         ValueError: naming the tensor that is not finite.
     """
+    if len(tensors) > MAX_TENSORS:
+        raise ValueError(f"{where} would hold {len(tensors):,} tensors, expected at most {MAX_TENSORS:,}")
     # safetensors refuses views that overlap; a tensor of its own per name costs one file's worth of memory.
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _refuse_non_finite(own, where)
@@ -35,13 +45,22 @@ def encode_tensors(tensors: Mapping[str, Tensor], *, where: str) -> bytes:
     return safetensors.save(own, metadata={"format": "pt"})
 
 
-def decode_tensors(data: bytes, *, where: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+def decode_tensors(
+    data: bytes, *, where: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file.
 
+    Args:
+        data: the file.
+        where: its name in an error.
+        shapes: of each tensor that must be there, compared with the header before any tensor is made; None takes all.
     Raises:
-        ValueError: for a malformed header, a key given twice, an unknown dtype or a value that is not finite.
+        ValueError: for a malformed header, a key given twice, an unknown dtype, other tensors than expected, or a value
+            that is not finite.
     """
-    _check_header(data, where)
+    header = read_header(data, where)
+    if shapes is not None:
+        _check_shapes(header, shapes, where)
     try:
         tensors = safetensors.load(data)
     except (SafetensorError, RuntimeError, KeyError, AssertionError) as error:
@@ -57,25 +76,32 @@ def encode_json(value: Mapping[str, Any], *, where: str) -> bytes:
         ValueError: for NaN, infinities and values that are not JSON.
     """
     try:
-        return (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
-    except (TypeError, ValueError) as error:
+        data = (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} cannot be written as JSON: {error}") from error
+    _check_extent(data, where)
+    return data
 
 
 def decode_json(data: bytes, *, where: str) -> dict[str, Any]:
     """The one object of a JSON file.
 
     Raises:
-        ValueError: for malformed text, a key given twice, NaN, infinities, or anything but an object.
+        ValueError: for malformed text, a key given twice, NaN, infinities, anything but an object, or an object that is
+            too large or too deep.
     """
+    _check_extent(data, where)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
         )
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(_too_deep(where)) from None
+    except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
+    _check_depth(value, where)
     return value
 
 
@@ -87,10 +113,16 @@ def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
         where: what it is called in an error.
         undefined_is_null: NaN and infinities become None instead of an error.
     Raises:
-        ValueError: naming the entry that is not plain data.
+        ValueError: naming the entry that is not plain data, or is nested too deep.
     """
+    return _plain(value, where, undefined_is_null, 0)
+
+
+def _plain(value: Any, where: str, undefined_is_null: bool, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(_too_deep(where.partition(".")[0].partition("[")[0]))
     if isinstance(value, enum.Enum):
-        return plain(value.value, where)
+        return _plain(value.value, where, undefined_is_null, depth)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -100,25 +132,60 @@ def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
             return None
         raise ValueError(f"{where} must be finite, got {value}")
     if isinstance(value, Mapping):
-        return {str(key): plain(v, f"{where}.{key}", undefined_is_null=undefined_is_null) for key, v in value.items()}
+        return {str(key): _plain(v, f"{where}.{key}", undefined_is_null, depth + 1) for key, v in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(plain(v, where) for v in value)
+        return sorted(_plain(v, where, undefined_is_null, depth + 1) for v in value)
     if isinstance(value, (list, tuple)):
-        return [plain(v, f"{where}[{i}]", undefined_is_null=undefined_is_null) for i, v in enumerate(value)]
+        if set(map(type, value)) <= _SIMPLE:  # long lists are numbers or names
+            return list(value)
+        return [_plain(v, f"{where}[{i}]", undefined_is_null, depth + 1) for i, v in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
-        return plain(value.tolist(), where, undefined_is_null=undefined_is_null)
+        return _plain(value.tolist(), where, undefined_is_null, depth)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     raise ValueError(f"{where} holds a {type(value).__name__}, expected numbers, texts, lists or mappings")
 
 
+def _check_extent(data: bytes, where: str) -> None:
+    """Bound the memory that parsing takes: a list or an object of 2 bytes becomes a Python object of 64 to 232."""
+    if len(data) > MAX_TEXT:
+        raise ValueError(f"{where} is a JSON of {len(data):,} bytes, expected at most {MAX_TEXT:,}: refused")
+    for what, count, limit in (
+        ("lists and objects", data.count(b"[") + data.count(b"{"), MAX_CONTAINERS),
+        ("values", data.count(b","), MAX_VALUES),
+    ):
+        if count > limit:
+            raise ValueError(f"{where} is a JSON of {count:,} {what}, expected at most {limit:,}: refused")
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Refuse deep nesting, without a recursion of its own."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            below += [value for value in values if type(value) in (dict, list)]
+        if not below:
+            return
+        level = below
+    raise ValueError(_too_deep(where))
+
+
+def _too_deep(where: str) -> str:
+    return (
+        f"{where} nests lists and objects more than {MAX_DEPTH} deep: refused. Nothing that hf_bayes writes is so deep"
+    )
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key given twice: {next(key for key in keys if keys.count(key) > 1)!r}")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key given twice: {twice!r:.200}")
     return values
 
 
@@ -133,25 +200,54 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _check_header(data: bytes, where: str) -> None:
-    """What the safetensors library lets pass: keys given twice, unknown fields, dtypes that nothing here writes."""
+def read_header(data: bytes, where: str) -> dict[str, Any]:
+    """The entries of a safetensors header, given the beginning of its file.
+
+    Raises:
+        ValueError: also for what the safetensors library lets pass: a key given twice, an unknown field, a dtype that
+            nothing here writes, a great many tensors.
+    """
     if len(data) < 8:
         raise ValueError(f"{where} is not a valid safetensors file: {len(data)} bytes, expected at least 8")
     (length,) = struct.unpack("<Q", data[:8])
-    if length > min(_MAX_HEADER, len(data) - 8):
+    if length > min(MAX_TEXT, len(data) - 8):
         raise ValueError(f"{where} is not a valid safetensors file: header of {length} bytes in {len(data)}")
     header = decode_json(data[8 : 8 + length], where=f"the header of {where}")
+    header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"{where} holds {len(header):,} tensors, expected at most {MAX_TENSORS:,}: refused")
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+        if len(name) > MAX_NAME:
+            raise ValueError(f"{where}: a tensor's name has {len(name):,} characters, expected at most {MAX_NAME:,}")
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
                 f"{where}: the entry of {name!r} must have dtype, shape and data_offsets, got {entry!r:.200}"
             )
-        if entry["dtype"] not in _DTYPES:
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
             raise ValueError(
                 f"{where}: {name} has dtype {entry['dtype']!r}, expected one of {', '.join(sorted(_DTYPES))}"
             )
+    return header
+
+
+def _check_shapes(header: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    missing, extra = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
+    if missing or extra:
+        raise ValueError(f"{where}: missing tensors {shown(missing)}, unknown tensors {shown(extra)}")
+    for name, shape in shapes.items():
+        if header[name]["shape"] != list(shape):
+            raise ValueError(f"{where}: {name}: expected shape {list(shape)}, got {header[name]['shape']!r:.200}")
+
+
+def some(names: list[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
+
+
+def shown(names: Iterable[str]) -> str:
+    """A list as Python prints it, of the first few of many names, each of a length that can be read."""
+    names = list(names)
+    return repr([name[:MAX_NAME] for name in names[:5]]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def _refuse_non_finite(tensors: Mapping[str, Tensor], where: str) -> None:

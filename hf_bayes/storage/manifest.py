@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_bayes.storage.formats import decode_json
+from hf_bayes.storage.formats import decode_json, some
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1  # of the manifest
@@ -116,11 +116,6 @@ def check_name(name: str, where: str | None = None) -> None:
             f"{where + ': ' if where else ''}{name!r:.300} is not a relative path of plain names ending in one of "
             f"{', '.join(SUFFIXES)}: such a file is neither written nor read"
         )
-
-
-def some(names: list[str]) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_is_directory(root: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hf_bayes.storage.formats import decode_json, decode_tensors
+from hf_bayes.storage.formats import MAX_TEXT, decode_json, decode_tensors, read_header, some
 from hf_bayes.storage.manifest import (
     MANIFEST,
     MAX_JSON,
@@ -21,9 +22,11 @@ from hf_bayes.storage.manifest import (
     check_is_directory,
     check_name,
     parse_manifest,
-    some,
     unlisted_files,
 )
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""The name of a safetensors file -> the shape of each tensor in it."""
 
 _ATTEMPTS = 50  # of a reader that writers overtake
 
@@ -34,6 +37,7 @@ def read_directory(
     format: str,
     only: Callable[[str], bool] | None = None,
     raw: Callable[[str], bool] = lambda name: False,
+    expected: Callable[[Mapping[str, Any], list[str]], Shapes] | None = None,
 ) -> dict[str, Any]:
     """The content of a directory that ``write_directory`` wrote, each byte checked against the manifest first.
 
@@ -45,6 +49,9 @@ def read_directory(
         format: what it must be.
         only: which names to read; others must be there with their size. None reads all.
         raw: which names to return as bytes.
+        expected: from the content of the other files, which are read first, and all names in the manifest to the
+            shapes of the tensors in some or all safetensors files. A file whose size or header disagrees is not read.
+            It raises ValueError for a directory that is not to be read.
     Returns:
         name -> named tensors (``.safetensors``), object (``.json``) or bytes (``raw`` names and other suffixes).
     Raises:
@@ -59,7 +66,7 @@ def read_directory(
     for attempt in range(_ATTEMPTS):
         before = _generation(root)
         try:
-            return _read(root, read_manifest(root, format), only, raw)
+            return _read(root, read_manifest(root, format), only, raw, expected)
         except (OSError, ValueError):
             if _generation(root) == before:
                 raise
@@ -108,36 +115,61 @@ def read_manifest(root: Path, format: str) -> Manifest:
 
 
 def _read(
-    root: Path, manifest: Manifest, only: Callable[[str], bool] | None, raw: Callable[[str], bool]
+    root: Path,
+    manifest: Manifest,
+    only: Callable[[str], bool] | None,
+    raw: Callable[[str], bool],
+    expected: Callable[[Mapping[str, Any], list[str]], Shapes] | None,
 ) -> dict[str, Any]:
-    pending = root / (PENDING + manifest.digest)
     contents: dict[str, Any] = {}
-    for name, entry in manifest.files.items():
-        path = root / name
-        reads = only is None or only(name)
+    shapes: Shapes = {}
+    tensors = [name for name in manifest.files if name.endswith(".safetensors")]
+    for name in (name for name in manifest.files if name not in tensors):
+        data = _read_listed(root, manifest, name, only, None)
+        if data is not None:
+            contents[name] = data if raw(name) else _decode(name, data, where=str(root / name))
+    if expected is not None:
         try:
-            data = read_inside(root, pending / name, entry=entry, reads=reads)
-        except FileNotFoundError:
-            try:
-                data = read_inside(root, path, entry=entry, reads=reads)
-            except FileNotFoundError as error:
-                raise ValueError(
-                    f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again"
-                ) from error
-        if not reads:
-            continue
-        digest = hashlib.sha256(data).hexdigest()
-        if digest != entry.sha256:
-            raise ValueError(
-                f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
-                "exchanged: fetch or save the directory again"
-            )
-        contents[name] = data if raw(name) else _decode(name, data, where=str(path))
+            shapes = expected(contents, list(manifest.files))
+        except ValueError as error:
+            raise ValueError(f"{root}: {error}") from error
+    for name in tensors:
+        data = _read_listed(root, manifest, name, only, shapes.get(name))
+        if data is not None:
+            contents[name] = _decode(name, data, where=str(root / name), shapes=shapes.get(name))
     unlisted = unlisted_files(root, manifest.files)
     # Between commit and the end of step 3, files of the old save are still there.
-    if unlisted and not pending.exists():
+    if unlisted and not (root / (PENDING + manifest.digest)).exists():
         raise ValueError(f"{root} holds {some(unlisted)}, not listed in {MANIFEST}: move it away")
     return contents
+
+
+def _read_listed(
+    root: Path,
+    manifest: Manifest,
+    name: str,
+    only: Callable[[str], bool] | None,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> bytes | None:
+    """Return the bytes of one file of the manifest, their hash checked; None where it is not ``only`` one to read."""
+    entry, path, reads = manifest.files[name], root / name, only is None or only(name)
+    limit = None if shapes is None else MAX_TEXT + 8 * sum(math.prod(shape) for shape in shapes.values())
+    try:
+        data = read_inside(root, root / (PENDING + manifest.digest) / name, entry=entry, limit=limit, reads=reads)
+    except FileNotFoundError:
+        try:
+            data = read_inside(root, path, entry=entry, limit=limit, reads=reads)
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing, {MANIFEST} lists it: fetch or save the directory again") from error
+    if not reads:
+        return None
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entry.sha256:
+        raise ValueError(
+            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
+            "exchanged: fetch or save the directory again"
+        )
+    return data
 
 
 def read_inside(
@@ -165,7 +197,25 @@ def read_inside(
             limit = MAX_JSON
         if limit is not None and size > limit:
             raise ValueError(f"{path} has {size:,} bytes, expected at most {limit:,}: refused")
-        return file.read(size) if reads else b""
+        if not reads:
+            return b""
+        if path.suffix == ".safetensors" and size > MAX_TEXT:
+            _check_size(file, size, where=str(path))
+        return file.read(size)
+
+
+def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
+    """Compare a file's size with what its header says, before a large file is read."""
+    start = file.read(8)
+    start += file.read(min(int.from_bytes(start, "little"), MAX_TEXT))
+    ends = [entry["data_offsets"] for entry in read_header(start, where).values()]
+    try:
+        said = len(start) + max((end for _, end in ends), default=0)
+    except (TypeError, ValueError):
+        said = 0
+    if said != size:
+        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, its header says {said:,}")
+    file.seek(0)
 
 
 def _allowed_roots(root: Path) -> list[str]:
@@ -179,9 +229,9 @@ def _allowed_roots(root: Path) -> list[str]:
     return allowed
 
 
-def _decode(name: str, data: bytes, *, where: str) -> Any:
+def _decode(name: str, data: bytes, *, where: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Any:
     if name.endswith(".md"):
         raise ValueError(f"{where}: a text is not read as data")
     if name.endswith(".safetensors"):
-        return decode_tensors(data, where=where)
+        return decode_tensors(data, where=where, shapes=shapes)
     return decode_json(data, where=where) if name.endswith(".json") else data

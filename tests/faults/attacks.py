@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.faults import exhaustion
 from tests.faults.corruptions import edit_json, listed, sign
 
 Attack = Callable[[Path], None]
@@ -87,6 +88,9 @@ def attacks(example: Path) -> Iterator[tuple[str, Attack]]:
     ):
         yield f"adapter names code in {key}", lambda d, key=key, value=value: (name_code(d, key, value), sign(d))
     yield "pending folder with code", plant_pending
+    for name, attack in exhaustion.attacks():
+        if name not in exhaustion.LARGE:  # tests/test_exhaustion.py has all of them, and measures
+            yield f"exhausting: {name}", attack
 
 
 def leads_out(name: str) -> bool:

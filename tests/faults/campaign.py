@@ -178,7 +178,7 @@ def run_attacks(base: Path, clean: Path, original: Posterior) -> dict[str, Any]:
             function(directory)
             result = outcome(load, directory, same)
             tally[result.split(":")[0]] += 1
-            harmless = "names code" in name  # another adapter_config.json, all of it plain data
+            harmless = "names code" in name  # another adapter_config.json, all of it plain data, or the code left out
             if result not in (REFUSED, SAME) and not (harmless and result == DIFFERENT):
                 wrong.append(f"{name}: {result}")
     names = [name for name, _ in attacks(clean)]

@@ -1,0 +1,242 @@
+"""A bound on what a chat template may do: its work follows the conversation, not numbers of its own.
+
+A chat template is a program of jinja2. transformers runs it in a sandbox, which keeps it from files and imports, but
+not from running for ever or filling memory. ``check_chat_template`` reads the program without running it, and refuses
+
+1. more than ``MAX_TEXT`` characters, or what jinja2 cannot parse;
+2. numbers above ``MAX_NUMBER``, also within a format such as ``%99999d``, powers, and products of two unknowns;
+3. loops more than ``MAX_NESTED`` deep, and a loop over the template's own list or range within another loop. A call of
+   a macro counts with the loops in the macro, and a macro may call itself in a loop only on the parts of its argument;
+4. variables that are built from more than one copy of themselves (``x = x + x``), by any detour, and chains of
+   variables that multiply a text by more than ``MAX_COPIES``.
+
+These are bounds on usual programs, no proof: a template that is accepted can still be slow. Do not load one that you
+would not run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_TEXT = 100_000
+MAX_NUMBER = 10_000
+MAX_NESTED = 5
+MAX_COPIES = 10_000
+
+_FORMAT = re.compile(r"[%:][^a-zA-Z%]*\d{5}")
+_OWN_LISTS = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Const)
+
+
+class _Generation(Extension):
+    """The tag of transformers around the assistant's words, which is parsed as its content."""
+
+    tags = {"generation"}  # noqa: RUF012, typed so by jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def check_chat_template(text: str) -> None:
+    """Raise for a chat template that could run for ever or fill memory, without running it.
+
+    Raises:
+        ValueError: naming the line and the reason.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"a chat template is a text, got {type(text).__name__}")
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"a chat template of {len(text):,} characters is refused, expected at most {MAX_TEXT:,}")
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+    try:
+        tree = environment.parse(text)
+        _check_numbers(tree)
+        _check_loops(tree)
+        _check_growth(tree)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is no jinja2 template: line {error.lineno}: {error.message:.200}"
+        ) from None
+    except RecursionError:
+        raise ValueError("the chat template is refused: its expressions are nested too deep to be read") from None
+
+
+def _refuse(node: nodes.Node, reason: str) -> None:
+    raise ValueError(f"the chat template is refused: line {node.lineno}: {reason}")
+
+
+def _check_numbers(tree: nodes.Template) -> None:
+    for power in tree.find_all(nodes.Pow):
+        _refuse(power, "a power")
+    for product in tree.find_all(nodes.Mul):
+        if not isinstance(product.left, nodes.Const) and not isinstance(product.right, nodes.Const):
+            _refuse(product, "a product of two unknowns")
+    for constant in tree.find_all(nodes.Const):
+        value = constant.value
+        if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+            _refuse(constant, f"the number {str(value)[:40]}, expected at most {MAX_NUMBER:,}")
+        elif isinstance(value, str) and _FORMAT.search(value):
+            _refuse(constant, "a format with a width of 5 digits")
+
+
+def _check_loops(tree: nodes.Template) -> None:
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    seen: set[tuple[str, int]] = set()
+
+    def walk(node: nodes.Node, depth: int, calling: tuple[str, ...], loop: nodes.For | None) -> None:
+        if isinstance(node, nodes.For):
+            if depth and _is_own(node.iter):
+                _refuse(node, "a loop over a list or range of the template's own within another loop")
+            depth, loop = depth + 1, node
+            if depth > MAX_NESTED:
+                _refuse(node, f"loops more than {MAX_NESTED} deep")
+        called = node.node.name if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) else None
+        if isinstance(node, nodes.Call) and called in calling:
+            if called != calling[-1] or (loop is not None and not _descends(node, loop, macros[called])):
+                _refuse(node, "a macro that calls itself in a loop, and not on the parts of its argument")
+        elif called in macros and (called, depth) not in seen:
+            seen.add((called, depth))
+            for child in macros[called].iter_child_nodes():
+                walk(child, depth, (*calling, called), None)
+        for child in node.iter_child_nodes():
+            if not isinstance(child, nodes.Macro):
+                walk(child, depth, calling, loop)
+
+    walk(tree, 0, (), None)
+    for macro in macros.values():  # also one that only other macros call
+        for child in macro.iter_child_nodes():
+            walk(child, 0, (macro.name,), None)
+
+
+def _descends(call: nodes.Call, loop: nodes.For, macro: nodes.Macro) -> bool:
+    """Whether a macro that loops over the parts of its argument calls itself on each part, as for nested types."""
+    arguments = {argument.name for argument in macro.args}
+    targets = set(_targets(loop.target))
+    return _root(loop.iter) in arguments and any(_root(argument) in targets for argument in call.args)
+
+
+def _root(node: Any) -> str | None:
+    """The variable that an expression takes a part of."""
+    while not isinstance(node, nodes.Name):
+        if not isinstance(node, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter) or node.node is None:
+            return None
+        node = node.node
+    return node.name
+
+
+def _is_own(node: nodes.Node) -> bool:
+    """Whether a loop runs over what the template itself has made: a list, a text, a range."""
+    if isinstance(node, _OWN_LISTS):
+        return True
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
+
+
+def _check_growth(tree: nodes.Template) -> None:
+    """Refuse variables whose length a chain of assignments multiplies."""
+    parts: dict[str, dict[str, int]] = {}  # variable -> the variables in it, each with its number of copies
+    where: dict[str, nodes.Node] = {}
+    node: Any
+    for node in tree.find_all((nodes.Assign, nodes.AssignBlock, nodes.For)):
+        copies = _total(node.body) if isinstance(node, nodes.AssignBlock) else _copies(_value(node))
+        for target in _targets(node.target):
+            where.setdefault(target, node)
+            parts[target] = _most([parts.get(target, {}), copies])
+
+    for target, inside in parts.items():
+        if sum(count for name, count in inside.items() if target in _reached(name, parts)) > 1:
+            _refuse(where[target], f"{target!r:.80} is built from more than one copy of itself")
+    factors: dict[str, int] = {}
+
+    def factor(name: str) -> int:
+        if name not in factors:
+            factors[name] = 1  # of a variable that holds one copy of itself
+            factors[name] = max(1, sum(count * factor(part) for part, count in parts.get(name, {}).items()))
+            if factors[name] > MAX_COPIES:
+                _refuse(where[name], f"{name!r:.80} is made of more than {MAX_COPIES:,} copies of a text")
+        return factors[name]
+
+    for target in parts:
+        factor(target)
+
+
+def _value(node: nodes.For | nodes.Assign) -> nodes.Node:
+    return node.iter if isinstance(node, nodes.For) else node.node
+
+
+def _reached(start: str, parts: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """The variable itself, and all that it is made of."""
+    seen, left = {start}, [start]
+    while left:
+        new = parts.get(left.pop(), {}).keys() - seen
+        seen |= new
+        left += new
+    return seen
+
+
+def _targets(node: nodes.Node) -> Iterator[str]:
+    for found in [node, *node.find_all((nodes.Name, nodes.NSRef))]:
+        if isinstance(found, nodes.NSRef):
+            yield f"{found.name}.{found.attr}"
+        elif isinstance(found, nodes.Name):
+            yield found.name
+
+
+def _copies(node: nodes.Node) -> dict[str, int]:
+    """Variable -> how often its content can be in the value of an expression; "" stands for constants multiplied."""
+    if isinstance(node, nodes.Name):
+        return {node.name: 1}
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        return {f"{node.node.name}.{node.attr}": 1, node.node.name: 1}
+    if isinstance(node, nodes.Compare | nodes.Test | nodes.Not):
+        return {}
+    if isinstance(node, nodes.Filter) and node.name in ("length", "count"):
+        return {}
+    if isinstance(node, nodes.Getitem):
+        return _copies(node.node)
+    if isinstance(node, nodes.CondExpr):
+        return _most([_copies(branch) for branch in (node.expr1, node.expr2) if branch is not None])
+    if isinstance(node, nodes.And | nodes.Or):
+        return _most([_copies(node.left), _copies(node.right)])
+    total = _total(node.iter_child_nodes())
+    if isinstance(node, nodes.Mul):
+        constants = [side.value for side in (node.left, node.right) if isinstance(side, nodes.Const)]
+        size = max((abs(int(c)) if isinstance(c, int | float) else len(c) for c in constants), default=1)
+        return {name: count * max(1, size) for name, count in (total or {"": 1}).items()}
+    if _inserts(node):
+        return {name: 100 * count for name, count in total.items()}
+    return total
+
+
+def _inserts(node: nodes.Node) -> bool:
+    """Whether an expression puts an unknown text between the parts of another, as often as there are parts."""
+    if isinstance(node, nodes.Filter):
+        name = node.name
+    elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        name = node.node.attr
+    else:
+        return False
+    texts = {"replace": node.args[1:2], "join": node.args[:1]}.get(name, [])
+    return any(not isinstance(text, nodes.Const) for text in texts)
+
+
+def _total(found: Iterable[nodes.Node]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for node in found:
+        total.update(_copies(node))
+    return dict(total)
+
+
+def _most(found: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    most: dict[str, int] = {}
+    for copies in found:
+        for name, count in copies.items():
+            most[name] = max(most.get(name, 0), count)
+    return most
