@@ -14,7 +14,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_bayes.classification import Deviations
 from hf_bayes.comparison import RowScores, row_scores
-from hf_bayes.data_rows import require_dataset
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.metrics import summarise
 from hf_bayes.mixin import AnyTrainer
@@ -50,17 +49,11 @@ class EvaluationMixin(AnyTrainer):
     _row_scores: Mapping[str, RowScores] = MappingProxyType({})
     """The NLL of every row, of the last evaluation under each metric prefix; each evaluation makes a new mapping."""
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Trainer's loop, with the posterior's metrics.
-
-        Raises:
-            ValueError: for a data set without rows.
-        """
-        require_dataset(dataloader.dataset, "the data set to evaluate on", "an evaluation of none has no figures")
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         batches: list[dict[str, Tensor]] = []
         self._statistics, self._member_log_lik = batches, None
         try:
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self._statistics = None
         if any(len(batch["nll"]) for batch in batches):  # else nothing can be said: no labels, or all -100

@@ -121,10 +121,6 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)
-    if (held_out := kwargs.get("eval_dataset")) is not None:
-        several = held_out if isinstance(held_out, Mapping) else {"": held_out}
-        for name, rows in several.items():
-            require_dataset(rows, f"eval_dataset {name}".strip(), "an evaluation of none has no figures")
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")

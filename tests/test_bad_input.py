@@ -582,12 +582,6 @@ REFUSED = [
             ({"train": [], "test": []}, ("mapping with the keys 'train', 'test'", "give one of its splits")),
         )
     ],
-    Refused(
-        "rows",
-        "an empty eval_dataset",
-        lambda out: run(out, eval_dataset=Dataset.from_list([])),
-        ("eval_dataset has 0 rows", "has no figures"),
-    ),
     *[
         Refused(
             "rows",
