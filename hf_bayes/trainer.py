@@ -367,6 +367,7 @@ class BayesianTrainerMixin(
             ValueError: if the output directory cannot hold a posterior, or the run is too short for its draws.
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
+        self.bayesian.members.require_attached()
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, got None")
         check_writable(self.args.output_dir, overwrite=True)
