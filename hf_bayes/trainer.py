@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from hf_bayes import checkpoints
 from hf_bayes.artifact import Posterior
@@ -41,6 +41,7 @@ from hf_bayes.refusals import (
     refuse_other_weights,
 )
 from hf_bayes.reporting import ReportingMixin
+from hf_bayes.resuming import ResumingMixin
 from hf_bayes.revision import RevisionMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
 from hf_bayes.saving import SavingMixin
@@ -59,7 +60,14 @@ SMALL_PASS_ROWS = 512
 
 
 class BayesianTrainerMixin(
-    TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, HalvesMixin, RevisionMixin, SavingMixin
+    TrainingDataMixin,
+    EvaluationMixin,
+    ReportingMixin,
+    DiagnosisMixin,
+    HalvesMixin,
+    RevisionMixin,
+    ResumingMixin,
+    SavingMixin,
 ):
     """Put before any Trainer: ``class BayesianSFTTrainer(BayesianTrainerMixin, SFTTrainer)``.
 
@@ -381,6 +389,8 @@ class BayesianTrainerMixin(
         self._last_convergence = (0, {})
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
+        saves = resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO
+        self._identity = self._identify() if saves else None
         self._announce()
         if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):
             output = TrainOutput(self.state.global_step, 0.0, {})
