@@ -49,6 +49,7 @@ def predicts(method: Predicting) -> Predicting:
 
     @functools.wraps(method)
     def predicting(self: BayesianModel, *args: Any, **kwargs: Any) -> Any:
+        self.members.require_attached()
         with self.turns, nullcontext() if not self.training else evaluating(self):
             return method(self, *args, **kwargs)
 
@@ -152,7 +153,10 @@ class BayesianModel(PreTrainedModel):
 
         Args:
             spread: where the other members are, if these are not all.
+        Raises:
+            ValueError: if the model was detached.
         """
+        self.members.require_attached()
         self._shown = None if theta is None else theta.to(self.theta.device)
         self._spread_of_shown = spread or LocalMembers()
 
@@ -209,7 +213,13 @@ class BayesianModel(PreTrainedModel):
         """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad.
 
         A model that was given to ``from_pretrained`` as ``base_model`` comes back without the posterior's adapter.
+
+        From then on this object has no members: predictions, training and ``show`` raise a ValueError. Its ``theta``,
+        ``layout`` and ``config`` stay readable. A second call changes nothing, also where the wrapped model has been
+        attached anew.
         """
+        if not self.members.attached:
+            return self.model
         self.members.remove()
         for handle in self._guards:
             handle.remove()

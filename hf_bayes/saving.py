@@ -1,4 +1,4 @@
-"""What a run leaves on disk: the posterior at its end, checkpoints on the way."""
+"""What a run leaves on disk at its end: the posterior. Checkpoints on the way are the matter of ``resuming``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
-from transformers import SchedulerType
 
-from hf_bayes import base_model, checkpoints, storage
+from hf_bayes import base_model, storage
 from hf_bayes.artifact import Posterior
 from hf_bayes.batches import ChainBatches, FullPasses
 from hf_bayes.comparison import RowScores, difference_std_error
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.inheritance import Inherited
 from hf_bayes.members.modes import evaluating
 from hf_bayes.methods import map_rule
@@ -30,7 +28,6 @@ from hf_bayes.model_card import CardFields, author_fields, write_card
 from hf_bayes.point import descend
 from hf_bayes.posterior_config import PosteriorConfig
 from hf_bayes.sidecars import Sidecars
-from hf_bayes.strata import Strata
 from hf_bayes.types import Approximation, Problem
 
 _KEPT_METRICS = (
@@ -117,7 +114,7 @@ def sidecars_of(model: BayesianModel, tokenizer: Any, known: Sidecars | None = N
 
 
 class SavingMixin(AnyTrainer):
-    """The trainer's posterior, its directory, and checkpoints with one file a chain."""
+    """The trainer's posterior and its directory."""
 
     bayesian: BayesianModel
     method: MethodConfig
@@ -128,8 +125,6 @@ class SavingMixin(AnyTrainer):
     _warn: Callable[..., None]
     _loader: Callable[..., Any]
     num_data: float
-    num_rows: int | None
-    strata: Strata | None
     problem: Problem
     inherited: Inherited | None
     _start: Tensor
@@ -350,53 +345,7 @@ class SavingMixin(AnyTrainer):
             sidecars=sidecars_of(self.bayesian, None, self._sidecars),
         )
 
-    # -- checkpoints: private hooks of Trainer, whose signatures a test pins -------------------------------------
-
-    def _settings(self) -> dict[str, Any]:
-        """What a resumed run must share with the one that was saved."""
-        args, layout = self.args, self.bayesian.layout
-        return {
-            "method": self.method.to_dict(),
-            "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
-            "prior_mean": self._centre(),
-            "num_updates": self._chains_optimizer.num_updates,
-            "num_rows": self.num_rows,
-            "private_rows": None if self.strata is None else list(self.strata.sizes),
-            "num_data": self.num_data,
-            "rows_per_update": self.get_total_train_batch_size(args),
-            "minibatch": args.minibatch,
-            "learning_rate": args.learning_rate,
-            "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
-            "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
-            "warmup_steps": args.warmup_steps,
-            "noise_std": args.noise_std,
-            "num_steps": self._num_steps(),
-            "seed": args.seed,
-            "data_seed": args.data_seed,
-            "parameters": [[name, list(shape)] for name, shape in layout.named_shapes.items()],
-            "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
-        }
-
-    def _centre(self) -> str:
-        """What the prior is centred at: weights that were drawn anew would be those of another prior."""
-        if self.method.prior_mean == "zero" or self.inherited is not None:
-            return "zero"
-        return fingerprint_tensors([("prior_mean", self._start)])
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        tensors = self._chains_optimizer.chain_tensors() if self.mesh.data_rank == 0 else {}
-        checkpoints.save(output_dir, tensors, self._settings(), group=self.mesh)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse what cannot go on, before anything runs; the base model is the one given, not a checkpoint's."""
-        checkpoints.load(resume_from_checkpoint, self._settings(), chains=self.chains)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            tensors, saved = checkpoints.load(checkpoint, self._settings(), chains=self.chains)
-            self._chains_optimizer.load_chain_tensors(tensors, saved["num_updates"])
+    # -- a private hook of Trainer, whose signature a test pins -------------------------------------------------
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
         """None: the norm over all chains together means nothing, and theta holds no gradient."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from hf_bayes import checkpoints
 from hf_bayes.artifact import Posterior
@@ -44,6 +44,7 @@ from hf_bayes.refusals import (
     refuse_other_weights,
 )
 from hf_bayes.reporting import ReportingMixin
+from hf_bayes.resuming import ResumingMixin
 from hf_bayes.revision import RevisionMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
 from hf_bayes.saving import SavingMixin, sidecars_of
@@ -63,7 +64,14 @@ SMALL_PASS_ROWS = 512
 
 
 class BayesianTrainerMixin(
-    TrainingDataMixin, EvaluationMixin, ReportingMixin, DiagnosisMixin, HalvesMixin, RevisionMixin, SavingMixin
+    TrainingDataMixin,
+    EvaluationMixin,
+    ReportingMixin,
+    DiagnosisMixin,
+    HalvesMixin,
+    RevisionMixin,
+    ResumingMixin,
+    SavingMixin,
 ):
     """Put before transformers' or TRL's SFT trainer: ``class BayesianSFT(BayesianTrainerMixin, SFTTrainer)``.
 
@@ -378,6 +386,7 @@ class BayesianTrainerMixin(
             ValueError: if the output directory cannot hold a posterior, or the run is too short for its draws.
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
+        self.bayesian.members.require_attached()
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, got None")
         check_writable(self.args.output_dir, overwrite=True)
@@ -393,6 +402,8 @@ class BayesianTrainerMixin(
         self.optimizer = self.optimizer_of_chains = None
         self.create_optimizer()
         shorten_lines(self.callback_handler)
+        saves = resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO
+        self._identity = self._identify() if saves else None
         self._announce()
         self._refuse_mixed_documents()
         if resume_from_checkpoint and self._was_complete(resume_from_checkpoint):

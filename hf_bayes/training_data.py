@@ -16,9 +16,9 @@ from transformers import Trainer
 
 from hf_bayes.batches import PAD_ROWS, ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_fingerprint import describe_rows, describe_stream, fingerprint_rows
 from hf_bayes.data_rows import in_words
 from hf_bayes.distributed import ChainMesh
-from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.likelihood import Likelihood, refuse_labels
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
@@ -26,9 +26,6 @@ from hf_bayes.packing import first_documents, is_flattened, refuse_mixed_documen
 from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.strata import Strata
-
-COMPARED_ROWS = 16
-"""Rows by which processes tell whether they have one train_dataset."""
 
 
 class TrainingDataMixin(AnyTrainer):
@@ -101,14 +98,24 @@ class TrainingDataMixin(AnyTrainer):
         return f"minibatch='independent' deals rows to chains by number: {PAD_ROWS}, or set minibatch='shared'"
 
     def _fingerprint_rows(self) -> str:
-        """Of the first row, the last, and some in between, as the collator presents them."""
+        """Return a hash of some rows, as the collator presents them, that processes compare."""
+        return fingerprint_rows(*self._training_data(), seed=self.args.seed)
+
+    def _describe_data(self) -> dict[str, Any]:
+        """Return what a checkpoint is bound to of the training data; of private rows, a hash for each process."""
         dataset, collate = self._training_data()
-        numbers = torch.linspace(0, len(dataset) - 1, COMPARED_ROWS).long().unique().tolist()
-        with torch.random.fork_rng(devices=[]):  # a collator may be random
-            torch.default_generator.manual_seed(self.args.seed)  # and no other, which would not be put back
-            rows = [(number, collate([dataset[number]])) for number in numbers]
-        values = {f"{number}/{name}": value for number, row in rows for name, value in row.items()}
-        return fingerprint_tensors((k, v) for k, v in values.items() if isinstance(v, Tensor))[:12]
+        if is_stream(dataset):
+            first = self._turns(dataset)
+            first.set_epoch(0)
+            # workers share a stream out, so that other workers give its rows in another order
+            workers = self.args.dataloader_num_workers
+            return {**describe_stream(first, collate, seed=self.args.seed), "workers": workers}
+        found = describe_rows(dataset, collate, seed=self.args.seed)
+        if self.strata is not None:
+            parts = self.mesh.share(found)
+            found = {name: [part[name] for part in parts] for name in ("columns", "fingerprint")}
+            found["packs"] = any(part["packs"] for part in parts)
+        return {**found, "num_terms": self.num_terms}
 
     def _meet_the_others(self) -> Strata:
         """How many rows each process has, once it is clear that all have been launched for one run."""

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_bayes import checkpoints
 from hf_bayes.methods import METHODS
@@ -235,6 +236,7 @@ STATE_FILES = [
     "chains/chain_001.safetensors",
     "chains/settings.json",
     "chains/manifest.json",
+    "checkpoint_manifest.json",
 ]
 
 
@@ -255,9 +257,9 @@ def test_a_missing_state_file_is_named(directory, name):
 
 
 @pytest.mark.reliability("F5")
-@pytest.mark.parametrize("name", [name for name in STATE_FILES if name.startswith("chains/")])
+@pytest.mark.parametrize("name", STATE_FILES)
 @pytest.mark.parametrize("fault", ["truncated", "bit flipped"])
-def test_a_damaged_chain_file_is_named(directory, name, fault):
+def test_a_damaged_state_file_is_named(directory, name, fault):
     file = directory / "checkpoint-4" / name
     data = bytearray(file.read_bytes())
     if fault == "truncated":
@@ -280,7 +282,69 @@ def test_an_unfinished_newest_checkpoint_is_passed_over(directory, name):
     assert start.step == 4
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "chains/chain_001.safetensors"])
+TRAINER_FILES = [name for name in STATE_FILES if "/" not in name]
+
+
+@pytest.mark.reliability("F5")
+@pytest.mark.parametrize("name", [name for name in TRAINER_FILES if name != "checkpoint_manifest.json"])
+def test_an_exchanged_file_is_refused_before_it_is_read(directory, name, monkeypatch):
+    """A file that transformers would load without a word."""
+    if name.endswith(".json"):
+        shutil.copy(directory / "checkpoint-2" / name, directory / "checkpoint-4" / name)
+    else:
+        torch.save({"other": torch.ones(3)}, directory / "checkpoint-4" / name)
+    read: list[str] = []
+    monkeypatch.setattr(torch, "load", lambda file, *args, **kwargs: read.append(str(file)))
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is not the file that checkpoint_manifest.json lists"):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+    assert not read
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-6")
+
+
+@pytest.mark.parametrize("name", ["rng_state_1.pth", "scaler.pt", "optimizer.bin"])
+def test_a_file_that_no_manifest_lists_is_refused(directory, name):
+    torch.save({}, directory / "checkpoint-6" / name)
+    with pytest.raises(ValueError, match=f"checkpoint_manifest.json does not list {re.escape(name)}"):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-6"))
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-4")
+
+
+def test_chains_of_another_checkpoint_are_refused(directory):
+    shutil.rmtree(directory / "checkpoint-4" / "chains")
+    shutil.copytree(directory / "checkpoint-2" / "chains", directory / "checkpoint-4" / "chains")
+    with pytest.raises(ValueError, match=r"chains/manifest\.json is not the file"):
+        run(directory).train(resume_from_checkpoint=str(directory / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("hook", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_a_save_killed_over_an_old_checkpoint_is_unfinished(directory, monkeypatch, hook):
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Trainer, hook, killed)
+    with pytest.raises(Killed):
+        run(directory).train()
+    assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-6")
+    shutil.rmtree(directory / "checkpoint-6")
+    shutil.rmtree(directory / "checkpoint-4")
+    assert checkpoints.newest_complete(directory) is None
+
+
+def test_older_checkpoints_go_only_once_the_new_one_is_sealed(tmp_path, monkeypatch):
+    sealed = checkpoints.seal_checkpoint
+
+    def killed(checkpoint: Path, **kwargs: Any) -> None:
+        if checkpoint.name == "checkpoint-4":
+            raise Killed
+        sealed(checkpoint, **kwargs)
+
+    monkeypatch.setattr(checkpoints, "seal_checkpoint", killed)
+    with pytest.raises(Killed):
+        run(tmp_path, save_total_limit=1).train()
+    assert checkpoints.newest_complete(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "chains/chain_001.safetensors"])
 def test_a_half_written_newest_checkpoint_is_passed_over(directory, name):
     file = directory / "checkpoint-6" / name
     file.write_bytes(file.read_bytes()[:100])

@@ -978,11 +978,13 @@ PRIVATE_HOOKS = {
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_save_checkpoint": ["self", "model", "trial"],
     # called
     "_remove_unused_columns": ["self", "dataset", "description"],
     "_get_collator_with_removed_columns": ["self", "data_collator", "description"],
     "_set_signature_columns_if_needed": ["self"],
     "_prepare_inputs": ["self", "inputs"],
+    "_get_output_dir": ["self", "trial"],
 }
 
 

@@ -32,10 +32,12 @@ class Members:
         model: what the layout's names refer to (a peft model, say).
         core: the transformers model that is called.
         layout: the random parameters.
+        attached: whether the model has its member axis now.
     """
 
     def __init__(self, model: nn.Module, core: nn.Module, layout: Layout, *, trunk: bool = True) -> None:
         self.model, self.core, self.layout = model, core, layout
+        self.attached = False
         self.context = Context()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names = {id(parameters[name]): name for name in layout.names}
@@ -58,6 +60,7 @@ class Members:
         return self.trunk.num_blocks
 
     def install(self) -> None:
+        self.attached = True
         self.checkpointing.install()
         for item in self.stacked:
             item.install()
@@ -66,6 +69,7 @@ class Members:
         self.few_rows.install()
 
     def remove(self) -> None:
+        self.attached = False
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
@@ -74,9 +78,23 @@ class Members:
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
 
+    def require_attached(self) -> None:
+        """Raise if the member axis has been removed: the plain model would answer for every member alike, with EU 0.
+
+        Every way to the members passes here: ``bind`` and ``plain``, and before these ``BayesianModel.show`` and
+        whatever predicts (``model.predicts``).
+        """
+        if not self.attached:
+            raise ValueError(
+                f"this BayesianModel was detached: its {type(self.core).__name__} has been given back and has no "
+                "members. Give it a member axis again (hf_bayes.attach(model, theta)), load the posterior anew "
+                "(from_pretrained), or ask within the `with attach(...)` block"
+            )
+
     @contextmanager
     def bind(self, theta: Tensor) -> Iterator[None]:
         """Show the members ``theta`` [M, d] to the model until the end of the block."""
+        self.require_attached()
         context = self.context
         before = context.tensors, context.num_members
         context.tensors, context.num_members = self._views(theta), len(theta)

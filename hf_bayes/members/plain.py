@@ -23,7 +23,10 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
 
     Yields:
         {name: the random parameter}; none of them requires grad.
+    Raises:
+        ValueError: if the member axis has been removed.
     """
+    members.require_attached()
     functions: list[tuple[Any, Any]] = []
     context = members.context
     found = dict(members.model.named_parameters(remove_duplicate=False))

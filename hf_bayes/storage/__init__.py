@@ -21,6 +21,7 @@ Writing needs POSIX (rename over an open file, flock on a directory); reading do
 
 from hf_bayes.storage.manifest import MANIFEST, POSTERIOR, Content
 from hf_bayes.storage.read import listed_files, read_directory, read_file
+from hf_bayes.storage.seal import check_seal, seal, unseal
 from hf_bayes.storage.write import Alone, Group, check_writable, recover, write_directory, write_plain
 
 __all__ = [
@@ -29,11 +30,14 @@ __all__ = [
     "Alone",
     "Content",
     "Group",
+    "check_seal",
     "check_writable",
     "listed_files",
     "read_directory",
     "read_file",
     "recover",
+    "seal",
+    "unseal",
     "write_directory",
     "write_plain",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_bayes import saving
+from hf_bayes import checkpoints
 from hf_bayes.checkpoints import newest_complete
 from hf_bayes.samplers.sghmc import SGHMCConfig
 from tests import runs
@@ -38,14 +38,14 @@ class KillInStep(TrainerCallback):
 
 def kill_in_save(step: int) -> None:
     """Before this process writes its chains of the checkpoint of a step."""
-    save = saving.checkpoints.save
+    save = checkpoints.save
 
     def killed(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         if Path(checkpoint).name.endswith(f"checkpoint-{step}"):
             os.kill(os.getpid(), signal.SIGKILL)
         save(checkpoint, *args, **kwargs)
 
-    saving.checkpoints.save = killed
+    checkpoints.save = killed
 
 
 def main(directory: str, where: str = "", step: str = "0") -> None:

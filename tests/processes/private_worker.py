@@ -62,11 +62,18 @@ class Worker:
         self.numbers: dict[str, Any] = {}
 
     def trainer(
-        self, name: str, *, sizes: tuple[int, ...] | None = None, copies: int = 1, method: Any = None, **changes: Any
+        self,
+        name: str,
+        *,
+        sizes: tuple[int, ...] | None = None,
+        copies: int = 1,
+        method: Any = None,
+        shift: float = 0.0,
+        **changes: Any,
     ) -> BayesianTrainer:
         sizes = sizes or self.sizes
         first, count = copies * sum(sizes[: self.rank]), copies * sizes[self.rank]
-        y = outcomes(copies)[first : first + count]  # nothing else of the rows is known here
+        y = outcomes(copies)[first : first + count] + shift  # nothing else of the rows is known here
         model = MeanModel(MeanConfig(problem_type="regression", num_labels=1))
         nn.init.zeros_(model.linear.weight)
         settings: dict[str, Any] = {
@@ -128,6 +135,8 @@ class Worker:
         self.numbers["whole/logits"] = [look.numel() for look in whole.optimizer_of_chains.probe_logits]
         self.tensors["whole/probes"] = torch.stack(whole.optimizer_of_chains.probes)
         self.refused("sizes", lambda: self.trainer("resumed", sizes=self.sizes[::-1], **settings).train(checkpoint))
+        last = 0.1 * (self.rank == dist.get_world_size() - 1)
+        self.refused("rows", lambda: self.trainer("resumed", shift=last, **settings).train(checkpoint))
 
     def refused(self, name: str, action: Any) -> None:
         try:

@@ -107,6 +107,12 @@ def test_resume_is_bitwise_and_refuses_other_sizes(launch: Launch) -> None:
         assert f"private_rows: saved {list(sizes)}, now {list(sizes[::-1])}" in numbers["refused/sizes"]
 
 
+def test_other_rows_of_one_process_are_refused_by_all(launch: Launch) -> None:
+    for numbers in launch.numbers:
+        assert "data.fingerprint: saved [" in numbers["refused/rows"]
+        assert "private_rows" not in numbers["refused/rows"]
+
+
 def test_the_probe_is_a_mean_of_each_process(launch: Launch) -> None:
     probes = launch.tensors[0]["whole/probes"]
     assert probes.shape == (4, 3, len(launch.numbers))  # looks, chains, processes
