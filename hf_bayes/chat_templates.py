@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -91,36 +91,57 @@ def _check_loops(tree: nodes.Template) -> None:
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     seen: set[tuple[str, int]] = set()
 
-    def walk(node: nodes.Node, depth: int, calling: tuple[str, ...], loop: nodes.For | None) -> None:
+    def walk(node: nodes.Node, depth: int, calling: tuple[str, ...], inside: _Inside | None) -> None:
         if isinstance(node, nodes.For):
             if depth and _is_own(node.iter):
                 _refuse(node, "a loop over a list or range of the template's own within another loop")
-            depth, loop = depth + 1, node
+            depth, inside = depth + 1, None if inside is None else inside.loop(node)
             if depth > MAX_NESTED:
                 _refuse(node, f"loops more than {MAX_NESTED} deep")
         called = node.node.name if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) else None
         if isinstance(node, nodes.Call) and called in calling:
-            if called != calling[-1] or (loop is not None and not _descends(node, loop, macros[called])):
+            if called != calling[-1] or inside is None or not inside.descends(node):
                 _refuse(node, "a macro that calls itself in a loop, and not on the parts of its argument")
         elif called in macros and (called, depth) not in seen:
             seen.add((called, depth))
-            for child in macros[called].iter_child_nodes():
-                walk(child, depth, (*calling, called), None)
+            enter(macros[called], depth, (*calling, called))
         for child in node.iter_child_nodes():
             if not isinstance(child, nodes.Macro):
-                walk(child, depth, calling, loop)
+                walk(child, depth, calling, inside)
+
+    def enter(macro: nodes.Macro, depth: int, calling: tuple[str, ...]) -> None:
+        arguments = frozenset(argument.name for argument in macro.args)
+        for child in macro.iter_child_nodes():
+            walk(child, depth, calling, _Inside(arguments, frozenset(), True, False))
 
     walk(tree, 0, (), None)
     for macro in macros.values():  # also one that only other macros call
-        for child in macro.iter_child_nodes():
-            walk(child, 0, (macro.name,), None)
+        enter(macro, 0, (macro.name,))
 
 
-def _descends(call: nodes.Call, loop: nodes.For, macro: nodes.Macro) -> bool:
-    """Whether a macro that loops over the parts of its argument calls itself on each part, as for nested types."""
-    arguments = {argument.name for argument in macro.args}
-    targets = set(_targets(loop.target))
-    return _root(loop.iter) in arguments and any(_root(argument) in targets for argument in call.args)
+class _Inside(NamedTuple):
+    """A place in a macro, for the question whether the macro calls itself on ever smaller parts, as for nested types.
+
+    Attributes:
+        arguments: of the macro.
+        parts: variables of the loops around that run over parts of an argument.
+        only_parts: whether all loops around do.
+        in_loop: whether there is one.
+    """
+
+    arguments: frozenset[str]
+    parts: frozenset[str]
+    only_parts: bool
+    in_loop: bool
+
+    def loop(self, loop: nodes.For) -> _Inside:
+        if _root(loop.iter) not in self.arguments | self.parts:
+            return self._replace(only_parts=False, in_loop=True)
+        return self._replace(parts=self.parts | set(_targets(loop.target)), in_loop=True)
+
+    def descends(self, call: nodes.Call) -> bool:
+        smaller = any(_root(argument) in self.parts for argument in call.args)
+        return not self.in_loop or (self.only_parts and smaller)
 
 
 def _root(node: Any) -> str | None:
@@ -132,15 +153,28 @@ def _root(node: Any) -> str | None:
     return node.name
 
 
-def _is_own(node: nodes.Node) -> bool:
-    """Whether a loop runs over what the template itself has made: a list, a text, a range."""
+def _is_own(node: Any) -> bool:
+    """Whether a loop runs over a list, a text or a range of the template's own, and not over a part of the input."""
     if isinstance(node, _OWN_LISTS):
         return True
-    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
+    is_range = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
+    return is_range and not all(_counts(argument) for argument in node.args)
+
+
+def _counts(node: nodes.Node) -> bool:
+    """Whether a number is a small one, a length, or a place in a loop."""
+    if isinstance(node, nodes.Const):
+        return isinstance(node.value, int) and abs(node.value) <= 10
+    if isinstance(node, nodes.Getattr):
+        return isinstance(node.node, nodes.Name) and node.node.name == "loop"
+    if isinstance(node, nodes.Add | nodes.Sub | nodes.Neg):
+        return all(map(_counts, node.iter_child_nodes()))
+    return isinstance(node, nodes.Filter) and node.name in ("length", "count")
 
 
 def _check_growth(tree: nodes.Template) -> None:
     """Refuse variables whose length a chain of assignments multiplies."""
+    _tell_loop_variables_apart(tree)
     parts: dict[str, dict[str, int]] = {}  # variable -> the variables in it, each with its number of copies
     where: dict[str, nodes.Node] = {}
     node: Any
@@ -165,6 +199,16 @@ def _check_growth(tree: nodes.Template) -> None:
 
     for target in parts:
         factor(target)
+
+
+def _tell_loop_variables_apart(tree: nodes.Template) -> None:
+    """Give the variables of each loop names of their own: two loops may use one name."""
+    for index, loop in enumerate(reversed(list(tree.find_all(nodes.For)))):  # inner loops before outer ones
+        own = set(_targets(loop.target))
+        for part in (loop.target, *loop.body):
+            for name in [part, *part.find_all(nodes.Name)]:
+                if isinstance(name, nodes.Name) and name.name in own:
+                    name.name += f" of loop {index}"
 
 
 def _value(node: nodes.For | nodes.Assign) -> nodes.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,18 @@ TOOLS = (
 )
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_2, TOOLS, "", "no tag at all"])
+TYPES = (
+    "{% macro types(properties) %}{% for key, value in properties|dictsort %}"
+    "{% for name, item in value['items']|dictsort %}"
+    "{{ types(item, value['required']|default([])) }}{% endfor %}{% endfor %}{% endmacro %}{{ types(tools) }}"
+)
+SEEN = (
+    "{% for tool in tools %}{% set name = tool.name %}{% set ns.seen = ns.seen + [name] %}{% endfor %}"
+    "{% for name in ns.seen %}{{ name }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_2, TOOLS, TYPES, SEEN, "", "no tag at all"])
 def test_templates_in_use_are_accepted(template: str) -> None:
     check_chat_template(template)
 
@@ -76,6 +88,10 @@ ENDLESS = {
         "{% for m in messages %}{% set ns.y = ns.x %}{% set ns.x = ns.x ~ ns.y %}{% endfor %}",
         "more than one copy of itself",
     ),
+    "a list's own elements": (
+        "{% for m in messages %}{% for x in ns.l %}{% set ns.l = ns.l + [x] %}{% endfor %}{% endfor %}",
+        "more than one copy of itself",
+    ),
     "a list twice": ("{% for m in messages %}{% set x = [x, x] %}{% endfor %}", "more than one copy of itself"),
     "a block twice": ("{% for m in messages %}{% set x %}{{ x }}{{ x }}{% endset %}{% endfor %}", "copy of itself"),
     "forty doublings": ("{% set a0 = 'x' %}" + DOUBLING, "copies of a text"),
@@ -97,3 +113,10 @@ def test_an_endless_template_is_refused_in_words_at_once(kind: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_chat_template(template)
     assert time.process_time() - started < 1
+
+
+def test_the_templates_that_trl_brings_are_accepted() -> None:
+    trl = pytest.importorskip("trl", reason="its chat templates are real ones")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    for file in folder.glob("*.jinja"):
+        check_chat_template(file.read_text())
