@@ -85,6 +85,7 @@ def to_posterior(
             data_unit=data_unit,
             base_model=base_model.describe(model.model, model.core, layout, tokenizer),
             head=base_model.describe_head(model.core, noise_std),
+            prediction="linearised" if method.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,
         ),
