@@ -307,6 +307,7 @@ class BayesianModelForSequenceClassification(BayesianClassifier):
     """M classifiers (or regressors) as one; also any model whose ``logits`` [B, C] answer ``labels`` [B]."""
 
     task = "sequence_classification"
+    linearises = True
     auto_class = AutoModelForSequenceClassification
 
 
@@ -326,6 +327,7 @@ class BayesianModelForImageClassification(BayesianClassifier):
     """M classifiers of images as one: ``pixel_values`` [B, channels, height, width]."""
 
     task = "image_classification"
+    linearises = True
     auto_class = AutoModelForImageClassification
 
     def num_positions(self, inputs: dict[str, Any]) -> int:

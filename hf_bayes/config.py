@@ -56,6 +56,8 @@ class MethodConfig:
 
     ends_at_map: ClassVar[bool] = False
     """True: the posterior's first member (or mean) is itself a MAP estimate."""
+    predicts_linearised: ClassVar[bool] = False
+    """True: the Gaussian is that of a linearised model, whose predictions are better than those of its members."""
     drops_inputs: ClassVar[bool] = False
     """True: the method drops inputs by masks of its own."""
     full_batch: ClassVar[bool] = False

@@ -238,4 +238,4 @@ def _batches(
 def _load(directory: str | os.PathLike[str]) -> BayesianModel:
     # another task is refused where the file is read
     task = Posterior.from_pretrained(directory).config.task
-    return MODELS[task].from_pretrained(directory)
+    return MODELS[task].from_pretrained(directory, prediction="members")

@@ -29,6 +29,7 @@ from hf_bayes.members.quantised import guard
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.members.turns import Turns
 from hf_bayes.metrics import per_row_statistics
+from hf_bayes.predictive import PREDICTIONS
 from hf_bayes.spread import LocalMembers, SpreadMembers
 from hf_bayes.subspace import Layout
 from hf_bayes.uncertainty import Prediction
@@ -86,6 +87,12 @@ class BayesianModel(PreTrainedModel):
     task: ClassVar[str]
     shifts_labels: ClassVar[bool] = False
     """Whether the label of a position is that of the next token."""
+    linearises: ClassVar[bool] = False
+    """Whether a Laplace approximation of the model predicts linearised when it is loaded.
+
+    Not taggers, of which each position takes a backward pass for every label, and not language models, whose generation
+    would lose its cache: both can be asked for it.
+    """
     auto_class: ClassVar[Any]
     """What loads the base model."""
     posterior: Posterior | None = None
@@ -287,12 +294,13 @@ class BayesianModel(PreTrainedModel):
         trust_remote_code: bool = False,
         base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
         check_base: bool = True,
+        prediction: str | None = None,
     ) -> Self:
         """A saved posterior on its base model.
 
         Args:
             directory_or_repo: a posterior directory, a repository of the Hub, or a ``Posterior`` in memory.
-            members: how many; None means all draws, or 10 of a Gaussian.
+            members: how many, by which is predicted then; None means all draws, or 10 of a Gaussian.
             revision, subfolder: of the repository.
             token, cache_dir, force_download, local_files_only: as in transformers, of the base model, too.
             dtype: of the base model; None keeps the one the posterior was made with. Members stay float32.
@@ -300,6 +308,10 @@ class BayesianModel(PreTrainedModel):
             trust_remote_code: handed on to transformers for the base model; a posterior never brings code.
             base_model: where the base is now, or the model itself; None takes the name in the posterior.
             check_base: refuse a base model whose fingerprint differs.
+            prediction: "members"; or by outputs that are linear in the parameters: "linearised" (by draws of the
+                outputs), "linearised_probit" or "linearised_bridge" (see ``linearise``). None takes what is stored with
+                the posterior, or "members" where their number is given: a Laplace approximation of a classifier of
+                sequences or images, or of a regression, is linearised, everything else has members.
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
@@ -328,7 +340,22 @@ class BayesianModel(PreTrainedModel):
         bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
         bayesian._lent = lent
         bayesian.use_settings_of(posterior)
-        return bayesian.eval()
+        stored = "members" if members is not None else posterior.config.prediction
+        return bayesian.eval().predict_by(stored if prediction is None else prediction)
+
+    def predict_by(self, prediction: str) -> Self:
+        """Predict from now on by members, or linearised: one of ``predictive.PREDICTIONS``.
+
+        Raises:
+            ValueError: for another name, and as ``linearise``.
+        """
+        if not isinstance(prediction, str) or prediction not in PREDICTIONS:
+            raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
+        return self.linearise(PREDICTIONS[prediction])
+
+    def linearise(self, link: str | None = "monte_carlo") -> Self:
+        """Predict from now on by outputs that are linear in theta, by ``link``; None goes back to members."""
+        raise AssertionError("the task's class defines linearise")
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Take what the posterior that the model was loaded from says beside its members."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_bayes.adapters import TASKS
 from hf_bayes.posterior import GAUSSIANS
+from hf_bayes.predictive import PREDICTIONS
 from hf_bayes.rng import MAX_SEED
 from hf_bayes.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
 from hf_bayes.subspace import Layout
@@ -56,6 +57,8 @@ class PosteriorConfig:
         data_unit: what N counts.
         base_model: name_or_path, revision, dtype and fingerprint {weights, config, tokenizer}, each a text or None.
         head: what the base model's head was set to (id2label, problem_type, noise_std ...).
+        prediction: how the loaded posterior predicts, one of ``predictive.PREDICTIONS``: "members", or by outputs that
+            are linear in the parameters ("linearised", ...), which only a Gaussian can.
         versions: of the libraries.
         seed: of the run (at most ``rng.MAX_SEED``), None where there was none.
         diagnostics: of the run; ``converged`` (true, false or null) and ``verdict`` (a sentence) decide on a warning.
@@ -75,6 +78,7 @@ class PosteriorConfig:
     data_unit: str
     base_model: dict[str, Any]
     head: dict[str, Any] = field(default_factory=dict)
+    prediction: str = "members"
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +145,7 @@ class PosteriorConfig:
         _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
         fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
+        self._check_prediction()
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
@@ -148,6 +153,11 @@ class PosteriorConfig:
             converged is None or isinstance(converged, bool), "diagnostics.converged", converged, "true, false or null"
         )
         _require(verdict is None or isinstance(verdict, str), "diagnostics.verdict", verdict, "a sentence")
+
+    def _check_prediction(self) -> None:
+        known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
+        fine = isinstance(self.prediction, str) and self.prediction in known
+        _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
 
     def _check_parameters(self) -> None:
         _require(

@@ -187,6 +187,14 @@ LINKS: dict[str, Callable[[Tensor, Tensor], GaussianPrediction]] = {
 }
 """From logits to probabilities, by name."""
 
+PREDICTIONS: dict[str, str | None] = {
+    "members": None,
+    "linearised": "monte_carlo",
+    "linearised_probit": "probit",
+    "linearised_bridge": "bridge",
+}
+"""How a loaded posterior predicts, by the name that its file uses -> the link of its linearised outputs."""
+
 
 @torch.no_grad()
 def moments(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ class BayesianTrainerMixin(
             if not isinstance(model, BayesianModel):
                 model = attach(model, subspace=subspace, noise_std=args.noise_std)
                 on_error.callback(model.detach)
-            self.bayesian: BayesianModel = model
+            self.bayesian: BayesianModel = model.linearise(None)  # a chain leaves the Gaussian that was loaded
             refuse_frozen_adapter(model)
             self.likelihood = model.likelihood
             refuse_other_weights(model, self.mesh)

@@ -365,6 +365,8 @@ def test_adapter_with_one_factor_only_is_refused() -> None:
     [
         ({"task": "translation"}, "task must be one of causal_lm, sequence_classification"),
         ({"num_members": 0}, "0 members"),
+        ({"prediction": "linearised"}, 'prediction must be one of members for draws, got "linearised"'),
+        ({"prediction": 1}, "prediction must be one of members for draws, got 1"),
         ({"num_members": True}, "num_members must be an integer"),
         ({"method": {}}, "method's name"),
         ({"parameters": []}, "parameters must be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ from hf_bayes import (
     BayesianModelForSequenceClassification,
     HMCConfig,
     LaplaceConfig,
+    MeanFieldConfig,
+    SWAGConfig,
     attach,
     fit_laplace,
     linearised,
     sample,
 )
+from hf_bayes.config import MethodConfig
 from hf_bayes.convergence import ess, require_converged
 from hf_bayes.covariance import COVARIANCES, Covariance, Diagonal, Full, Kronecker, KroneckerBlock, LowRank, dense
 from hf_bayes.linearised import gaussian_outputs
+from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS
+from hf_bayes.saving import to_posterior
 from hf_bayes.subspace import Layout, initial, select
 from tests import models
 from tests.models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
@@ -398,6 +404,71 @@ def test_a_saved_posterior_predicts_linearised(link: str, classifier: Path) -> N
     assert set(statistics) == {"nll", "confidence", "correct", "brier"} | defined
     assert (output.epistemic is None) == (link == "probit")
     assert torch.equal(bayesian.linearise(None)(**inputs).logits, members.logits)
+
+
+@pytest.mark.filterwarnings("ignore:the weights are no MAP")
+def test_a_loaded_laplace_classifier_predicts_linearised(classifier: Path) -> None:
+    directory, inputs = classifier / "kronecker", models.batch()
+
+    def loaded(**options: Any) -> BayesianModelForSequenceClassification:
+        return BayesianModelForSequenceClassification.from_pretrained(directory, base_model=tiny_bert(), **options)
+
+    assert json.loads((directory / "posterior_config.json").read_text())["prediction"] == "linearised"
+    members, linearised = (load(directory).linearise(link)(**inputs).logits for link in (None, "monte_carlo"))
+    assert not torch.allclose(members, linearised, atol=1e-3)
+    assert torch.equal(loaded()(**inputs).logits, linearised)
+    assert torch.equal(load(directory)(**inputs).logits, members)  # four members were asked for
+    asked = loaded(prediction="members")(**inputs).logits
+    assert torch.equal(asked, loaded(members=10)(**inputs).logits)
+    probit = loaded(members=4, prediction="linearised_probit")
+    assert torch.equal(probit(**inputs).logits, load(directory).linearise("probit")(**inputs).logits)
+    with pytest.raises(ValueError, match=r"prediction must be one of members, linearised, .*, got 'mean'"):
+        loaded(prediction="mean")
+
+
+@pytest.mark.parametrize("prediction", [None, "members", "linearised_probit"])
+def test_a_pipeline_predicts_as_stored_or_as_asked(prediction: str | None, classifier: Path) -> None:
+    from hf_bayes.pipelines import pipeline
+
+    options: dict[str, Any] = {"base_model": tiny_bert(), "tokenizer": models.tiny_tokenizer()}
+    classify = pipeline(model=str(classifier / "kronecker"), prediction=prediction, **options)
+    link = {None: "monte_carlo", "members": None, "linearised_probit": "probit"}[prediction]
+    assert classify.model._linearised == link or classify.model._linearised.link == link
+    assert len(classify("a chain")) == 1
+
+
+def test_gaussians_of_samples_and_models_of_many_outputs_keep_members() -> None:
+    def stored(model: BayesianModel, method: MethodConfig) -> str:
+        gaussian = Gaussian.diagonal(model.theta.detach()[:1], torch.ones_like(model.theta[:1]))
+        options: dict[str, Any] = {"subspace": "trainable", "num_data": 1.0, "data_unit": "token", "tokenizer": None}
+        return to_posterior(model, gaussian, method, seed=0, diagnostics={}, **options).config.prediction
+
+    with attach(lora_bert()) as bayesian:
+        found = {config.name: stored(bayesian, config) for config in (LaplaceConfig(), MeanFieldConfig(), SWAGConfig())}
+    assert found == {"laplace": "linearised", "mean_field": "members", "swag": "members"}
+    with attach(with_lora(models.tiny_llama())) as words, attach(tagger()) as tags:
+        assert [stored(words, LaplaceConfig()), stored(tags, LaplaceConfig())] == ["members", "members"]
+
+
+def test_members_of_a_wide_laplace_lose_what_linearised_outputs_keep(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, rows = with_lora(tiny_bert(num_labels=3)), label_rows(60)
+    attached = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(attached, lr=0.02)
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
+    labels = torch.tensor([row["label"] for row in rows])
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = model(**batch, labels=labels).loss + sum(p.square().sum() for p in attached) / (2 * len(rows))
+        loss.backward()
+        optimizer.step()
+    fit_laplace(model, rows, LaplaceConfig(structure="kronecker", check_gradient=False)).save_pretrained(tmp_path)
+    kind, found = BayesianModelForSequenceClassification, {}
+    for prediction in (None, "members"):
+        with kind.from_pretrained(tmp_path, prediction=prediction, base_model=tiny_bert(num_labels=3)) as bayesian:
+            found[prediction] = float(bayesian(**batch, labels=labels).loss)
+    assert found[None] < math.log(3) - 0.1  # measured 0.88 and 1.16: members know less than nothing
+    assert found["members"] > math.log(3)
 
 
 def test_the_pipeline_gives_what_is_defined(classifier: Path) -> None:

@@ -66,6 +66,7 @@ class LaplaceConfig(MethodConfig):
 
     name: ClassVar[str] = "laplace"
     ends_at_map: ClassVar[bool] = True
+    predicts_linearised: ClassVar[bool] = True
     revises: ClassVar[bool] = True
     num_chains: int = 1
     init_jitter: float = 0.0

@@ -51,6 +51,7 @@ def pipeline(
     trust_remote_code: bool = False,
     base_model: Any = None,
     check_base: bool = True,
+    prediction: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """A pipeline with a saved posterior or a Bayesian model.
@@ -62,7 +63,8 @@ def pipeline(
         tokenizer: a tokenizer or where to load one; None takes the posterior's.
         image_processor: likewise, where the inputs are images.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
-            trust_remote_code, base_model, check_base: for loading, as in ``BayesianModelForCausalLM.from_pretrained``.
+            trust_remote_code, base_model, check_base, prediction: for loading, as in
+            ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
         kwargs: for the pipeline: ``batch_size`` or any argument of a call.
     Raises:
@@ -75,7 +77,9 @@ def pipeline(
         raise ValueError(f"a pipeline needs a posterior: give model=, its directory or repository (got {task=} alone)")
     location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
                                 "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
-    loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map}
+    loading: dict[str, Any] = {
+        "members": members, "dtype": dtype, "device_map": device_map, "prediction": prediction,
+    }  # fmt: skip
     all_given = location | loading | {"base_model": base_model}
     given = [name for name, value in all_given.items() if value is not None and value is not False]
     given += [] if check_base else ["check_base"]

@@ -297,7 +297,7 @@ def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) 
         options = {"collate": problem.collate, "batch_size": 64, "tokenizer": problem.tokenizer, "seed": seed}
         fit_laplace(around, problem.train, method, **options).save_pretrained(directory)
         around.detach()
-        model = problem.load_posterior(directory, problem.args.num_members)
+        model = problem.load_posterior(directory, problem.args.num_members).linearise(None)
         lines, linearised = {name: score(problem, model)}, f"{name}_linearised"
         try:
             model.linearise()
