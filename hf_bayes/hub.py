@@ -15,18 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_bayes import storage
+from hf_bayes.tasks import TASKS
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "posterior_card.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
 """How anything comes from the Hub: what holds for a posterior holds for its base model."""
-_TASKS = {
-    "causal_lm": ("text-generation", "ForCausalLM"),
-    "sequence_classification": ("text-classification", "ForSequenceClassification"),
-    "token_classification": ("token-classification", "ForTokenClassification"),
-    "image_classification": ("image-classification", "ForImageClassification"),
-}
-"""What the Hub calls our tasks, and how classes for them end."""
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 _TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
@@ -78,7 +72,8 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
     """
     base, method = config["base_model"]["name_or_path"], config["method"]
     local = is_local(base)
-    pipeline_tag, suffix = _TASKS[config["task"]]
+    task = TASKS[config["task"]]
+    pipeline_tag, suffix = task.tag, task.suffix
     data = ModelCardData(
         library_name="peft" if adapter else "hf_bayes",
         pipeline_tag=pipeline_tag,
@@ -97,7 +92,7 @@ def render_card(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None
         suffix=suffix,
         adapter=adapter,
         answers=_answers(config["task"], config["head"]),
-        unit="token" if config["task"] in ("causal_lm", "token_classification") else "example",
+        unit=task.unit,
         noise_std=_inline(config["head"].get("noise_std")),
         base="the base model" if not base else _inline(Path(base).name if local else base),
         base_is_local=local,
