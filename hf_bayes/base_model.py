@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
 from hf_bayes.subspace import Layout
+from hf_bayes.tasks import SUPPORTED
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
              "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -26,8 +27,7 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
-            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
-            "sequences, tokens and images. Take one of these (docs/models.md)"
+            f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
         )
     if isinstance(model, PeftModel):
         _refuse_adapter(model.peft_config[model.active_adapter])
@@ -68,6 +68,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
     Random parameters are left out of the fingerprint: their values are the posterior's (a fresh head's are nobody's).
     """
     config = core.config
+    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
     return {
         "name_or_path": _name(model, core),
         "revision": getattr(config, "_commit_hash", None),
@@ -75,7 +76,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
             "config": fingerprint_json({k: v for k, v in config.to_dict().items() if k not in _VOLATILE}),
-            "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
+            "tokenizer": fingerprint_tokenizer(words) if isinstance(words, PreTrainedTokenizerBase) else None,
         },
     }
 

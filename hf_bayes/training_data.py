@@ -17,6 +17,7 @@ from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.likelihood import Likelihood, refuse_labels
+from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
@@ -262,9 +263,10 @@ class TrainingDataMixin(AnyTrainer):
         """The rows of a micro-batch that belong to some members; all of them if shared."""
         if self._shared:
             return inputs
-        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0] // len(self.chains)
-        cut = slice(members.start * rows, members.stop * rows)
-        return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
+        if members == slice(0, len(self.chains)):
+            return inputs
+        rows = num_rows_of(inputs) // len(self.chains)
+        return self.bayesian.take_rows(inputs, torch.arange(members.start * rows, members.stop * rows))
 
     def _rows_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """These rows of the training data, in this order, in batches of its size."""
