@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_bayes.registration import register_when_loaded
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -12,11 +14,13 @@ if TYPE_CHECKING:
     from hf_bayes.attaching import attach
     from hf_bayes.causal_lm import BayesianModelForCausalLM
     from hf_bayes.classification import (
+        BayesianModelForAudioClassification,
         BayesianModelForImageClassification,
         BayesianModelForSequenceClassification,
         BayesianModelForTokenClassification,
     )
     from hf_bayes.dropout_fit import fit_mc_dropout
+    from hf_bayes.image_text import BayesianModelForImageTextToText
     from hf_bayes.laplace_fit import fit_laplace
     from hf_bayes.methods import METHODS
     from hf_bayes.pipelines import pipeline
@@ -32,8 +36,10 @@ if TYPE_CHECKING:
 _WHERE = {
     "METHODS": "methods",
     "Posterior": "artifact",
+    "BayesianModelForAudioClassification": "classification",
     "BayesianModelForCausalLM": "causal_lm",
     "BayesianModelForImageClassification": "classification",
+    "BayesianModelForImageTextToText": "image_text",
     "BayesianModelForSequenceClassification": "classification",
     "BayesianModelForTokenClassification": "classification",
     "UncertaintyStreamer": "records",
@@ -57,8 +63,10 @@ _WHERE = {
 
 __all__ = [
     "METHODS",
+    "BayesianModelForAudioClassification",
     "BayesianModelForCausalLM",
     "BayesianModelForImageClassification",
+    "BayesianModelForImageTextToText",
     "BayesianModelForSequenceClassification",
     "BayesianModelForTokenClassification",
     "BayesianTrainer",
@@ -93,3 +101,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+register_when_loaded()

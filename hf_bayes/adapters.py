@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes import hub, lora_config, storage
+from hf_bayes import hub, lora_config, storage, tasks
 from hf_bayes.storage.formats import plain, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"
-TASKS = {
-    "causal_lm": "CAUSAL_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "image_classification": None,
-}
+TASKS = {task.name: task.peft for task in tasks.TASKS.values()}
 """Our tasks and peft's names of them, where it has one."""
 
 # Fields of adapter_config.json in which the adapters of one ensemble may differ: the forward pass of a loaded adapter

@@ -9,14 +9,31 @@ from hf_bayes.artifact import require_members
 from hf_bayes.base_model import refuse_foreign
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.classification import (
+    BayesianClassifier,
+    BayesianModelForAudioClassification,
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     BayesianModelForTokenClassification,
     refuse_noise_std,
 )
+from hf_bayes.image_text import BayesianModelForImageTextToText
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.model import BayesianModel
+from hf_bayes.recognition import task_of
 from hf_bayes.subspace import initial, select
+
+MODELS: dict[str, type[BayesianModel]] = {
+    kind.task: kind
+    for kind in (
+        BayesianModelForCausalLM,
+        BayesianModelForSequenceClassification,
+        BayesianModelForTokenClassification,
+        BayesianModelForImageClassification,
+        BayesianModelForAudioClassification,
+        BayesianModelForImageTextToText,
+    )
+}
+"""Name of a task -> the class of its Bayesian models."""
 
 
 def attach(
@@ -31,8 +48,7 @@ def attach(
     """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
 
     Args:
-        model: a causal language model, or a classifier of sequences, tokens or images; nothing in it is changed but
-            forwards and hooks.
+        model: a model of one of the tasks in ``hf_bayes.tasks``; only its forwards and hooks are changed.
         theta: [M, d] members; None means ``num_members`` copies of the model's own values.
         subspace: which parameters are random (see ``subspace.select``). A model of which nothing is frozen needs "all",
             also where ``theta`` is given.
@@ -45,13 +61,12 @@ def attach(
     refuse_attached(model)
     core = model.get_base_model() if isinstance(model, PeftModel) else model
     refuse_foreign(model, core)
+    kind = MODELS[task_of(core).name]
     layout = select(model, subspace)
     if theta is None:
         require_members(num_members)
         theta = initial(model, layout).expand(num_members, -1).clone()
-    if BayesianModelForCausalLM.wraps(core):
-        refuse_noise_std(noise_std, "a language model")
-        return BayesianModelForCausalLM(model, layout, theta, trunk=trunk)
-    kinds = (BayesianModelForTokenClassification, BayesianModelForImageClassification)
-    kind = next((kind for kind in kinds if kind.wraps(core)), BayesianModelForSequenceClassification)
-    return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)
+    if issubclass(kind, BayesianClassifier):
+        return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)
+    refuse_noise_std(noise_std, "a language model")
+    return kind(model, layout, theta, trunk=trunk)

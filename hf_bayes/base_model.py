@@ -15,6 +15,7 @@ from hf_bayes.config_fingerprint import evaluation_fields
 from hf_bayes.fingerprint import fingerprint_json, fingerprint_tensors
 from hf_bayes.storage.formats import plain
 from hf_bayes.subspace import Layout
+from hf_bayes.tasks import SUPPORTED
 
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 """What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
@@ -26,8 +27,7 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
-            f"{type(core).__name__} is {kind}; supported are decoder-only causal language models and classifiers of "
-            "sequences, tokens and images. Take one of these (docs/models.md)"
+            f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
         )
     if isinstance(model, PeftModel):
         _refuse_adapter(model.peft_config[model.active_adapter])
@@ -75,6 +75,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
     Random parameters are left out of the fingerprint: their values are the posterior's (a fresh head's are nobody's).
     """
     config = core.config
+    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
     return {
         "name_or_path": _name(model, core),
         "revision": getattr(config, "_commit_hash", None),
@@ -82,7 +83,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
             "config": fingerprint_json(evaluation_fields(config.to_dict())),
-            "tokenizer": fingerprint_tokenizer(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
+            "tokenizer": fingerprint_tokenizer(words) if isinstance(words, PreTrainedTokenizerBase) else None,
         },
     }
 

@@ -65,6 +65,7 @@ class BayesianModelForCausalLM(Decoding):
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                  "inputs_embeds": inputs_embeds, "use_cache": use_cache}  # fmt: skip
         inputs = {**{k: v for k, v in named.items() if v is not None}, **kwargs}
+        self.refuse_unknown_inputs(inputs)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
         if self._trace is not None and input_ids is not None:

@@ -40,6 +40,7 @@ class CausalMembers(BayesianModel):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
+        _refuse_bidirectional(core)
         _refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)
         try:
@@ -48,11 +49,6 @@ class CausalMembers(BayesianModel):
             self.detach()
             raise
         self.likelihood = Categorical()
-
-    @classmethod
-    def wraps(cls, core: nn.Module) -> bool:
-        """Whatever generates."""
-        return isinstance(core, PreTrainedModel) and core.can_generate()
 
     @property
     def num_outputs(self) -> int:
@@ -103,6 +99,9 @@ class CausalMembers(BayesianModel):
                     found.append(function(logits, flat[index]))
         return found
 
+    def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
+        """Raise for inputs whose entries cannot be assigned to rows."""
+
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """``inputs`` with positions that count from a row's first token, as generate numbers left-padded rows."""
         mask = inputs.get("attention_mask")
@@ -130,10 +129,7 @@ class CausalMembers(BayesianModel):
         budget = max(HIDDEN_BYTES, sum(weight.nbytes for weight in self.core.parameters()) // 4)
         size = max(1, budget // (self._num_held * num_positions_of(inputs) * width))
         for start in range(0, rows, size):
-            yield {
-                name: value[start : start + size] if isinstance(value, Tensor) and len(value) == rows else value
-                for name, value in inputs.items()
-            }
+            yield inputs if size >= rows else self.take_rows(inputs, torch.arange(start, min(start + size, rows)))
 
     def _hidden(self, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any, Any]:
         """Hidden states of all members ([B, T, h] if alike), the backbone's last output, and the cache."""
@@ -164,6 +160,16 @@ class CausalMembers(BayesianModel):
         """Chunk by chunk of flat positions: which, and the members' logits [M, n, V]."""
         with self.members.bind(self.current):
             yield from self.head.stream(hidden, output, rows, positions)
+
+
+def _refuse_bidirectional(core: nn.Module) -> None:
+    """Raise for an encoder with the head of a language model, whose positions see the tokens that they predict."""
+    config: Any = getattr(core, "config", None)
+    if getattr(config, "is_decoder", True) is False and not config.model_type.startswith("gpt_neox"):
+        raise ValueError(
+            f"{type(core).__name__} has is_decoder=False, so that each position sees the tokens it predicts: as a "
+            "causal language model load it with is_decoder=True"
+        )
 
 
 def _refuse_hidden_state(core: nn.Module) -> None:

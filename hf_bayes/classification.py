@@ -1,4 +1,4 @@
-"""M classifiers or regressors as one: of sequences, of tokens, of images."""
+"""M classifiers or regressors as one: of sequences, tokens, images or audio."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -304,7 +305,7 @@ class BayesianClassifier(BayesianModel):
 
 
 class BayesianModelForSequenceClassification(BayesianClassifier):
-    """M classifiers (or regressors) as one; also any model whose ``logits`` [B, C] answer ``labels`` [B]."""
+    """M classifiers (or regressors) of sequences as one: ``logits`` [B, C] answer ``labels`` [B]."""
 
     task = "sequence_classification"
     linearises = True
@@ -336,3 +337,19 @@ class BayesianModelForImageClassification(BayesianClassifier):
         if pixels is None or not isinstance(patch, int):
             return num_positions_of(inputs)
         return 1 + pixels.shape[-2] * pixels.shape[-1] // patch**2
+
+
+class BayesianModelForAudioClassification(BayesianClassifier):
+    """M classifiers of audio as one: ``input_values`` [B, samples] or ``input_features`` [B, ...] of spectrograms."""
+
+    task = "audio_classification"
+    auto_class = AutoModelForAudioClassification
+
+    def num_positions(self, inputs: dict[str, Any]) -> int:
+        """Frames that the transformer layers read, fewer than samples."""
+        frames: Any = getattr(self.core, "_get_feat_extract_output_lengths", None)
+        samples = num_positions_of(inputs)
+        values = inputs.get("input_values")
+        if frames is None or not isinstance(values, Tensor) or values.ndim != 2:
+            return samples
+        return max(1, int(frames(torch.tensor(samples))))

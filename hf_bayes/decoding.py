@@ -124,7 +124,8 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
         ends = trace.lengths if beams is None else (beams >= 0).sum(1)
         scores = trace.scores(new, ends) if beams is None else None
         if scores is None:
-            scores = self._score_generated(output.sequences, prompt, ends, trace.prompt_mask)
+            beside = self._beside_sequences(kwargs | {"input_ids": prompt}, output.sequences)
+            scores = self._score_generated(output.sequences, prompt, ends, trace.prompt_mask, beside)
         for name, value in scores._asdict().items():
             output[name] = value
         return output
@@ -140,13 +141,16 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
 
     @torch.no_grad()
     @predicts
-    def score(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1) -> Scores:
+    def score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1, **inputs: Any
+    ) -> Scores:
         """What the posterior says of given text, teacher-forced.
 
         Args:
             input_ids: [B, T].
             attention_mask: [B, T], 0 at padding on either side.
             first: the first position that is scored; the tokens before it are context.
+            inputs: what else the wrapped model takes, such as the images of these texts.
         Returns:
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
         Raises:
@@ -168,13 +172,13 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
                 f"got {list(mask.shape)}"
             )
         self.check_inputs({"input_ids": input_ids, "attention_mask": mask})
-        slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask})
+        slices = self._row_slices({"input_ids": input_ids, "attention_mask": mask, **inputs})
         return Scores(*map(torch.cat, zip(*(self._score_rows(**rows, first=first) for rows in slices), strict=True)))
 
-    def _score_rows(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Scores:
+    def _score_rows(self, input_ids: Tensor, attention_mask: Tensor, first: int, **others: Any) -> Scores:
         mask = attention_mask
         rows, length = input_ids.shape
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+        inputs = {"input_ids": input_ids, "attention_mask": mask, **others, "use_cache": False}
         valid = (mask[:, first:] * mask[:, first - 1 : -1]).bool()
         flat = torch.arange(rows * length, device=mask.device).view(rows, length)[:, first - 1 : -1][valid]
         pieces = []
@@ -184,14 +188,20 @@ class Decoding(LinearisedCausalLM, GenerationMixin):
                 pieces.append(record(self.spread.predict(logits), logits, input_ids.flatten()[index + 1]))
         return to_scores(join(pieces), valid, self.spread)
 
-    def _score_generated(self, sequences: Tensor, prompt: Tensor, ends: Tensor, mask: Tensor | None) -> Scores:
+    def _beside_sequences(self, kwargs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+        """What ``score`` takes beside ``sequences`` [rows, T], of the arguments of the ``generate`` that wrote them."""
+        return {}
+
+    def _score_generated(
+        self, sequences: Tensor, prompt: Tensor, ends: Tensor, mask: Tensor | None, beside: dict[str, Any]
+    ) -> Scores:
         start = prompt.shape[1]
         given = torch.ones_like(prompt) if mask is None else mask
         given = given.repeat_interleave(len(sequences) // len(given), 0)
         step = torch.arange(sequences.shape[1] - start, device=sequences.device)
         # shorter beams are filled up, with -1 where transformers knows neither an end nor a padding token but 0
         tokens = sequences.clamp_min(0)
-        return self.score(tokens, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start)
+        return self.score(tokens, torch.cat([given, (step < ends[:, None]).to(given.dtype)], 1), first=start, **beside)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """generate's own hook: on GPUs it compiles the forward for static caches, which ours does not survive."""

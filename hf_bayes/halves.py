@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 
@@ -69,16 +70,7 @@ class HalvesMixin(AnyTrainer):
     def _halves(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
         """A micro-batch in two, the rows of each chain for itself, and how many of these are in each part."""
         groups = 1 if self._shared else len(self.chains)
-        count = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
-        rows = count // groups
+        rows = num_rows_of(inputs) // groups
         first = torch.arange(rows).repeat(groups) < rows // 2
-
-        def part(chosen: Tensor) -> dict[str, Any]:
-            return {
-                name: value[chosen.to(value.device)]
-                if isinstance(value, Tensor) and value.shape[:1] == (count,)
-                else value
-                for name, value in inputs.items()
-            }
-
-        return part(first), part(~first), (rows // 2, rows - rows // 2)
+        parts = [self.bayesian.take_rows(inputs, part.nonzero()[:, 0]) for part in (first, ~first)]
+        return parts[0], parts[1], (rows // 2, rows - rows // 2)

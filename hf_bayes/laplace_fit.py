@@ -15,15 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.attaching import attach
+from hf_bayes.attaching import MODELS, attach
 from hf_bayes.batches import PAD_ROWS, count_terms
-from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.classification import (
-    BayesianModelForImageClassification,
-    BayesianModelForSequenceClassification,
-    BayesianModelForTokenClassification,
-    problem_of,
-)
+from hf_bayes.classification import problem_of
 from hf_bayes.config import MethodConfig
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
@@ -37,17 +31,6 @@ from hf_bayes.rng import require_seed
 from hf_bayes.saving import to_posterior
 from hf_bayes.survey import survey
 from hf_bayes.types import HeldOut, Problem
-
-MODELS: Mapping[str, type[BayesianModel]] = {
-    kind.task: kind
-    for kind in (
-        BayesianModelForCausalLM,
-        BayesianModelForSequenceClassification,
-        BayesianModelForTokenClassification,
-        BayesianModelForImageClassification,
-    )
-}
-"""Task of a posterior's directory -> what loads it."""
 
 
 @torch.inference_mode(False)  # a tensor of that mode cannot be differentiated

@@ -14,7 +14,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedModel,
@@ -30,7 +32,8 @@ from hf_bayes.subspace import Layout
 from hf_bayes.text_safety import readable_errors
 
 _TOKENIZER = ("tokenizer_config.json",)
-_IMAGE_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+_READERS = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 
 
 @readable_errors()
@@ -174,30 +177,14 @@ def load_tokenizer(
 
 
 @readable_errors()
-def load_image_processor(
-    directory_or_repo: str | os.PathLike[str],
-    *,
-    posterior: Posterior | None = None,
-    base_model: Any = None,
-    trust_remote_code: bool = False,
-    **location: Any,
-) -> BaseImageProcessor:
+def load_image_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> BaseImageProcessor:
     """The image processor saved with a posterior, else that of its base model; arguments as of ``load_tokenizer``.
 
     Raises:
         OSError: if neither has one.
         ValueError: if nothing says where it is, or it asks for code.
     """
-    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
-    context = (base_model, trust_remote_code, location)
-    with _source(posterior, directory_or_repo, "image processor", _IMAGE_PROCESSOR, *context) as (source, hub):
-        try:
-            return AutoImageProcessor.from_pretrained(source, **hub)
-        except OSError as error:
-            raise OSError(
-                f"no image processor beside the posterior {directory_or_repo}, nor of its base model {source}: give it "
-                f"as image_processor= ({error})"
-            ) from error
+    return _load_reader("image processor", AutoImageProcessor, _READERS, directory_or_repo, **options)
 
 
 def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -209,6 +196,39 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
             f"this tokenizer (fingerprint {found[:12]}) is not the one the posterior was made with ({expected[:12]}): "
             "its vocabulary, merges or normalisation differ. Use the base model's own"
         )
+
+
+def load_feature_extractor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The feature extractor saved with a posterior, else that of its base model; as of ``load_image_processor``."""
+    return _load_reader("feature extractor", AutoFeatureExtractor, _READERS, directory_or_repo, **options)
+
+
+def load_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The processor of images and text saved with a posterior, else that of its base model; as the others."""
+    return _load_reader("processor", AutoProcessor, _PROCESSOR, directory_or_repo, **options)
+
+
+def _load_reader(
+    what: str,
+    auto_class: Any,
+    names: tuple[str, ...],
+    directory_or_repo: Any,
+    *,
+    posterior: Posterior | None = None,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
+) -> Any:
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
+    context = (base_model, trust_remote_code, location)
+    with _source(posterior, directory_or_repo, what, names, *context) as (source, hub):
+        try:
+            return auto_class.from_pretrained(source, **hub)
+        except OSError as error:
+            raise OSError(
+                f"no {what} beside the posterior {directory_or_repo}, nor of its base model {source}: give it as "
+                f"{what.replace(' ', '_')}= ({error})"
+            ) from error
 
 
 @contextlib.contextmanager

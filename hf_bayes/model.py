@@ -366,12 +366,6 @@ class BayesianModel(PreTrainedModel):
         """Keyword arguments of the class that a posterior's ``head`` holds."""
         return {}
 
-    @classmethod
-    def wraps(cls, core: nn.Module) -> bool:
-        """Whether the class is meant for a model, by the names that transformers gives its heads."""
-        head = cls.auto_class.__name__.removeprefix("AutoModel")
-        return any(head in kind.__name__ for kind in type(core).__mro__)
-
     # -- members ------------------------------------------------------------------------------------------------
 
     def log_lik(
@@ -420,6 +414,14 @@ class BayesianModel(PreTrainedModel):
     def num_root_columns(self) -> int | None:
         """Of a root of the Fisher information of a likelihood term in the model's outputs; None of unknown outputs."""
         return self.likelihood.num_root_columns(self.num_outputs)
+
+    def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
+        """The rows of a batch with these numbers ``index`` [k], in this order; a row may come several times."""
+        rows = num_rows_of(inputs)
+        return {
+            name: value[index.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+            for name, value in inputs.items()
+        }
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """T: what a row of a batch costs, in positions."""

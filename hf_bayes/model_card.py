@@ -22,16 +22,10 @@ from huggingface_hub.utils import validate_repo_id
 from hf_bayes import storage
 from hf_bayes.hub import CARD, is_local
 from hf_bayes.model_card_words import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.tasks import TASKS
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CONFIG = "posterior_config.json"
-_TASKS = {
-    "causal_lm": ("text-generation", "ForCausalLM"),
-    "sequence_classification": ("text-classification", "ForSequenceClassification"),
-    "token_classification": ("token-classification", "ForTokenClassification"),
-    "image_classification": ("image-classification", "ForImageClassification"),
-}
-"""A task -> the Hub's name for it, and how classes for it end."""
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 _HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -181,7 +175,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, fields: CardFields) -> ModelCardData:
-    pipeline_tag, _ = _TASKS[config["task"]]
+    pipeline_tag = TASKS[config["task"]].tag
     base, method = config["base_model"]["name_or_path"], one_line(config["method"]["name"])
     base = base if base and not is_local(base) and _is_repo_id(base) else None
     tags = ["hf_bayes", "bayesian", method, *(["lora"] if adapter else []), *fields.get("tags", ())]
@@ -206,8 +200,8 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
     base = config["base_model"]["name_or_path"]
     local, base = is_local(base), one_line(base or "")
     draws = config["approximation"] == "draws"
-    pipeline_tag, suffix = _TASKS[task]
-    unit = "token" if task in ("causal_lm", "token_classification") else "example"
+    known = TASKS[task]
+    pipeline_tag, suffix, unit = known.tag, known.suffix, known.unit
     prior = dict(config["prior"])
     if is_local(prior.get("posterior")):
         prior["posterior"] = Path(prior["posterior"]).name

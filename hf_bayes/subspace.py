@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,15 +125,30 @@ def is_dense(parameter: Tensor) -> bool:
     return plain and parameter.is_floating_point() and parameter.element_size() > 1
 
 
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The part of a model of several kinds of input that reads and writes text; None where there is no other part."""
+    core: Any = model
+    if hasattr(core, "get_base_model"):
+        core = core.get_base_model()
+    config: Any = getattr(core, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config(decoder=True) is config:
+        return None
+    decoder = core.get_decoder() if hasattr(core, "get_decoder") else None
+    return decoder if isinstance(decoder, nn.Module) and decoder is not core else None
+
+
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The longest ModuleList of blocks of one class and its name; None where a model has none.
 
-    Lists inside a block (its experts, say) are none of the model's.
+    Lists inside a block (its experts, say) are none of the model's, nor are those of the part that reads images.
     """
+    decoder = decoder_of(model)
+    inside = None if decoder is None else {id(module) for module in decoder.modules()}
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
+        and (inside is None or id(module) in inside)
         and len({type(block) for block in module}) == 1
         and not any(part.isdigit() for part in name.split("."))
     ]

@@ -29,7 +29,7 @@ from hf_bayes.halves import HalvesMixin
 from hf_bayes.host_trainers import config_kept, refuse_foreign_loss
 from hf_bayes.inheritance import inherit
 from hf_bayes.input_check import check_vocabulary
-from hf_bayes.members.trunk import TrunkMemory
+from hf_bayes.members.trunk import TrunkMemory, num_rows_of
 from hf_bayes.methods import build, rate_factor
 from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
@@ -244,8 +244,7 @@ class BayesianTrainerMixin(
         go in one.
         """
         count = len(self.chains)
-        main = next(v for v in inputs.values() if isinstance(v, Tensor))
-        rows = main.shape[0] if self._shared else main.shape[0] // count
+        rows = num_rows_of(inputs) // (1 if self._shared else count)
         trunk = self.bayesian.members.trunk
         if self._shared and trunk.num_blocks > 0 and self.bayesian.training and trunk.has_dropout:
             size = count

@@ -20,6 +20,7 @@ from hf_bayes.data_fingerprint import describe_rows, describe_stream, fingerprin
 from hf_bayes.data_rows import in_words
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Likelihood, refuse_labels
+from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.packing import first_documents, is_flattened, refuse_mixed_documents
@@ -292,9 +293,10 @@ class TrainingDataMixin(AnyTrainer):
         """The rows of a micro-batch that belong to some members; all of them if shared, or of one chain alone."""
         if self._shared or len(self.chains) == 1:
             return inputs
-        rows = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0] // len(self.chains)
-        cut = slice(members.start * rows, members.stop * rows)
-        return {k: v[cut] if isinstance(v, Tensor) and v.ndim else v for k, v in inputs.items()}
+        if members == slice(0, len(self.chains)):
+            return inputs
+        rows = num_rows_of(inputs) // len(self.chains)
+        return self.bayesian.take_rows(inputs, torch.arange(members.start * rows, members.stop * rows))
 
     def _rows_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """These rows of the training data, in this order, in batches of its size."""

@@ -150,6 +150,12 @@ LORA_TARGETS = {
     "bert": ["query", "value"],
     "roberta": ["query", "value"],
     "vit": ["q_proj", "v_proj"],
+    "llava": ["q_proj", "v_proj"],
+    "gemma3": ["q_proj", "v_proj"],
+    "idefics3": ["q_proj", "v_proj"],
+    "wav2vec2": ["q_proj", "v_proj"],
+    "audio-spectrogram-transformer": ["q_proj", "v_proj"],
+    "qwen2_vl": ["q_proj", "down_proj"],
 }
 HEADS = {
     "LMHeadModel": "CAUSAL_LM",
@@ -205,8 +211,12 @@ def images(rows: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def inputs_of(model: nn.Module, rows: int = 3, seed: int = 0, padding: str | None = None) -> dict[str, Tensor]:
-    """What a model takes: a ``batch``, or ``images``."""
+    """What a model takes: a ``batch``, ``images``, both, or sounds."""
+    from tests import multimodal
+
     core = model.get_base_model() if isinstance(model, PeftModel) else model
+    if core.config.model_type in multimodal.MODEL_TYPES:
+        return multimodal.inputs_of(core, rows, seed, padding)
     if core.main_input_name == "pixel_values":
         return images(rows, seed, next(core.parameters()).dtype)
     return batch(rows, seed=seed, padding=padding)

@@ -695,9 +695,15 @@ def test_a_base_spread_over_devices_is_refused_on_every_way_in(tmp_path: Path) -
     assert sum(parameter.requires_grad for parameter in base.parameters()) == len(layout.names)
 
 
+class BareForSequenceClassification(GPT2Model):
+    """A class from elsewhere whose name promises a head."""
+
+
 def test_a_backbone_that_answers_no_logits_is_refused() -> None:
-    model = attach(GPT2Model(tiny_gpt2().config), subspace="last_block")
-    with pytest.raises(ValueError, match="GPT2Model answers no logits"):
+    with pytest.raises(ValueError, match="GPT2Model is loaded by AutoModel"):
+        attach(GPT2Model(tiny_gpt2().config), subspace="last_block")
+    model = attach(BareForSequenceClassification(tiny_gpt2().config), subspace="last_block")
+    with pytest.raises(ValueError, match="BareForSequenceClassification answers no logits"):
         model(**batch())
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.members.context import Context
-from hf_bayes.subspace import decoder_blocks
+from hf_bayes.members.pictures import PICTURES, pictures_of
+from hf_bayes.subspace import decoder_blocks, decoder_of
 
 _ROWS_TIMES_HEADS = ("bloom", "mpt")
 """Model types whose blocks are given biases [rows * heads, ...] or [heads, ...]: the trunk could not cut these."""
@@ -205,7 +206,9 @@ class RowKey(NamedTuple):
 
 
 def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
-    """The keys of the rows of a batch."""
+    """The keys of the rows of a batch; none where rows of text share images."""
+    if "input_ids" in inputs and pictures_of(inputs):
+        return []
     count = num_rows_of(inputs)
     tensors = [
         value.detach().cpu().contiguous()
@@ -246,8 +249,16 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     config = getattr(model, "config", None)
     if found is None or getattr(config, "alibi", False) or getattr(config, "model_type", None) in _ROWS_TIMES_HEADS:
         return [], 0
+    if has_axes(config) or getattr(config, "use_weighted_layer_sum", False):  # the latter adds up all layers' outputs
+        return [], 0
     list_name, blocks = found
     random_ids = {id(module) for module in random_modules}
+    decoder = decoder_of(model)
+    if decoder is not None:  # the part that reads images runs before the blocks, wherever it is registered
+        backbone: Any = model.base_model
+        before = {id(module) for module in backbone.modules()} - {id(module) for module in decoder.modules()}
+        if random_ids & before:
+            return [], 0
     order = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in random_ids]
     all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     list_position = all_names.index(list_name)
@@ -259,28 +270,52 @@ def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tupl
     return list(blocks), len(blocks)
 
 
+def has_axes(config: Any) -> bool:
+    """Check whether positions are given on several axes [axes, rows, T], as Qwen2-VL's are."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return any("mrope_section" in str(getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling"))
+
+
+def _drops(fields: dict[Any, Any]) -> bool:
+    """Check whether a configuration, or one of its parts, asks for dropout or for masks on audio features."""
+    masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
+    return any(
+        _drops(value)
+        if isinstance(value, dict)
+        else isinstance(name, str)
+        and (("drop" in name and not name.startswith(("summary", "classifier"))) or name in masks)
+        and isinstance(value, float)
+        and value > 0
+        for name, value in fields.items()
+    )
+
+
 def _has_dropout(model: nn.Module) -> bool:
     """Whether rows that are alike may differ in training: by a module, or by a function (Llama's attention_dropout)."""
     config = getattr(model, "config", None)
-    fields = {} if config is None else config.to_dict()
-    functional = any(
-        "drop" in name and not name.startswith(("summary", "classifier")) and isinstance(value, float) and value > 0
-        for name, value in fields.items()
-    )
+    functional = config is not None and _drops(config.to_dict())
     return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
-    """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major."""
+    """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major.
 
-    def fold(value: Any) -> Any:
+    Images are repeated whole, however many a row has: their order is that of the rows. Positions on several axes,
+    [axes, rows, T], have their rows in the second dimension.
+    """
+
+    def fold(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: fold(item) for key, item in value.items()}
-        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == num_rows:
+            return {key: fold(key, item) for key, item in value.items()}
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if name == "position_ids" and value.ndim == 3:
+            return value.repeat(1, num_members, 1)
+        if value.shape[0] == num_rows or name in PICTURES:
             return value.repeat(num_members, *[1] * (value.ndim - 1))
         return value
 
-    return inputs if num_members == 1 else {key: fold(value) for key, value in inputs.items()}
+    return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
 
 
 def num_rows_of(inputs: dict[str, Any]) -> int:

@@ -64,7 +64,6 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     ``generate`` takes. Its defaults are transformers', too: sampling at temperature 0.7, 256 new tokens.
     """
 
-    task_name = "bayesian-text-generation"
     model_class = BayesianModelForCausalLM
 
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def separate_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dic
 
 def uncached(core: nn.Module) -> dict[str, bool]:
     """Keywords that keep a model from making a cache, if it knows of any."""
-    return {} if core.main_input_name == "pixel_values" else {"use_cache": False}
+    return {} if core.main_input_name in ("pixel_values", "input_values") else {"use_cache": False}
 
 
 def separate_gradients(
@@ -68,7 +68,10 @@ def separate_gradients(
         inputs = dict(batch)
         labels = inputs.pop("labels")
         forward = inspect.signature(core_of(model).forward).parameters
-        if core_of(model).can_generate() and "position_ids" in forward:  # from a row's first token, as generate has it
+        axes = core_of(model).config.model_type == "qwen2_vl"  # it finds its positions from the images
+        if (
+            core_of(model).can_generate() and "position_ids" in forward and not axes
+        ):  # from a row's first token, as generate has it
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
         with showing(model, layout, row), requiring_grad(model, layout), without_padding_index(model):
             logits = core_of(model)(**inputs).logits

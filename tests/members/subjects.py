@@ -36,7 +36,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tests import models
+from tests import models, multimodal
 from tests.models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 
@@ -345,13 +345,39 @@ IMAGES = {
     "vit-norms": Subject(_vit, "layernorm"),
 }
 
-SUBJECTS = CAUSAL | CLASSIFIERS | TAGGERS | IMAGES
+AUDIO = {
+    "wav2vec2-lora": Subject(_lora(multimodal.wav2vec2)),
+    "wav2vec2-head": Subject(multimodal.wav2vec2, "last_layer"),
+    "wav2vec2-last-block": Subject(multimodal.wav2vec2, "last_block"),
+    "ast-lora": Subject(_lora(multimodal.ast)),
+    "ast-head": Subject(multimodal.ast, "last_layer"),
+}
+
+IMAGES_AND_TEXT = {
+    "llava-lora": Subject(_lora(multimodal.llava)),  # in both parts
+    "llava-head": Subject(multimodal.llava, "last_layer"),
+    "llava-last-block": Subject(multimodal.llava, "last_block"),
+    "llava-projector": Subject(multimodal.llava, "projector"),
+    "gemma3-images-last-block": Subject(multimodal.gemma3, "last_block"),
+    "idefics3-last-block": Subject(multimodal.idefics3, "last_block"),
+    "qwen2_vl-lora": Subject(_lora(multimodal.qwen2_vl)),
+    "qwen2_vl-head": Subject(multimodal.qwen2_vl, "last_layer"),
+}
+
+SUBJECTS = CAUSAL | CLASSIFIERS | TAGGERS | IMAGES | AUDIO | IMAGES_AND_TEXT
 
 
 def labelled(subject: str, rows: int = 3, padding: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
     """A batch with labels: of tokens, padding and one more token left out, or of classes."""
     if subject in IMAGES:
         return {**models.images(rows, seed, torch.float64), "labels": torch.arange(rows) % 3}
+    family = subject.split("-")[0]
+    if subject in AUDIO:
+        return {**multimodal.sounds(family, rows, seed, torch.float64), "labels": torch.arange(rows) % 3}
+    if subject in IMAGES_AND_TEXT:
+        inputs = multimodal.illustrated(family, rows, seed, padding, dtype=torch.float64)
+        labels = inputs["input_ids"].masked_fill(inputs["input_ids"] <= multimodal.IMAGE, -100)
+        return {**inputs, "labels": labels.scatter_(1, inputs["attention_mask"].argmax(1, keepdim=True), -100)}
     inputs = models.batch(rows, seed=seed, padding=padding)
     if subject in CLASSIFIERS:
         return {**inputs, "labels": torch.arange(rows) % 3}

@@ -1,0 +1,73 @@
+"""Images beside text: which of a batch's images belong to which of its rows.
+
+Models that read images and text take the images of all rows one after the other, and a row of ``input_ids`` holds
+placeholders in their places. How many images a row has follows from its placeholders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PICTURES = ("pixel_values", "pixel_attention_mask", "pixel_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
+"""Inputs whose first dimension counts images, patches of images, or rows that have one image each."""
+
+
+def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of a batch's inputs that hold images."""
+    return {name: inputs[name] for name in PICTURES if isinstance(inputs.get(name), Tensor)}
+
+
+def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor) -> dict[str, Tensor]:
+    """The images of some rows of a batch, in the order of these rows.
+
+    Args:
+        pictures: ``pictures_of`` the batch.
+        placeholders: [B] how many placeholder tokens each row of the batch has.
+        index: [k] row numbers; a row may come several times.
+    Raises:
+        ValueError: where the batch does not show which images belong to which row.
+    """
+    grid = pictures.get("image_grid_thw")
+    pixels = next(iter(pictures.values())) if grid is None else grid
+    num_images, num_rows = len(pixels), len(placeholders)
+    patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
+    placeholders, index = placeholders.cpu(), index.cpu()
+    if grid is None and num_images == num_rows and bool((placeholders > 0).all()):
+        owners = torch.arange(num_rows)  # an entry for each row
+    else:
+        owners = _owners(patches, placeholders)
+        if grid is None and num_images == num_rows and pixels.ndim == 5:  # padded to the row that has most images?
+            raise ValueError(_unknown(num_images, num_rows))
+    images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
+    starts = patches.cumsum(0) - patches
+    pieces = [torch.arange(int(starts[image]), int(starts[image] + patches[image])) for image in images.tolist()]
+    by_patch = torch.cat(pieces) if pieces else images
+    found = {}
+    for name, value in pictures.items():
+        if len(value) not in (num_images, int(patches.sum())):
+            raise ValueError(_unknown(len(value), num_rows))
+        found[name] = value[(images if len(value) == num_images else by_patch).to(value.device)]
+    return found
+
+
+def _owners(patches: Tensor, placeholders: Tensor) -> Tensor:
+    """[images]: the row of each image, where an image has placeholders in proportion to its ``patches`` [images]."""
+    total, held = int(patches.sum()), int(placeholders.sum())
+    tokens = patches * held
+    if total == 0 or bool((tokens % total).any()):
+        raise ValueError(_unknown(len(patches), len(placeholders)))
+    tokens = tokens // total
+    owners = torch.searchsorted(placeholders.cumsum(0), tokens.cumsum(0)).clamp_max(len(placeholders) - 1)
+    if not torch.equal(torch.zeros_like(placeholders).index_add_(0, owners, tokens), placeholders):
+        raise ValueError(_unknown(len(patches), len(placeholders)))
+    return owners
+
+
+def _unknown(num_images: int, num_rows: int) -> str:
+    return (
+        f"a batch of {num_rows} rows has {num_images} images, and its placeholder tokens do not show which belong to "
+        "which row: give each row one image, or let all chains read the same rows (minibatch='shared') in one pass"
+    )
