@@ -202,9 +202,6 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
     draws = config["approximation"] == "draws"
     known = TASKS[task]
     pipeline_tag, suffix, unit = known.tag, known.suffix, known.unit
-    prior = dict(config["prior"])
-    if is_local(prior.get("posterior")):
-        prior["posterior"] = Path(prior["posterior"]).name
     return {
         "config": config,
         "draws": draws,
@@ -223,7 +220,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "method_name": one_line(method["name"]) or "unnamed",
         "method_words": METHODS.get(method["name"]),
         "temperature": str(method["temperature"]) if "temperature" in method else "not recorded",
-        "prior": ", ".join(f"{key} = {value}" for key, value in _flat(prior).items()) or "not recorded",
+        "prior": _prior(config["prior"]),
         "fields": {key: value for key, value in _flat(method).items() if key != "name" and value is not None},
         "diagnostics": _rows(config["diagnostics"], DIAGNOSTICS, skip=("verdict", "converged")),
         "converged": config["diagnostics"].get("converged"),
@@ -231,6 +228,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "metrics": _rows(config["metrics"], METRICS),
         "noise_std": head.get("noise_std"),
         "num_labels": len(head.get("labels") or ()),
+        "labels": head.get("labels"),
     }  # fmt: skip
 
 
@@ -239,6 +237,21 @@ def _weights(subspace: str, *, adapter: bool) -> str:
     known = {"last_layer": "the last layer", "last_block": "the last block", "all": "all weights"}
     known["trainable"] = "the LoRA adapter" if adapter else "the trainable weights"
     return known.get(subspace, f"the weights that match {subspace}")
+
+
+def _prior(prior: Mapping[str, Any]) -> str:
+    """Return words for the prior; one that is a posterior itself (continual learning) has a prior of its own."""
+    if "used_as" not in prior:
+        return ", ".join(f"{key} = {value}" for key, value in _flat(prior).items()) or "not recorded"
+    source = prior.get("posterior") or "of an earlier run"
+    name = Path(source).name if is_local(source) else source
+    size = "" if prior.get("num_data") is None else f", N = {prior['num_data']:,.0f}"
+    own = prior.get("prior")
+    return (
+        f"the posterior {name} ({prior.get('method')}, used as {prior['used_as']}{size}, fingerprint "
+        f"{str(prior.get('fingerprint'))[:12]})"
+        + (f", whose own prior: {_prior(own)}" if isinstance(own, dict) else "")
+    )
 
 
 def _answers(task: str, head: Mapping[str, Any]) -> str:

@@ -85,7 +85,9 @@ def kinds(updates: int) -> dict[str, Kind]:
     return {
         "draws_lora": Kind(text("finetune"), SGHMCConfig(num_chains=4, draws_per_chain=4, **warm), 0.1),
         "gaussian_lora": Kind(text("finetune"), LaplaceConfig(**laplace), 3e-3),
-        "last_layer": Kind(classes, LaplaceConfig(structure="full"), 3e-3, lora=False, subspace="last_layer"),
+        "last_layer": Kind(
+            classes, LaplaceConfig(structure="full", prior_std=0.1), 0.01, lora=False, subspace="last_layer"
+        ),
         "classifier": Kind(classes, SGHMCConfig(num_chains=4, draws_per_chain=2, **warm), 0.02),
         "continual": Kind(text("code"), LaplaceConfig(structure="kronecker"), 3e-3, prior="gaussian_lora"),
     }

@@ -316,6 +316,17 @@ def test_a_report_of_each_chain_is_a_row_of_values() -> None:
     assert "| laplace.diagonal | 1, not defined | Number of tensors" in text
 
 
+def test_a_prior_that_is_a_posterior_is_named_in_words() -> None:
+    first = {"name": "gaussian", "std": 1.0}
+    record = {"posterior": "/tmp/x/first", "fingerprint": "ab" * 32, "method": "laplace", "approximation": "gaussian",
+              "used_as": "gaussian", "num_data": 1200.0, "prior": first}  # fmt: skip
+    second = {**record, "posterior": None, "prior": record}
+    text = render_card(draws(2, prior=second).config.to_dict(), adapter=False)
+    words = "laplace, used as gaussian, N = 1,200, fingerprint abababababab"
+    assert f"the posterior of an earlier run ({words}), whose own prior: the posterior first ({words})" in text
+    assert "whose own prior: name = gaussian, std = 1.0 |" in text
+
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "model_cards").glob("*.json"))
 
