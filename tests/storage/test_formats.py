@@ -125,3 +125,40 @@ def test_plain_names_the_entry_that_is_no_data() -> None:
     with pytest.raises(ValueError, match=r"config\.a must be finite"):
         plain({"a": float("nan")}, "config")
     assert plain({"a": float("nan")}, "config", undefined_is_null=True) == {"a": None}
+
+
+@pytest.mark.parametrize("depth", [65, 300, 900, 100_000])
+def test_json_that_is_nested_deep_is_refused_in_words(depth: int) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    with pytest.raises(ValueError, match=r"some/file nests lists and objects more than 64 deep: refused"):
+        decode_json(text.encode(), where="some/file")
+
+
+def test_values_that_are_nested_deep_are_refused_in_words() -> None:
+    value: dict[str, Any] = {}
+    value["a"] = [value]  # for ever
+    with pytest.raises(ValueError, match="head nests lists and objects more than 64 deep"):
+        plain(value, "head")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a":[' + "[]," * 100_000 + "[]]}", "100,003 lists and objects, expected at most 100,000"),
+        ('{"a":[' + "1," * 2_000_001 + "1]}", "2,000,001 values, expected at most 2,000,000"),
+        ('{"a":"' + "x" * 2**24 + '"}', "bytes, expected at most 16,777,216"),
+    ],
+)
+def test_json_that_would_fill_memory_is_refused_before_it_is_parsed(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"some/file is a JSON of .*{words}"):
+        decode_json(text.encode(), where="some/file")
+
+
+def test_tensors_are_compared_with_the_header_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_tensors({"w": torch.ones(2)}, where="x")
+    assert decode_tensors(data, where="x", shapes={"w": (2,)}).keys() == {"w"}
+    monkeypatch.setattr("hf_bayes.storage.formats.safetensors.load", None)
+    with pytest.raises(ValueError, match=r"x: w: expected shape \[3\], got \[2\]"):
+        decode_tensors(data, where="x", shapes={"w": (3,)})
+    with pytest.raises(ValueError, match=r"x: missing tensors \['v'\], unknown tensors \['w'\]"):
+        decode_tensors(data, where="x", shapes={"v": (2,)})
