@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_bayes.registration import register_when_loaded
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -99,3 +101,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+register_when_loaded()

@@ -14,7 +14,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedModel,
@@ -174,7 +176,43 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
         )
 
 
-_FILES = {"tokenizer": "tokenizer_config.json", "image processor": "preprocessor_config.json"}
+def load_feature_extractor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The feature extractor saved beside a posterior, else that of its base model; as of ``load_image_processor``."""
+    return _load_reader("feature extractor", AutoFeatureExtractor, directory_or_repo, **options)
+
+
+def load_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The processor of images and text saved beside a posterior, else that of its base model; as the others."""
+    return _load_reader("processor", AutoProcessor, directory_or_repo, **options)
+
+
+def _load_reader(
+    what: str,
+    auto_class: Any,
+    directory_or_repo: Any,
+    *,
+    posterior: Posterior | None = None,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
+) -> Any:
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
+    source, hub = _beside(posterior, directory_or_repo, what, base_model, trust_remote_code, location)
+    try:
+        return auto_class.from_pretrained(source, **hub)
+    except OSError as error:
+        raise OSError(
+            f"no {what} beside the posterior {directory_or_repo}, nor of its base model {source}: give it as "
+            f"{what.replace(' ', '_')}= ({error})"
+        ) from error
+
+
+_FILES = {
+    "tokenizer": "tokenizer_config.json",
+    "image processor": "preprocessor_config.json",
+    "feature extractor": "preprocessor_config.json",
+    "processor": "processor_config.json",
+}
 
 
 def _beside(

@@ -353,6 +353,8 @@ def test_card_shows_few_digits_and_nothing_that_is_not_there() -> None:
         ("sequence_classification", "text-classification", "ForSequenceClassification"),
         ("token_classification", "token-classification", "ForTokenClassification"),
         ("image_classification", "image-classification", "ForImageClassification"),
+        ("audio_classification", "audio-classification", "ForAudioClassification"),
+        ("image_text_to_text", "image-text-to-text", "ForImageTextToText"),
     ],
 )
 def test_card_names_what_loads_its_task(task: str, tag: str, suffix: str) -> None:

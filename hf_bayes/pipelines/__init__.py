@@ -1,4 +1,4 @@
-"""Text or images in, records out: pipelines of transformers whose records carry uncertainty."""
+"""Text, images or audio in, records out: pipelines of transformers whose records carry uncertainty."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, PreTrainedTokenizerBase
-from transformers.pipelines import PIPELINE_REGISTRY
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    PreTrainedTokenizerBase,
+)
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.hub import DOWNLOAD
-from hf_bayes.loading import check_tokenizer, load_image_processor, load_tokenizer
+from hf_bayes.loading import (
+    check_tokenizer,
+    load_feature_extractor,
+    load_image_processor,
+    load_processor,
+    load_tokenizer,
+)
 from hf_bayes.model import BayesianModel
-from hf_bayes.pipelines.classification import BayesianImageClassificationPipeline, BayesianTextClassificationPipeline
+from hf_bayes.pipelines.classification import (
+    BayesianAudioClassificationPipeline,
+    BayesianImageClassificationPipeline,
+    BayesianTextClassificationPipeline,
+)
 from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.pipelines.image_text_to_text import BayesianImageTextToTextPipeline
 from hf_bayes.pipelines.text_generation import BayesianTextGenerationPipeline
 from hf_bayes.pipelines.token_classification import BayesianTokenClassificationPipeline
 
@@ -23,11 +40,15 @@ _PIPELINES: tuple[type[BayesianPipeline], ...] = (
     BayesianTextClassificationPipeline,
     BayesianTokenClassificationPipeline,
     BayesianImageClassificationPipeline,
+    BayesianAudioClassificationPipeline,
+    BayesianImageTextToTextPipeline,
 )
 _TASKS = {each.task_name: each for each in _PIPELINES}
 _READERS: dict[str, tuple[Any, Any]] = {
     "tokenizer": (load_tokenizer, AutoTokenizer),
     "image_processor": (load_image_processor, AutoImageProcessor),
+    "feature_extractor": (load_feature_extractor, AutoFeatureExtractor),
+    "processor": (load_processor, AutoProcessor),
 }
 """What pipelines read inputs with: how a posterior's is loaded, and another one."""
 
@@ -38,6 +59,8 @@ def pipeline(
     tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
     *,
     image_processor: BaseImageProcessor | str | os.PathLike[str] | None = None,
+    feature_extractor: Any = None,
+    processor: Any = None,
     members: int | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -55,11 +78,12 @@ def pipeline(
     """A pipeline with a saved posterior or a Bayesian model.
 
     Args:
-        task: "bayesian-text-generation", "bayesian-text-classification", "bayesian-token-classification" or
-            "bayesian-image-classification"; None takes that of the posterior.
+        task: "bayesian-text-generation", "bayesian-text-classification", "bayesian-token-classification",
+            "bayesian-image-classification", "bayesian-audio-classification" or "bayesian-image-text-to-text"; None
+            takes that of the posterior.
         model: a posterior directory, a repository of the Hub, or a Bayesian model.
         tokenizer: a tokenizer or where to load one; None takes the posterior's.
-        image_processor: likewise, where the inputs are images.
+        image_processor, feature_extractor, processor: likewise, where the inputs are images, audio, or images and text.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
             trust_remote_code, base_model: for loading, as in ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
@@ -83,22 +107,28 @@ def pipeline(
     pipeline_class = _find(model, posterior) if task is None else _TASKS[task]
     reads, model_class = pipeline_class.reads, pipeline_class.model_class
     load, auto_class = _READERS[reads]
-    processor = _only(pipeline_class, tokenizer=tokenizer, image_processor=image_processor)
+    reader = _only(
+        pipeline_class,
+        tokenizer=tokenizer,
+        image_processor=image_processor,
+        feature_extractor=feature_extractor,
+        processor=processor,
+    )
     bayesian: Any = model
     if posterior is not None:
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code, "base_model": base_model}
-        if processor is None:
-            processor = load(model, posterior=posterior, **remote, **location)
+        if reader is None:
+            reader = load(model, posterior=posterior, **remote, **location)
         download = {name: location[name] for name in DOWNLOAD}
         bayesian = model_class.from_pretrained(posterior, **remote, **download, **loading)
     pipeline_class.check_model(bayesian)
-    if processor is None:
+    if reader is None:
         raise ValueError(f"a model in memory comes without its {reads.replace('_', ' ')}: give {reads}=")
-    if isinstance(processor, str | os.PathLike):
-        processor = auto_class.from_pretrained(processor, trust_remote_code=trust_remote_code)
-    if bayesian.posterior is not None and reads == "tokenizer":
-        check_tokenizer(bayesian.posterior, processor)
-    kwargs |= {reads: processor} | ({} if device is None else {"device": device})
+    if isinstance(reader, str | os.PathLike):
+        reader = auto_class.from_pretrained(reader, trust_remote_code=trust_remote_code)
+    if bayesian.posterior is not None and reads in ("tokenizer", "processor"):
+        check_tokenizer(bayesian.posterior, getattr(reader, "tokenizer", reader))
+    kwargs |= {reads: reader} | ({} if device is None else {"device": device})
     return pipeline_class(model=bayesian, task=pipeline_class.task_name, **kwargs)
 
 
@@ -121,12 +151,3 @@ def _only(pipeline_class: type[BayesianPipeline], **processors: Any) -> Any:
     if others := [name for name, given in processors.items() if given is not None and name != reads]:
         raise ValueError(f"{task} reads its inputs with {reads}=, got {others[0]}=: leave that out")
     return processors[reads]
-
-
-for _pipeline_class in _PIPELINES:
-    PIPELINE_REGISTRY.register_pipeline(
-        _pipeline_class.task_name,
-        pipeline_class=_pipeline_class,
-        pt_model=_pipeline_class.model_class.auto_class,
-        type="image" if _pipeline_class.reads == "image_processor" else "text",
-    )

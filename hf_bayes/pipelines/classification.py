@@ -1,7 +1,7 @@
-"""Classification of texts and images whose records carry total, aleatoric and epistemic uncertainty.
+"""Classification of texts, images and audio whose records carry total, aleatoric and epistemic uncertainty.
 
 A record is what transformers returns, {"label", "score"}, and one key more, "uncertainty": {"total", "aleatoric",
-"epistemic"} of the text or image in nats (those that are defined, of a linearised model); with ``top_k``, each of its
+"epistemic"} of the input in nats (those that are defined, of a linearised model); with ``top_k``, each of its
 records has it. Scores are probabilities of the mixture. For regression they are predictive means, and "uncertainty"
 holds {"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. Multi-label heads have no
 uncertainties, their records are those of transformers.
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import ImageClassificationPipeline, TextClassificationPipeline
+from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
 from hf_bayes.classification import (
+    BayesianModelForAudioClassification,
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     Deviations,
@@ -49,6 +50,8 @@ class _ScoredPipeline(BayesianPipeline):
                 f"{type(self.model.likelihood).__name__} likelihood: expected {' or '.join(map(repr, known))}. "
                 f"Leave it out for {known[0]!r}"
             )
+        if isinstance(function_to_apply, str):
+            function_to_apply = function_to_apply.lower()
         top_k = kwargs.get("top_k")
         if isinstance(top_k, int) and top_k < 1:
             raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")
@@ -56,7 +59,8 @@ class _ScoredPipeline(BayesianPipeline):
 
     def postprocess(self, model_outputs: Any, function_to_apply: str | None = None, **kwargs: Any) -> Any:
         # transformers goes by the configuration, and takes a single output for a logit
-        result = super().postprocess(model_outputs, function_to_apply or self._functions()[0], **kwargs)
+        applied = function_to_apply or self._functions()[0]
+        result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
         for record in [result] if isinstance(result, dict) else result:
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
@@ -73,7 +77,6 @@ class _ScoredPipeline(BayesianPipeline):
 class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):
     """transformers' text classification with a Bayesian model; records as in the module's docstring."""
 
-    task_name = "bayesian-text-classification"
     model_class = BayesianModelForSequenceClassification
 
     def _forward(self, model_inputs: Any) -> Any:
@@ -87,6 +90,17 @@ class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPi
     and data sets of them, ``batch_size``, ``top_k`` (5 unless told) and ``timeout``.
     """
 
-    task_name = "bayesian-image-classification"
     model_class = BayesianModelForImageClassification
     reads = "image_processor"
+
+
+class BayesianAudioClassificationPipeline(_ScoredPipeline, AudioClassificationPipeline):
+    """transformers' audio classification with a Bayesian model; records as in the module's docstring.
+
+    Takes what ``AudioClassificationPipeline`` takes: arrays at the feature extractor's sampling rate, paths and
+    addresses of audio files, dictionaries {"raw", "sampling_rate"}, lists, generators and data sets of them, and
+    ``top_k`` (all labels by default).
+    """
+
+    model_class = BayesianModelForAudioClassification
+    reads = "feature_extractor"

@@ -8,20 +8,26 @@ from typing import Any, ClassVar
 from transformers import Pipeline, PreTrainedTokenizerBase
 
 from hf_bayes.model import BayesianModel
+from hf_bayes.tasks import TASKS
 
 
 class BayesianPipeline(Pipeline):
     """A pipeline of transformers with a Bayesian model; to be named before the pipeline of transformers it is one of.
 
     Attributes:
-        task_name: what ``hf_bayes.pipeline`` and ``transformers.pipeline`` call it.
+        task_name: what ``hf_bayes.pipeline`` and ``transformers.pipeline`` call it, by ``hf_bayes.tasks``.
         model_class: what its model has to be.
-        reads: what it reads its inputs with, "tokenizer" or "image_processor".
+        reads: what it reads its inputs with: "tokenizer", "image_processor", "feature_extractor" or "processor".
     """
 
     task_name: ClassVar[str]
     model_class: ClassVar[type[BayesianModel]]
     reads: ClassVar[str] = "tokenizer"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "model_class" in vars(cls):
+            cls.task_name = TASKS[cls.model_class.task].pipeline
 
     def __init__(self, model: BayesianModel, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any) -> None:
         self.check_model(model)

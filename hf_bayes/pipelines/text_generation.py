@@ -59,7 +59,6 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     ``generate`` takes. Its defaults are transformers', too: sampling at temperature 0.7, 256 new tokens.
     """
 
-    task_name = "bayesian-text-generation"
     model_class = BayesianModelForCausalLM
 
     def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
     ``stride``, and for one text ``offset_mapping``.
     """
 
-    task_name = "bayesian-token-classification"
     model_class = BayesianModelForTokenClassification
 
     def __init__(self, model: BayesianModel, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any) -> None:
