@@ -35,7 +35,7 @@ def extractor(**settings: Any) -> FeatureExtractionMixin:
 
 
 @pytest.mark.parametrize(("kind", "make"), [("wav2vec2", multimodal.wav2vec2), ("ast", multimodal.ast)])
-def test_a_classifier_of_audio_is_trained_evaluated_saved_and_loaded(kind: str, make: Any, tmp_path: Path) -> None:
+def test_an_audio_classifier_is_trained_saved_and_loaded(kind: str, make: Any, tmp_path: Path) -> None:
     base = from_disk(make(), tmp_path / "base")
     trainer = run(tmp_path, with_lora(base), sound_rows(kind), sound_rows(kind, seed=5))
     assert trainer.num_data == 4

@@ -72,7 +72,7 @@ def test_blocks_are_those_of_the_part_that_writes() -> None:
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
-def test_generated_tokens_have_the_uncertainties_of_separate_models(kind: str, options: dict[str, Any]) -> None:
+def test_generated_tokens_are_judged_as_by_separate_models(kind: str, options: dict[str, Any]) -> None:
     inputs = illustrated(kind, padding="left", dtype=torch.float64)
     model = bayesian(kind)
     output = model.generate(**inputs, **GREEDY, **options, return_dict_in_generate=True)
@@ -262,7 +262,7 @@ def test_one_member_gives_the_text_of_transformers(posterior: Path) -> None:
     assert all(abs(token["epistemic"]) < 1e-6 for token in found["tokens"])
 
 
-def test_several_sequences_of_several_prompts_have_their_own_numbers(posterior: Path) -> None:
+def test_sequences_of_several_prompts_have_their_own_numbers(posterior: Path) -> None:
     write = pipeline("bayesian-image-text-to-text", posterior)
     texts = [f"{MARK} A chain", f"{MARK} Langevin dynamics"]
     several = {**GREEDY, "num_beams": 2, "num_return_sequences": 2}

@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["adapter", "head"])
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_directory_of_text_answers_as_our_own_pipeline_does(saved: dict[str, Path], name: str, kind: type) -> None:
+def test_a_directory_answers_as_our_own_pipeline_does(saved: dict[str, Path], name: str, kind: type) -> None:
     stock = transformers.pipeline("bayesian-text-generation", kind(saved[name]))
     ours = pipeline("bayesian-text-generation", saved[name])
     assert type(stock) is type(ours)
@@ -57,7 +57,7 @@ def test_a_directory_of_text_answers_as_our_own_pipeline_does(saved: dict[str, P
     assert stock.model.num_members == ours.model.num_members == 4
 
 
-def test_a_directory_of_a_classifier_answers_as_our_own_pipeline_does(saved: dict[str, Path]) -> None:
+def test_a_classifiers_directory_answers_as_our_own_pipeline(saved: dict[str, Path]) -> None:
     stock = transformers.pipeline("bayesian-text-classification", model=str(saved["classifier"]), top_k=2)
     assert stock(TEXTS[0]) == pipeline(model=saved["classifier"], top_k=2)(TEXTS[0])
     assert stock(TEXTS[0])[0][0]["uncertainty"]["epistemic"] > 0
@@ -74,14 +74,14 @@ def test_arguments_of_loading_reach_the_posterior(saved: dict[str, Path]) -> Non
         transformers.pipeline("bayesian-text-generation", directory, tokenizer=other)
 
 
-def test_what_is_no_posterior_of_the_task_is_refused_in_our_words(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_posterior_is_refused_in_our_words(saved: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is a posterior for causal_lm, not sequence_classification"):
         transformers.pipeline("bayesian-text-classification", str(saved["head"]))
     with pytest.raises((OSError, ValueError), match=r"manifest"):
         transformers.pipeline("bayesian-text-generation", str(tmp_path))
 
 
-def test_every_task_is_registered_once_and_other_tasks_are_left_alone(saved: dict[str, Path]) -> None:
+def test_every_task_is_registered_once_and_others_left_alone(saved: dict[str, Path]) -> None:
     known = dict(PIPELINE_REGISTRY.supported_tasks)
     register_when_loaded()
     assert PIPELINE_REGISTRY.supported_tasks == known
