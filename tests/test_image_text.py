@@ -68,14 +68,33 @@ def test_blocks_are_those_of_the_part_that_writes() -> None:
     name, blocks = decoder_blocks(multimodal.llava()) or ("", ())
     assert (name, len(blocks)) == ("model.language_model.layers", 2)
     assert select(multimodal.llava(), "last_block").names[0].startswith("model.language_model.layers.1.")
+    with attach(multimodal.llava(), subspace="last_block", num_members=2) as model:
+        assert model.members.num_trunk_blocks == 1
+
+
+def test_a_projector_registered_behind_the_blocks_has_no_trunk() -> None:
+    model = multimodal.llava(torch.float64)
+    projector = model.model.multi_modal_projector
+    del model.model.multi_modal_projector
+    model.model.multi_modal_projector = projector
+    layout, inputs = select(model, "projector"), illustrated("llava", dtype=torch.float64)
+    theta = scattered(model, layout)
+    expected = mixture(separate_logits(model, layout, theta, inputs))
+    with torch.no_grad(), attach(model, theta, subspace="projector") as bayesian:
+        assert bayesian.members.num_trunk_blocks == 0
+        torch.testing.assert_close(bayesian(**inputs).logits, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "sampled"],
+)
 def test_generated_tokens_are_judged_as_by_separate_models(kind: str, options: dict[str, Any]) -> None:
     inputs = illustrated(kind, padding="left", dtype=torch.float64)
     model = bayesian(kind)
-    output = model.generate(**inputs, **GREEDY, **options, return_dict_in_generate=True)
+    output = model.generate(**inputs, **GREEDY | options, return_dict_in_generate=True)
     times, length = len(output.sequences) // 3, inputs["input_ids"].shape[1]
     for number, sequence in enumerate(output.sequences):
         row = model.take_rows(inputs, torch.tensor([number // times]))
