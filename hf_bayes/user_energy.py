@@ -85,10 +85,8 @@ class UserEnergy:
             self.raised = outside if self.raised is None else self.raised | outside
         if self._refused is None:
             return found
-        grad, columns = (
-            None if part is None else _undefined(part, outside) for part in (found.grad_log_lik, found.batch_log_lik)
-        )
-        return Evaluation(_undefined(found.log_lik, outside), grad, batch_log_lik=columns)
+        parts = {name: value for name, value in found._asdict().items() if value is not None}
+        return found._replace(**{name: _undefined(value, outside) for name, value in parts.items()})
 
     def _find_outside(self, theta: Tensor, among: Tensor, batches: list[Any], gradient: bool) -> Tensor:
         """Return which of the rows ``among`` [M] raise, by halving: the energy has raised with all of them.

@@ -422,7 +422,7 @@ def test_a_non_finite_energy_stops_the_run_and_names_update_and_chain(method: Me
         return bowl(theta, batch) + poison
 
     with pytest.raises(FloatingPointError, match=r"non-finite energy at update 6 \(chain 1\)"):
-        run(energy, theta=torch.ones(3, 2), method=method)
+        run(energy, theta=torch.ones(3, 2), method=method, burn_in=8)  # no other evaluation before the first draw
 
 
 def test_a_non_finite_gradient_of_a_finite_energy_stops_the_run() -> None:
