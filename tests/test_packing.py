@@ -45,7 +45,7 @@ def test_training_on_packed_rows_runs(tmp_path: Path, chains: int) -> None:
     flattened(tmp_path, with_lora(tiny_llama()), chains=chains, minibatch=minibatch).train()
 
 
-@pytest.mark.parametrize(("make", "size"), [(lfm2, 1), (lfm2, 2), (bloom, 2)], ids=str)
+@pytest.mark.parametrize(("make", "size"), [(lfm2, 1), (lfm2, 2), (bloom, 2)], ids=["lfm2-1", "lfm2-2", "bloom-2"])
 def test_a_model_that_mixes_packed_documents_is_refused(tmp_path: Path, make: Any, size: int) -> None:
     model = make(torch.float32)
     trainer = flattened(tmp_path, model, subspace="last_block", per_device_train_batch_size=size)
