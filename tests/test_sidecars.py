@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -260,6 +261,18 @@ def test_a_cut_or_endless_file_is_refused_when_it_is_made() -> None:
         Sidecars({"a.model": bytes(MAX_BYTES + 1)})
     with pytest.raises(ValueError, match="65 files of tokenizer and processor"):
         Sidecars({f"vocab{number}.txt": b"" for number in range(65)})
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/tool.jinja", "tokenizer_config.json"]
+)
+def test_an_endless_chat_template_is_refused(name: str) -> None:
+    endless = "{% for m in messages %}{% for i in range(9999) %}x{% endfor %}{% endfor %}"
+    data = json.dumps({"chat_template": [{"name": "default", "template": endless}]}) if "json" in name else endless
+    with pytest.raises(
+        ValueError, match=f"{re.escape(name)}: the chat template is refused: line 1: a loop over a list"
+    ):
+        Sidecars({name: data.encode()})
 
 
 def test_a_tokenizer_that_cannot_be_kept_stops_the_run_early(tmp_path: Path) -> None:

@@ -66,6 +66,18 @@ def a_language_model(directory: str) -> Namespace:
     return {"inputs": inputs, **inputs}
 
 
+def chats_of_a_small_model() -> Namespace:
+    """The model that the page names, tiny, in a folder of that name."""
+    name, tokenizer = "Qwen/Qwen2.5-0.5B-Instruct", tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m['role'] }}: {{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
+    )
+    tiny_llama().save_pretrained(name)
+    tokenizer.save_pretrained(name)
+    chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
+    return {"chats": Dataset.from_list([{"messages": chat}] * 8)}
+
+
 def one_process_of_a_launch() -> Namespace:
     names = a_language_model("my-posterior")
     store = torch.distributed.FileStore(str(Path("store").absolute()), 1)
@@ -108,6 +120,7 @@ SNIPPETS = {
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/scale.md", 0): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
+    ("docs/trl.md", 0): Snippet(chats_of_a_small_model, needs="trl"),
     ("docs/uncertainty.md", 0): Snippet(logits_of_members),
     ("docs/uncertainty.md", 1): Snippet(predictions),
 }
