@@ -319,5 +319,15 @@ FAULTS = (
     Fault("a registered pipeline takes the tokenizer of the base", "registration.py",
           "_load_tokenizer: ClassVar[bool] = False", "_load_tokenizer: ClassVar[bool] = True",
           ("test_registration.py::test_a_directory_answers_as_our_own_pipeline_does",)),
+    # -- checkpoints
+    Fault("a checkpoint is not bound to the training rows", "run_identity.py",
+          '        "data": data,', '        "data": {},',
+          ("test_run_identity.py::test_a_changed_run_is_refused_by_name[rows of equal number]",)),
+    Fault("files of a checkpoint are not checked", "checkpoints.py",
+          "    _check_files(Path(checkpoint))\n", "",
+          ("test_checkpoints.py::test_an_exchanged_file_is_refused_before_it_is_read[scheduler.pt]",)),
+    Fault("a detached model counts as attached", "members/engine.py",
+          "        self.attached = False\n        for item", "        for item",
+          ("test_detached.py::test_a_detached_language_model_refuses[forward]",)),
 )
 # fmt: on
