@@ -53,6 +53,7 @@ DIAGNOSTICS = {
     "rhat": "Disagreement of chains about the log-likelihood (R-hat). Good: 1.05 or less.",
     "rhat_logits": "Disagreement of chains about single logits (95 % quantile of R-hat). Good: 1.05 or less.",
     "rhat_terms": "Disagreement of chains about single labels (95 % quantile of R-hat). Good: 1.05 or less.",
+    "strayed": "Prior density lost by each chain, over what the data can repay, in nats. Good: below 10.",
     "temperature": "T, the temperature that is sampled at; 1 is the Bayes posterior.",
     "unmoved": "Share of weights that the first update left as they were, by rounding. Good: 0.01 or less.",
     "values": "What R-hat and ESS are computed from.",

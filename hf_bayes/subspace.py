@@ -164,7 +164,12 @@ def grouped(names: Iterable[str], *, shown: int = 3) -> str:
 
 
 def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
-    if not isinstance(subspace, str) or not subspace:
+    if not isinstance(subspace, str):
+        raise ValueError(
+            f"subspace must be a text, got {subspace!r:.100} ({type(subspace).__name__}): give {_CHOICES}; several "
+            "names are joined by |, as in 'q_proj|v_proj'"
+        )
+    if not subspace:
         raise ValueError(f"subspace must be {_CHOICES}; got {subspace!r}")
     parameters = list(model.named_parameters(remove_duplicate=False))
     if subspace == "trainable":
@@ -182,11 +187,6 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
             raise ValueError(f"{type(model).__name__} has no list of blocks: name parameters by a regular expression")
         ids = {id(parameter) for parameter in found[1][-1].parameters()}
         return {name for name, parameter in parameters if id(parameter) in ids}
-    if not isinstance(subspace, str):
-        raise ValueError(
-            f"subspace must be a text, got {subspace!r:.100} ({type(subspace).__name__}): give one of 'trainable', "
-            "'last_layer', 'last_block' or a regular expression; several names are joined by |, as in 'q_proj|v_proj'"
-        )
     try:
         pattern = re.compile(subspace)
     except re.error as error:

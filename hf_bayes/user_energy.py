@@ -187,13 +187,18 @@ class UserEnergy:
         for still in (half, ~half):
             change = (self._values(torch.where(still[:, None], theta, moved)) - before).abs()
             coupled = still & (change > limit)
-            if bool(coupled.any()) and bool(((self._values(theta) - before).abs() <= limit)[coupled].any()):
+            if bool(coupled.any()) and self._repeats(theta, before, limit):
                 worst = int(torch.where(coupled, change, 0).argmax())
                 raise ValueError(
                     f"energy must treat chains independently, got one that changes by {float(change[worst]):.3g} nats "
                     f"for chain {worst} when only other chains move: row m of what it returns may depend on row m of "
                     "theta alone. Sum over everything but the first axis"
                 )
+
+    def _repeats(self, theta: Tensor, before: Tensor, limit: Tensor) -> bool:
+        """Return whether the energy gives every chain the value again that it gave ``before``, if any (NaN if none)."""
+        again = self._values(theta)
+        return bool((((again - before).abs() <= limit) | (again.isnan() & before.isnan())).all())
 
     def _values(self, theta: Tensor) -> Tensor:
         """Return U [M] at ``theta``, NaN everywhere if the energy raises there."""

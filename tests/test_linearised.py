@@ -446,7 +446,7 @@ def test_gaussians_of_samples_and_models_of_many_outputs_keep_members() -> None:
     with attach(lora_bert()) as bayesian:
         found = {config.name: stored(bayesian, config) for config in (LaplaceConfig(), MeanFieldConfig(), SWAGConfig())}
     assert found == {"laplace": "linearised", "mean_field": "members", "swag": "members"}
-    with attach(with_lora(models.tiny_llama())) as words, attach(tagger()) as tags:
+    with attach(with_lora(models.tiny_llama())) as words, attach(tagger(), subspace="all") as tags:
         assert [stored(words, LaplaceConfig()), stored(tags, LaplaceConfig())] == ["members", "members"]
 
 

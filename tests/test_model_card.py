@@ -282,8 +282,9 @@ def test_a_trainer_s_card_has_its_author_s_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [None, "", "two words", "/home/somebody/base", "a/b/c", "x\n- y"])
 def test_a_base_without_an_id_is_not_in_the_metadata(name: str | None) -> None:
-    base = {**config().base_model, "name_or_path": name}
-    text = render_card(draws(2, adapter=True, base_model=base).config.to_dict(), adapter=True)
+    values = draws(2, adapter=True).config.to_dict()
+    values["base_model"]["name_or_path"] = name
+    text = render_card(values, adapter=True)
     metadata = yaml.safe_load(text.split("---\n")[1])
     assert not {"base_model", "base_model_relation"} & set(metadata)
     assert None not in metadata.values()

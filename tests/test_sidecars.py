@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from hf_bayes.artifact import Posterior
 from hf_bayes.baselines.map import MAPConfig
 from hf_bayes.causal_lm import BayesianModelForCausalLM
+from hf_bayes.classification import BayesianModelForSequenceClassification
 from hf_bayes.laplace_fit import fit_laplace
 from hf_bayes.loading import load_image_processor, load_tokenizer
 from hf_bayes.sidecars import MAX_BYTES, Sidecars, is_sidecar, sidecars_in
@@ -226,7 +227,7 @@ def test_a_base_within_the_posterior_brings_no_code(tmp_path: Path) -> None:
     naming_code(tmp_path / "code", "own_tokenizer.OwnTokenizer").save_pretrained(tmp_path)
     shutil.copytree(tmp_path, tmp_path / "code")
     (tmp_path / "code" / "own_tokenizer.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
-    for load in (load_tokenizer, BayesianModelForCausalLM.from_pretrained):
+    for load in (load_tokenizer, BayesianModelForSequenceClassification.from_pretrained):
         with pytest.raises(ValueError, match="own place: no code"):
             load(tmp_path, trust_remote_code=True)
     assert not (tmp_path / "ran").exists()

@@ -39,7 +39,7 @@ class MeanConfig(PretrainedConfig):
     model_type = "mean_of_rows"
 
 
-class MeanModel(PreTrainedModel):
+class MeanForSequenceClassification(PreTrainedModel):
     """y = theta + noise: an intercept for each of many outputs."""
 
     config_class = MeanConfig
@@ -57,8 +57,8 @@ class MeanModel(PreTrainedModel):
         return SimpleNamespace(logits=self.linear(x))
 
 
-def mean_model() -> MeanModel:
-    model = MeanModel(MeanConfig(problem_type="regression", num_labels=COORDINATES))
+def mean_model() -> MeanForSequenceClassification:
+    model = MeanForSequenceClassification(MeanConfig(problem_type="regression", num_labels=COORDINATES))
     nn.init.zeros_(model.linear.weight)
     return model
 

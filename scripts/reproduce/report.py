@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +73,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Mean and standard deviation over seeds, as ``0.123 ± 0.004``."""
     mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    alone = len(values) == 1 or not all(map(math.isfinite, values))  # an infinite R-hat has no spread
+    return mean if alone else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def legend_once(axis: Any) -> None:

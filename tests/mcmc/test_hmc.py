@@ -31,7 +31,7 @@ from tests.mcmc.targets import (
     worst_z,
 )
 
-run = functools.partial(targets.run, learning_rate=0.1, num_steps=640, burn_in=250, num_chains=64)
+run = functools.partial(targets.run, learning_rate=0.1, num_steps=560, burn_in=250, num_chains=64)
 
 
 def potential_of(energy: Callable[[Tensor], Tensor]) -> Potential:
@@ -56,7 +56,8 @@ def without_last_half_step(
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("target", TARGETS)
 def test_moments_are_exact_at_every_temperature(target: str, temperature: float) -> None:
-    z, ess = worst_z(run(HMCConfig(temperature=temperature, num_leapfrog=6), target).draws, target, temperature)
+    draws = run(HMCConfig(temperature=temperature, num_leapfrog=6), target, num_steps=1000).draws
+    z, ess = worst_z(draws, target, temperature)
     assert ess > 1500  # a 10 % error of a standard deviation is then more than 5 standard errors of the second moment
     assert z < 4  # Monte Carlo standard errors; one run in 2600 exceeds it in one of six moments
 
@@ -310,24 +311,24 @@ def test_a_mass_makes_stretched_laws_mix() -> None:
     assert ess(without).min() < 100  # the twin: 8 steps of the narrowest scale do not cross the widest
 
 
-@functools.cache
-def acceptances(target: str, burn_in: int, num_leapfrog: int = 10) -> Tensor:
-    """[16] mean acceptance of each chain in 150 updates after burn-in."""
-    config = HMCConfig(num_leapfrog=num_leapfrog)
-    theta, energy = (starts(16, dim=4) * STRETCHED, stretched) if target == "stretched" else (starts(16), banana)
+def acceptances(target: str, burn_in: int) -> Tensor:
+    """[M] mean acceptance of each chain in 150 updates after burn-in."""
+    theta, energy = (starts(16, dim=4) * STRETCHED, stretched) if target == "stretched" else (starts(64), banana)
+    config = HMCConfig(num_leapfrog=6)
     result = sample(energy, theta, config, num_steps=burn_in + 150, learning_rate=0.1, burn_in=burn_in, seed=1)
     return result.info["acceptance"][burn_in:].mean(0)
 
 
 # By 50 updates with the last scales, log e is known to 0.09 in each chain, its acceptance to 0.035 and the mean over 16
-# chains to 0.01; the 150 updates that measure it add as much.
+# chains to 0.01. On the banana acceptance depends on the place: 128 chains have 0.79, with a standard deviation of
+# 0.065: a standard error of 0.008 for the mean of 64 chains.
 @pytest.mark.parametrize("target", ["stretched", "banana"])
 def test_acceptance_after_burn_in_is_the_target(target: str) -> None:
     assert float(acceptances(target, burn_in=400).mean()) == pytest.approx(0.8, abs=0.03)
 
 
 def test_a_short_burn_in_leaves_no_chain_that_accepts_nothing() -> None:
-    assert float(acceptances("banana", burn_in=20, num_leapfrog=6).min()) > 0.3
+    assert float(acceptances("banana", burn_in=20).min()) > 0.3
 
 
 def dual_averaging(state: hmc.HMCState, shortfall: Tensor, t: int) -> hmc.HMCState:
@@ -342,5 +343,4 @@ def dual_averaging(state: hmc.HMCState, shortfall: Tensor, t: int) -> hmc.HMCSta
 
 def test_the_acceptance_check_catches_dual_averaging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hmc, "with_step_size", dual_averaging)
-    found = acceptances.__wrapped__("stretched", burn_in=400)
-    assert float(found.mean()) > 0.83
+    assert float(acceptances("stretched", burn_in=400).mean()) > 0.83

@@ -67,8 +67,10 @@ def test_gradients_of_folded_members_equal_those_of_separate_models(name: str, t
         leaf = theta.clone().requires_grad_()
         loss = bayesian(**inputs, theta=leaf).loss
         loss.sum().backward()
-    assert relative_error(loss.detach(), losses) < 1e-12
-    assert relative_error(leaf.grad, expected) < 1e-12  # see TOLERANCE; gradients pass through twice as many sums
+    # see TOLERANCE; gradients pass through twice as many sums
+    limit = TOLERANCE[torch.float32] if SUBJECTS[name].rounds else 1e-12
+    assert relative_error(loss.detach(), losses) < limit
+    assert relative_error(leaf.grad, expected) < limit
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-everything", "bert-lora-and-saved-head"])

@@ -19,7 +19,7 @@ from hf_bayes import PenaltyConfig
 from hf_bayes.strata import Strata
 from hf_bayes.trainer import BayesianTrainer
 from tests import runs
-from tests.test_trainer_law import MeanConfig, MeanModel, Numbers
+from tests.test_trainer_law import MeanConfig, MeanForSequenceClassification, Numbers
 
 SIZES = {2: (45, 15), 4: (24, 14, 12, 10)}
 """Rows of each process, of the same 60."""
@@ -74,7 +74,7 @@ class Worker:
         sizes = sizes or self.sizes
         first, count = copies * sum(sizes[: self.rank]), copies * sizes[self.rank]
         y = outcomes(copies)[first : first + count] + shift  # nothing else of the rows is known here
-        model = MeanModel(MeanConfig(problem_type="regression", num_labels=1))
+        model = MeanForSequenceClassification(MeanConfig(problem_type="regression", num_labels=1))
         nn.init.zeros_(model.linear.weight)
         settings: dict[str, Any] = {
             "max_steps": UPDATES, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": BATCHES,

@@ -300,8 +300,8 @@ def test_uneven_batches_of_held_out_rows_are_refused_where_processes_share_them(
         ("same", None),
         ("shard", r"rows: got \d+, expected 24"),
         ("terms", r"likelihood terms: got 169, expected 168"),
-        ("shuffle", r"fingerprint of some rows: got \w{12}, expected \w{12}"),
-        ("last", r"fingerprint of some rows: got \w{12}, expected \w{12}"),
+        ("shuffle", r"fingerprint of some rows: got \w{16}, expected \w{16}"),
+        ("last", r"fingerprint of some rows: got \w{16}, expected \w{16}"),
     ],
 )
 def test_processes_with_other_rows_are_refused(launches, processes, mistake, words):
