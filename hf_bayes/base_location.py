@@ -1,4 +1,4 @@
-"""Where a posterior's base model lies, and which places and models are refused before anything is loaded from there."""
+"""The place of a posterior's base model, and the places and models that are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def _is_own(posterior: Posterior, name: str) -> bool:
-    """Whether a name leads to the posterior's own files, here or on the Hub."""
+    """Return whether a name leads to the posterior's own files, here or on the Hub."""
     if posterior.folder is None:
         return False
     own = Path(posterior.folder)

@@ -154,7 +154,7 @@ def _root(node: Any) -> str | None:
 
 
 def _is_own(node: Any) -> bool:
-    """Whether a loop runs over a list, a text or a range of the template's own, and not over a part of the input."""
+    """Return whether a loop runs over a list, text or range of the template itself, not over a part of the input."""
     if isinstance(node, _OWN_LISTS):
         return True
     is_range = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
@@ -162,7 +162,7 @@ def _is_own(node: Any) -> bool:
 
 
 def _counts(node: nodes.Node) -> bool:
-    """Whether a number is a small one, a length, or a place in a loop."""
+    """Return whether a number is a small one, a length, or a place in a loop."""
     if isinstance(node, nodes.Const):
         return isinstance(node.value, int) and abs(node.value) <= 10
     if isinstance(node, nodes.Getattr):
@@ -260,7 +260,7 @@ def _copies(node: nodes.Node) -> dict[str, int]:
 
 
 def _inserts(node: nodes.Node) -> bool:
-    """Whether an expression puts an unknown text between the parts of another, as often as there are parts."""
+    """Return whether an expression puts an unknown text between all parts of another text."""
     if isinstance(node, nodes.Filter):
         name = node.name
     elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):

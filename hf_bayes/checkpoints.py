@@ -113,7 +113,7 @@ def newest_complete(output_dir: str | Path) -> str | None:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint is sealed, and every file is as the seal and the chains' manifest say."""
+    """Return whether the checkpoint is sealed and every file is as the seal and the manifest say."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
         listed = _check_files(checkpoint)

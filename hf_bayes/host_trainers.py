@@ -1,4 +1,4 @@
-"""Which trainers the mixin may stand before: those whose loss is the negative log-likelihood that the mixin samples."""
+"""The trainers that the mixin may stand before: their loss must be the negative log-likelihood that is sampled."""
 
 from __future__ import annotations
 

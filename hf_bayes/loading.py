@@ -241,7 +241,7 @@ def _source(
     trust_remote_code: bool,
     location: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where to load a tokenizer or processor from, and how: the posterior's sidecars, or else its base model.
+    """Find where to load a tokenizer or processor from, and how: the posterior's sidecars, or else its base model.
 
     Sidecars lie in a private folder while the block runs. Every error of the block is raised in the posterior's name.
 

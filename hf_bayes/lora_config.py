@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-"""What peft puts before the name of each module of its base model."""
+"""The text that peft puts before the name of each module of its base model."""
 REPEATABLE = ("pissa", "olora")
 """Values of ``init_lora_weights`` that take the same part off the base model's weights each time."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")

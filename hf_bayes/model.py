@@ -88,7 +88,7 @@ class BayesianModel(PreTrainedModel):
     shifts_labels: ClassVar[bool] = False
     """Whether the label of a position is that of the next token."""
     linearises: ClassVar[bool] = False
-    """Whether a Laplace approximation of the model predicts linearised when it is loaded.
+    """Return whether a Laplace approximation of the model predicts linearised when it is loaded.
 
     Not taggers, of which each position takes a backward pass for every label, and not language models, whose generation
     would lose its cache: both can be asked for it.

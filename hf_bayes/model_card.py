@@ -35,7 +35,7 @@ _NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")
 
 
 class CardFields(TypedDict, total=False):
-    """What only the author can say of a posterior.
+    """The fields of a model card that only the author knows.
 
     Attributes:
         license: the Hub's identifier of a license, such as "apache-2.0".

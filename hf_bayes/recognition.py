@@ -1,4 +1,4 @@
-"""Which task a model's head is for, by the mappings from which transformers' auto classes choose.
+"""The task that a model's head is for, by the mappings from which transformers' auto classes choose.
 
 A head that is not known is refused: trained under another likelihood it would mean something else, and no class could
 load the posterior.

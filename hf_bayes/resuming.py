@@ -94,7 +94,7 @@ class ResumingMixin(AnyTrainer):
         )
 
     def _centre(self) -> str:
-        """What the prior is centred at: weights that were drawn anew would be those of another prior."""
+        """Return a fingerprint of the prior's mean: weights that were drawn anew would be those of another prior."""
         if self.method.prior_mean == "zero" or self.inherited is not None:
             return "zero"
         return fingerprint_tensors([("prior_mean", self._start)])

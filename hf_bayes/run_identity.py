@@ -1,4 +1,4 @@
-"""What a checkpoint is bound to: everything that decides the target of a run, or a method's estimate of it.
+"""The identity of a run, to which a checkpoint is bound: everything that decides the target of a run, or a method's estimate of it.
 
 ``identity`` returns it as one flat, JSON-ready object. A checkpoint stores it beside the settings of the run, and a run
 that resumes must find the same, entry by entry; what differs is named ("adapter.lora_alpha: saved 4, now 64").
@@ -110,7 +110,7 @@ def identity(
 
 
 def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, private: bool, packs: bool) -> bool:
-    """Whether another cut of the rows of an update into micro-batches is more than another order of a sum.
+    """Return whether another cut of the rows of an update into micro-batches is more than another order of a sum.
 
     It is where a method compares micro-batches: it estimates the variance of its gradient or of an energy between them.
     It is where their size decides which rows are drawn, as for private rows. It is where rows of a micro-batch meet: in

@@ -160,7 +160,7 @@ class Sidecars:
 
 
 def _saved_by(processor: Any) -> dict[str, bytes]:
-    """What ``processor.save_pretrained`` writes, but for code."""
+    """Return the files that ``processor.save_pretrained`` writes, without code."""
     kind = type(processor).__name__
     if not hasattr(processor, "save_pretrained"):
         raise ValueError(

@@ -63,4 +63,4 @@ _ROWS = (
 TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
 
 SUPPORTED = ", ".join(f"{task.description} ({task.auto_class})" for task in _ROWS)
-"""What may be attached, in words."""
+"""The models that may be attached, in words."""

@@ -16,7 +16,7 @@ PICTURES = ("pixel_values", "pixel_attention_mask", "pixel_mask", "image_sizes",
 
 
 def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Those of a batch's inputs that hold images."""
+    """The inputs of a batch that hold images."""
     return {name: inputs[name] for name in PICTURES if isinstance(inputs.get(name), Tensor)}
 
 
