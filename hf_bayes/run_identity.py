@@ -1,4 +1,4 @@
-"""The identity of a run, to which a checkpoint is bound: everything that decides the target of a run, or a method's estimate of it.
+"""The identity of a run: everything that decides its target, or an estimate of the method. Checkpoints are bound to it.
 
 ``identity`` returns it as one flat, JSON-ready object. A checkpoint stores it beside the settings of the run, and a run
 that resumes must find the same, entry by entry; what differs is named ("adapter.lora_alpha: saved 4, now 64").
