@@ -126,7 +126,7 @@ def test_all_leaves_out_the_originals_that_peft_keeps_aside() -> None:
 
 @pytest.mark.parametrize("subspace", ["", None, ["lm_head"]], ids=str)
 def test_a_subspace_that_is_no_text_or_empty_is_refused(subspace: Any) -> None:
-    with pytest.raises(ValueError, match=r'subspace must be "trainable", .*"all" or a regular expression'):
+    with pytest.raises(ValueError, match=r'^subspace must be .*"all" or a regular expression'):
         select(tiny_llama(), subspace)
 
 
