@@ -70,3 +70,17 @@ def attach(
         return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)
     refuse_noise_std(noise_std, "a language model")
     return kind(model, layout, theta, trunk=trunk)
+
+
+def refuse_frozen_adapter(model: BayesianModel) -> None:
+    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
+    if not isinstance(model.model, PeftModel):
+        return
+    name = model.model.active_adapter
+    own = [n for n, _ in model.model.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    frozen = [n for n in own if f".{name}." in f"{n}." and n not in model.layout.names]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
+            "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
+        )

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from hf_bayes.data_rows import in_words, require_dataset
-from hf_bayes.likelihood import IGNORE, Likelihood, refuse_labels
+from hf_bayes.likelihood import Likelihood, next_tokens, refuse_labels
 from hf_bayes.rng import generator
 
 PAD_ROWS = "take a collator that pads rows in place of packing them"
@@ -161,20 +161,6 @@ class WholeUpdates(IterableDataset):
                     f"{self.accumulation}. Lower per_device_train_batch_size or gradient_accumulation_steps, or give "
                     "it more rows; a stream must begin again whenever it is iterated over"
                 )
-
-
-def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """[B, T] -> [B, T]: the label of position t is the token at t + 1; the last position and padding have none.
-
-    A row's first token has padding before it or nothing, as the batch will have it, and is predicted by neither.
-
-    Args:
-        attention_mask: [B, T], 0 at padding, or [B, past + T]; others (4-dimensional ones) tell nothing of padding.
-    """
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    if attention_mask is None or attention_mask.ndim != 2:
-        return targets
-    return targets.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, IGNORE)
 
 
 class TermCount(NamedTuple):

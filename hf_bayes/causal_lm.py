@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_bayes.batches import next_tokens
 from hf_bayes.decoding import Decoding
 from hf_bayes.input_check import require_ids
-from hf_bayes.likelihood import IGNORE, refuse_labels
+from hf_bayes.likelihood import IGNORE, next_tokens, refuse_labels
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.metrics import per_row_statistics
 from hf_bayes.model import MemberLogLik, predicts, term_statistics

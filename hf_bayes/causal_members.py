@@ -12,8 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_bayes.batches import next_tokens
-from hf_bayes.likelihood import Categorical
+from hf_bayes.likelihood import Categorical, next_tokens
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_positions_of, num_rows_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 _EXPECTED = "a list or data set of rows, each a mapping such as {'input_ids': [...], 'labels': [...]}"
 
@@ -51,3 +51,8 @@ def in_words(collate: Callable, name: str) -> Callable:
             ) from error
 
     return collated
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether its rows come in an order of their own and nobody knows how many there are."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")

@@ -25,6 +25,7 @@ from hf_bayes.artifact import Posterior
 from hf_bayes.asymptote import risk_asymptote
 from hf_bayes.config import MethodConfig
 from hf_bayes.convergence import ess, rhat
+from hf_bayes.data_rows import is_stream
 from hf_bayes.diagnostics import KINETIC_TOLERANCE, Diagnostics, distance_moved, share_within_interval, widened_interval
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
@@ -34,7 +35,6 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import Look
 from hf_bayes.plausibility import strayed
 from hf_bayes.posterior import Draws, Gaussian
-from hf_bayes.refusals import is_stream
 from hf_bayes.rng import generator
 from hf_bayes.strata import Strata
 from hf_bayes.training_arguments import BayesianTrainingArguments

@@ -8,13 +8,12 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.attaching import attach
+from hf_bayes.attaching import attach, refuse_frozen_adapter
 from hf_bayes.config import MethodConfig
 from hf_bayes.methods import from_dict
 from hf_bayes.posterior import Draws
-from hf_bayes.refusals import refuse_frozen_adapter
 from hf_bayes.rng import require_seed, seed_of
-from hf_bayes.saving import to_posterior
+from hf_bayes.to_posterior import to_posterior
 
 
 def fit_mc_dropout(

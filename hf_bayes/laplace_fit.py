@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.artifact import Posterior
-from hf_bayes.attaching import MODELS, attach
+from hf_bayes.attaching import MODELS, attach, refuse_frozen_adapter
 from hf_bayes.batches import PAD_ROWS, count_terms
 from hf_bayes.classification import problem_of
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_rows import is_stream
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.heldout import HeldOutRows
 from hf_bayes.inheritance import Inherited, inherit
@@ -26,10 +27,9 @@ from hf_bayes.likelihood import Normal
 from hf_bayes.methods import METHODS
 from hf_bayes.model import BayesianModel
 from hf_bayes.priors import build_prior
-from hf_bayes.refusals import is_stream, refuse_frozen_adapter
 from hf_bayes.rng import require_seed
-from hf_bayes.saving import to_posterior
 from hf_bayes.survey import survey
+from hf_bayes.to_posterior import to_posterior
 from hf_bayes.types import HeldOut, Problem
 
 

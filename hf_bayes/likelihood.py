@@ -268,3 +268,17 @@ def _gathered(logits: Tensor, columns: Tensor | None) -> Tensor:
 def widened(logits: Tensor) -> Tensor:
     """In float32, or float64 where they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """[B, T] -> [B, T]: the label of position t is the token at t + 1; the last position and padding have none.
+
+    A row's first token has padding before it or nothing, as the batch will have it, and is predicted by neither.
+
+    Args:
+        attention_mask: [B, T], 0 at padding, or [B, past + T]; others (4-dimensional ones) tell nothing of padding.
+    """
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if attention_mask is None or attention_mask.ndim != 2:
+        return targets
+    return targets.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, IGNORE)

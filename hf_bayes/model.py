@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_bayes.artifact import Posterior
 from hf_bayes.base_model import refuse_foreign
-from hf_bayes.batches import next_tokens
 from hf_bayes.input_check import InputCheck
-from hf_bayes.likelihood import IGNORE, Likelihood, widened
+from hf_bayes.likelihood import IGNORE, Likelihood, next_tokens, widened
 from hf_bayes.loading import load, unwrapped
 from hf_bayes.members import Members
 from hf_bayes.members.modes import evaluating

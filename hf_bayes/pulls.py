@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.batches import next_tokens
 from hf_bayes.laplace.accumulators import Accumulator
 from hf_bayes.laplace.estimators import Estimator, Terms
-from hf_bayes.likelihood import Likelihood
+from hf_bayes.likelihood import Likelihood, next_tokens
 from hf_bayes.members.taps import Share, Taps
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.rng import generator

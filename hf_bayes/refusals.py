@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import PeftModel
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, SchedulerType
 
 from hf_bayes import base_model
 from hf_bayes.config import MethodConfig
-from hf_bayes.data_rows import require_dataset
+from hf_bayes.data_rows import is_stream, require_dataset
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.host_trainers import refuse_loss_settings
 from hf_bayes.model import BayesianModel
@@ -148,11 +147,6 @@ def refuse_accelerator(accelerator: Any) -> None:
         )
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether its rows come in an order of their own and nobody knows how many there are."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
-
-
 def _default(args: BayesianTrainingArguments, name: str) -> Any:
     return type(args).__dataclass_fields__[name].default
 
@@ -248,17 +242,3 @@ def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
                 f"process {rank} holds other frozen weights than process 0 (fingerprint {fingerprint[:12]}, expected "
                 f"{found[0][:12]}). Call transformers.set_seed before the model is built, or load all of its weights"
             )
-
-
-def refuse_frozen_adapter(model: BayesianModel) -> None:
-    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
-    if not isinstance(model.model, PeftModel):
-        return
-    name = model.model.active_adapter
-    own = [n for n, _ in model.model.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
-    frozen = [n for n in own if f".{name}." in f"{n}." and n not in model.layout.names]
-    if frozen:
-        raise ValueError(
-            f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
-            "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
-        )

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_rows import is_stream
 from hf_bayes.diagnostics import MAX_UNMOVED
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.energy import IndependentPrior
@@ -22,7 +23,6 @@ from hf_bayes.model import BayesianModel
 from hf_bayes.optimizer import ChainOptimizer
 from hf_bayes.posterior import Gaussian
 from hf_bayes.priors import lora_prior_ratio
-from hf_bayes.refusals import is_stream
 from hf_bayes.subspace import grouped
 from hf_bayes.types import Kernel
 

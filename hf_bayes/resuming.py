@@ -13,12 +13,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from hf_bayes import checkpoints, run_identity
 from hf_bayes.config import MethodConfig
 from hf_bayes.data_fingerprint import describe_rows
+from hf_bayes.data_rows import is_stream
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.fingerprint import fingerprint_tensors
 from hf_bayes.inheritance import Inherited
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
-from hf_bayes.refusals import is_stream
 from hf_bayes.strata import Strata
 
 

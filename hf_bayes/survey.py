@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_bayes.batches import next_tokens
 from hf_bayes.causal_lm import BayesianModelForCausalLM
 from hf_bayes.covariance import moved
 from hf_bayes.distributed import ChainMesh
@@ -22,6 +21,7 @@ from hf_bayes.laplace.estimators import EmpiricalFisherOfRows
 from hf_bayes.laplace.kronecker import KroneckerSum
 from hf_bayes.laplace.slope import Slope
 from hf_bayes.laplace.slope import halves as halves_of
+from hf_bayes.likelihood import next_tokens
 from hf_bayes.members.plain import plain
 from hf_bayes.members.taps import Taps, pieces
 from hf_bayes.model import BayesianModel

@@ -20,8 +20,9 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from hf_bayes import checkpoints
 from hf_bayes.artifact import Posterior
-from hf_bayes.attaching import attach
+from hf_bayes.attaching import attach, refuse_frozen_adapter
 from hf_bayes.config import MethodConfig
+from hf_bayes.data_rows import is_stream
 from hf_bayes.diagnosis import DiagnosisMixin
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.evaluation import EvaluationMixin
@@ -37,22 +38,21 @@ from hf_bayes.plausibility import has_strayed
 from hf_bayes.prepared_model import prepared
 from hf_bayes.priors import build_prior
 from hf_bayes.refusals import (
-    is_stream,
     refuse_accelerator,
     refuse_arguments,
-    refuse_frozen_adapter,
     refuse_other_weights,
 )
 from hf_bayes.reporting import ReportingMixin
 from hf_bayes.resuming import ResumingMixin
 from hf_bayes.revision import RevisionMixin
 from hf_bayes.rng import chain_generators, generator, seed_of
-from hf_bayes.saving import SavingMixin, sidecars_of
+from hf_bayes.saving import SavingMixin
 from hf_bayes.schedules import burn_in_steps, draw_steps
 from hf_bayes.spread import SpreadMembers
 from hf_bayes.starts import initial_members
 from hf_bayes.step_lines import shorten_lines
 from hf_bayes.storage import check_writable
+from hf_bayes.to_posterior import sidecars_of
 from hf_bayes.training_arguments import BayesianTrainingArguments
 from hf_bayes.training_data import TrainingDataMixin
 from hf_bayes.types import Evaluation, Kernel, Problem

@@ -17,14 +17,14 @@ from transformers import Trainer
 from hf_bayes.batches import PAD_ROWS, ChainBatches, FullPasses, WholeUpdates, count_terms
 from hf_bayes.config import MethodConfig
 from hf_bayes.data_fingerprint import describe_rows, describe_stream, fingerprint_rows
-from hf_bayes.data_rows import in_words
+from hf_bayes.data_rows import in_words, is_stream
 from hf_bayes.distributed import ChainMesh
 from hf_bayes.likelihood import Likelihood, refuse_labels
 from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.mixin import AnyTrainer
 from hf_bayes.model import BayesianModel
 from hf_bayes.packing import first_documents, is_flattened, refuse_mixed_documents
-from hf_bayes.refusals import is_stream, refuse_other_rows, refuse_other_settings, require_batches, require_rows
+from hf_bayes.refusals import refuse_other_rows, refuse_other_settings, require_batches, require_rows
 from hf_bayes.rng import generator, seed_of
 from hf_bayes.strata import Strata
 

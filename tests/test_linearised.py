@@ -30,8 +30,8 @@ from hf_bayes.linearised import gaussian_outputs
 from hf_bayes.model import BayesianModel
 from hf_bayes.posterior import Gaussian
 from hf_bayes.predictive import LINKS
-from hf_bayes.saving import to_posterior
 from hf_bayes.subspace import Layout, initial, select
+from hf_bayes.to_posterior import to_posterior
 from tests import models
 from tests.models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 from tests.runs import label_rows
