@@ -21,7 +21,7 @@ from benchmarks.harness import Settings, Work, timed
 from benchmarks.models import WHERE, tokens
 from benchmarks.prefill import LENGTH, ROWS, forward
 from benchmarks.uncertainty import random_logits
-from hf_bayes.uncertainty import decompose
+from hf_bayes.uncertainty.decomposition import decompose
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "baddbmm_", "addmv", "mv"),

@@ -12,7 +12,7 @@ from benchmarks import bounds
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize, timed
 from benchmarks.models import WHERE, adapter_name, members, tokens
 from hf_bayes import attach
-from hf_bayes.members.few_rows import FewRows
+from hf_bayes.members.small_batches import FewRows
 
 PROMPT, NEW = 64, 64
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
 from benchmarks.models import WHERE, members, tokens
 from benchmarks.training import LENGTH, ROWS, plain_step
-from hf_bayes.attaching import attach
-from hf_bayes.laplace.cells import CurvatureSpec
-from hf_bayes.members.taps import Taps
-from hf_bayes.survey import survey
+from hf_bayes.members.module_hooks import Taps
+from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.models.attaching import attach
+from hf_bayes.objectives.curvature_pass import survey
 
 MANY_ROWS = 10_000
 """Of a data set whose gradient is found from a part of the rows."""

@@ -24,7 +24,7 @@ from benchmarks.classifier import BATCH, LENGTH, NUM_ROWS, PRIOR_STD, WORKS, cla
 from benchmarks.harness import ROOT, in_child, interleave, machine, peak_memory, ratio, timed
 from benchmarks.table import RESULTS, replaced
 from hf_bayes import LaplaceConfig, Posterior, fit_laplace
-from hf_bayes.covariance import Kronecker
+from hf_bayes.distributions.covariance import Kronecker
 
 DOCUMENT = ROOT / "docs" / "laplace.md"
 LIMITS = {"head": 1.0, "lora": 10.0}

@@ -15,7 +15,7 @@ from benchmarks.harness import Line, Settings, compare, synchronize, timed
 from benchmarks.models import WHERE
 from benchmarks.training import make_trainer
 from hf_bayes import BayesianTrainer
-from hf_bayes.optimizer import NOISE_PERIOD
+from hf_bayes.training.chain_optimizer import NOISE_PERIOD
 
 
 def measure(settings: Settings) -> list[Line]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Settings, in_child, interleave, peak_memory, ratio, timed
-from hf_bayes.uncertainty import Uncertainty, decompose
+from hf_bayes.uncertainty.decomposition import Uncertainty, decompose
 
 SHAPE = (8, 64, 32_000)
 CHUNK = (8, 32, 8192)

@@ -15,13 +15,13 @@ import torch
 
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
 from benchmarks.models import RANK
-from hf_bayes.config import MethodConfig
-from hf_bayes.energy import GaussianPrior
-from hf_bayes.methods import METHODS, build
-from hf_bayes.rng import chain_generators
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.schedules import Cyclical
-from hf_bayes.types import Evaluation, Problem, Rule
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.schedules import Cyclical
+from hf_bayes.core.types import Evaluation, Problem, Rule
+from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.registry import METHODS, build
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 
 CHAINS, DIM, TENSORS = 8, 2_000_000, 4
 SMALL = {"tiny": 20_000}

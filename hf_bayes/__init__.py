@@ -5,59 +5,59 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_bayes.registration import register_when_loaded
+from hf_bayes.pipelines.registration import register_when_loaded
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hf_bayes.artifact import Posterior
-    from hf_bayes.attaching import attach
-    from hf_bayes.causal_lm import BayesianModelForCausalLM
-    from hf_bayes.classification import (
+    from hf_bayes.chains.sampling import sample
+    from hf_bayes.fit.laplace import fit_laplace
+    from hf_bayes.fit.mc_dropout import fit_mc_dropout
+    from hf_bayes.fit.prior_predictive import prior_predictive
+    from hf_bayes.fit.swag import fit_swag
+    from hf_bayes.methods.registry import METHODS
+    from hf_bayes.models.attaching import attach
+    from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+    from hf_bayes.models.classification import (
         BayesianModelForAudioClassification,
         BayesianModelForImageClassification,
         BayesianModelForSequenceClassification,
         BayesianModelForTokenClassification,
     )
-    from hf_bayes.dropout_fit import fit_mc_dropout
-    from hf_bayes.image_text import BayesianModelForImageTextToText
-    from hf_bayes.laplace_fit import fit_laplace
-    from hf_bayes.methods import METHODS
+    from hf_bayes.models.image_text import BayesianModelForImageTextToText
     from hf_bayes.pipelines import pipeline
-    from hf_bayes.prior_histograms import prior_predictive
-    from hf_bayes.records import UncertaintyStreamer
-    from hf_bayes.rendering import print_record, to_html, to_terminal
-    from hf_bayes.sampling import sample
-    from hf_bayes.swag_fit import fit_swag
-    from hf_bayes.trainer import BayesianTrainer, BayesianTrainerMixin
-    from hf_bayes.training_arguments import BayesianTrainingArguments
-    from hf_bayes.uncertainty import decompose, mixture
+    from hf_bayes.pipelines.records import UncertaintyStreamer
+    from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
+    from hf_bayes.posteriors.posterior import Posterior
+    from hf_bayes.training.arguments import BayesianTrainingArguments
+    from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
+    from hf_bayes.uncertainty.decomposition import decompose, mixture
 
 _WHERE = {
-    "METHODS": "methods",
-    "Posterior": "artifact",
-    "BayesianModelForAudioClassification": "classification",
-    "BayesianModelForCausalLM": "causal_lm",
-    "BayesianModelForImageClassification": "classification",
-    "BayesianModelForImageTextToText": "image_text",
-    "BayesianModelForSequenceClassification": "classification",
-    "BayesianModelForTokenClassification": "classification",
-    "UncertaintyStreamer": "records",
-    "attach": "attaching",
+    "METHODS": "methods.registry",
+    "Posterior": "posteriors.posterior",
+    "BayesianModelForAudioClassification": "models.classification",
+    "BayesianModelForCausalLM": "models.causal_lm",
+    "BayesianModelForImageClassification": "models.classification",
+    "BayesianModelForImageTextToText": "models.image_text",
+    "BayesianModelForSequenceClassification": "models.classification",
+    "BayesianModelForTokenClassification": "models.classification",
+    "UncertaintyStreamer": "pipelines.records",
+    "attach": "models.attaching",
     "pipeline": "pipelines",
-    "print_record": "rendering",
-    "prior_predictive": "prior_histograms",
-    "to_html": "rendering",
-    "to_terminal": "rendering",
-    "sample": "sampling",
-    "BayesianTrainer": "trainer",
-    "BayesianTrainerMixin": "trainer",
-    "BayesianTrainingArguments": "training_arguments",
-    "fit_laplace": "laplace_fit",
-    "fit_mc_dropout": "dropout_fit",
-    "fit_swag": "swag_fit",
-    "decompose": "uncertainty",
-    "mixture": "uncertainty",
+    "print_record": "pipelines.rendering",
+    "prior_predictive": "fit.prior_predictive",
+    "to_html": "pipelines.rendering",
+    "to_terminal": "pipelines.rendering",
+    "sample": "chains.sampling",
+    "BayesianTrainer": "training.trainer",
+    "BayesianTrainerMixin": "training.trainer",
+    "BayesianTrainingArguments": "training.arguments",
+    "fit_laplace": "fit.laplace",
+    "fit_mc_dropout": "fit.mc_dropout",
+    "fit_swag": "fit.swag",
+    "decompose": "uncertainty.decomposition",
+    "mixture": "uncertainty.decomposition",
 }
 """Public name -> module. Loaded when first asked for, so that the mathematics imports without transformers."""
 
@@ -93,7 +93,9 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"hf_bayes.{_WHERE[name]}"), name)
     if name.endswith("Config"):  # every method's config, by the one table that knows them all
-        configs = {config.__name__: config for config in importlib.import_module("hf_bayes.methods").METHODS.values()}
+        configs = {
+            config.__name__: config for config in importlib.import_module("hf_bayes.methods.registry").METHODS.values()
+        }
         if name in configs:
             return configs[name]
     raise AttributeError(f"module 'hf_bayes' has no attribute {name!r}")

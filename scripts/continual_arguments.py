@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes import LaplaceConfig, MAPConfig
-from hf_bayes.cli import ModelArguments, mapping, method_config
-from hf_bayes.config import MethodConfig
-from hf_bayes.data import token_windows
+from hf_bayes.cli.data import token_windows
+from hf_bayes.cli.scripts import ModelArguments, mapping, method_config
+from hf_bayes.core.config import MethodConfig
 
 
 @dataclass

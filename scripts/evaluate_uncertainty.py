@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from uncertainty_results import plot, show
 
 from hf_bayes import BayesianModelForCausalLM
-from hf_bayes.cli import parse_arguments
-from hf_bayes.data import token_windows
-from hf_bayes.loading import load_tokenizer
+from hf_bayes.cli.data import token_windows
+from hf_bayes.cli.scripts import parse_arguments
 from hf_bayes.metrics import ood_auroc, summarise
+from hf_bayes.models.loading import load_tokenizer
 
 
 @dataclass

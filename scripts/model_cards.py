@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, LaplaceConfig, Posterior, SGHMCConfig
-from hf_bayes.cli import parse_arguments
-from hf_bayes.config import MethodConfig
-from hf_bayes.model_card import render_card
+from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.posteriors.model_card import render_card
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 AUTHOR = {"license": "apache-2.0", "language": "en", "tags": ["example"]}

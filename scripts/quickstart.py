@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 from transformers.utils import logging
 
 from hf_bayes import METHODS, BayesianTrainer, BayesianTrainingArguments, pipeline, print_record, to_html
-from hf_bayes.cli import parse_arguments
+from hf_bayes.cli.scripts import parse_arguments
 
 SCRIPTS = Path(__file__).parent
 PROMPTS = ["The following statement", "A class definition"]

@@ -18,7 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_bayes.data import token_windows
+from hf_bayes.cli.data import token_windows
 
 
 def train_tokenizer(texts: Sequence[str], *, vocabulary: int = 2048) -> PreTrainedTokenizerFast:

@@ -18,7 +18,8 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import (
+from hf_bayes.cli.labels import labelled_text
+from hf_bayes.cli.scripts import (
     DataArguments,
     MethodArguments,
     ModelArguments,
@@ -26,7 +27,6 @@ from hf_bayes.cli import (
     parse_arguments,
     train_and_save,
 )
-from hf_bayes.labels import labelled_text
 
 
 @dataclass

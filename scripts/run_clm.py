@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli import (
+from hf_bayes.cli.data import check_window, token_windows
+from hf_bayes.cli.scripts import (
     DataArguments,
     MethodArguments,
     ModelArguments,
@@ -23,7 +24,6 @@ from hf_bayes.cli import (
     parse_arguments,
     train_and_save,
 )
-from hf_bayes.data import check_window, token_windows
 
 
 @dataclass

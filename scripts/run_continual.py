@@ -22,13 +22,13 @@ from peft import PeftModel, TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
-from hf_bayes.base_model import describe
-from hf_bayes.checkpoints import newest_complete
-from hf_bayes.cli import end_process_group, parse_arguments
-from hf_bayes.config import MethodConfig
-from hf_bayes.data import check_window, load_episode
-from hf_bayes.fingerprint import fingerprint_json
-from hf_bayes.subspace import select
+from hf_bayes.cli.data import check_window, load_episode
+from hf_bayes.cli.scripts import end_process_group, parse_arguments
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.hashing import fingerprint_json
+from hf_bayes.core.layout import select
+from hf_bayes.models.base_model import describe
+from hf_bayes.training.checkpoints import newest_complete
 
 SETTINGS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "num_train_epochs", "max_steps",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests import models
+from tests import tiny_models as models
 from tests.faults.report import Campaign
 
 # The suite's models are too small for more; workers of pytest-xdist have a core each.

@@ -38,15 +38,16 @@ from hf_bayes import (
     fit_swag,
     pipeline,
 )
-from hf_bayes.config import MethodConfig
-from hf_bayes.covariance import moved
-from hf_bayes.covariance.base import check_orthonormal
-from hf_bayes.laplace.curvature import KroneckerCurvature, KroneckerFactors
-from hf_bayes.uncertainty import predict
-from tests import models, pretend_device, runs
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.distributions.covariance import moved
+from hf_bayes.distributions.covariance.base import check_orthonormal
+from hf_bayes.methods.laplace.curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.uncertainty.decomposition import predict
+from tests import pretend_device, runs
+from tests import tiny_models as models
 from tests.members.subjects import bert_tagger
-from tests.test_image_pipeline import picture, processor
-from tests.test_trainer import SAMPLER, SETTINGS
+from tests.pipelines.test_images import picture, processor
+from tests.training.test_trainer import SAMPLER, SETTINGS
 
 PATHS: dict[str, Callable[[Path], None]] = {}
 DEVICE = torch.device("privateuseone", 0)  # as the pretend device is called until it is loaded

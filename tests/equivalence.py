@@ -28,7 +28,7 @@ from transformers import default_data_collator
 
 import hf_bayes
 from hf_bayes import METHODS, BayesianTrainer, BayesianTrainingArguments, attach, fit_laplace, sample
-from tests.models import batch, images, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
+from tests.tiny_models import batch, images, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 SEEDS = (0, 1)
 CONFIGS: dict[str, dict[str, Any]] = {

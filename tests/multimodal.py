@@ -25,8 +25,8 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
-from tests import models
-from tests.models import BOS, EOS, PAD, VOCABULARY
+from tests import tiny_models as models
+from tests.tiny_models import BOS, EOS, PAD, VOCABULARY
 
 IMAGE = 3
 """The id of the placeholder; the rows of ``batch`` hold no other 3."""

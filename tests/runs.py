@@ -10,11 +10,11 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, default_data_collator
 
-from hf_bayes.config import MethodConfig
-from hf_bayes.posterior import Gaussian
-from hf_bayes.trainer import BayesianTrainer
-from hf_bayes.training_arguments import BayesianTrainingArguments
-from tests.models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.trainer import BayesianTrainer
+from tests.tiny_models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
 
 
 def arguments(output_dir: Path | str, **changes: Any) -> BayesianTrainingArguments:

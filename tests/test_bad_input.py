@@ -30,22 +30,22 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_bayes.artifact import Posterior
-from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.classification import BayesianModelForSequenceClassification
-from hf_bayes.laplace.laplace import LaplaceConfig
-from hf_bayes.laplace_fit import fit_laplace
-from hf_bayes.mcmc.hmc import HMCConfig
-from hf_bayes.methods import METHODS
+from hf_bayes.fit.laplace import fit_laplace
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.pipelines import pipeline
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.trainer import BayesianTrainer
-from hf_bayes.training_arguments import SHARDING
-from hf_bayes.variational.mean_field import MeanFieldConfig
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.arguments import SHARDING
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.faults.corruptions import edit_tensors, sign
-from tests.models import (
+from tests.tiny_models import (
     CHECKPOINTING,
     PAD,
     batch,
@@ -199,7 +199,7 @@ def built_before(out: Path, **accelerator: Any) -> None:
 
 
 REFUSED = [
-    # B1 in the data: the step is named; test_optimizer.py has ten more
+    # B1 in the data: the step is named; training/test_chain_optimizer.py has ten more
     Refused(
         "B1",
         "a label that is NaN",

@@ -13,17 +13,17 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from hf_bayes.config import MethodConfig
-from hf_bayes.energy import GaussianPrior
-from hf_bayes.mcmc import gps, hmc, metropolis, penalty
-from hf_bayes.mcmc.gps import GPSConfig
-from hf_bayes.mcmc.hmc import HMCConfig
-from hf_bayes.mcmc.metropolis import MetropolisConfig
-from hf_bayes.mcmc.penalty import PenaltyConfig
-from hf_bayes.rng import generator
-from hf_bayes.samplers import agps, sghmc
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.types import Evaluation, Kernel, Problem, Rule
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.core.types import Evaluation, Kernel, Problem, Rule
+from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.mcmc import gps, hmc, metropolis, penalty
+from hf_bayes.methods.mcmc.gps import GPSConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.sgmcmc import agps, sghmc
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests.streams import share_one_stream
 
 REPLICATES, ROWS, DRAWS = 2000, 200, 19

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import causal_members
-from hf_bayes.attaching import attach
+from hf_bayes.models import causal_members
+from hf_bayes.models.attaching import attach
 from tests.faults.children import told_by
-from tests.models import batch, tiny_llama, with_lora
+from tests.tiny_models import batch, tiny_llama, with_lora
 
 
 def measured(*arguments: str) -> dict[str, Any]:

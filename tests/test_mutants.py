@@ -16,7 +16,7 @@ from tests.mutants.run import PAGE, RECORD, Outcome, markdown, row, try_out
 
 HARMLESS = Fault(
     "nothing at all",
-    "rng.py",
+    "core/rng.py",
     "digest_size=7",
     "digest_size=7  # bytes",
     ("test_mutants.py::test_a_text_that_is_gone_or_there_twice_is_told",),
@@ -53,14 +53,14 @@ def test_faults_are_many_and_each_is_planted_once() -> None:
 
 
 def test_a_text_that_is_gone_or_there_twice_is_told() -> None:
-    fault = Fault("a slip", "rng.py", "x = 1", "x = 2", ())
+    fault = Fault("a slip", "core/rng.py", "x = 1", "x = 2", ())
     for source, count in (("y = 1", 0), ("x = 1; x = 1", 2)):
-        with pytest.raises(ValueError, match=rf"fault 'a slip': hf_bayes/rng.py holds its text {count} times"):
+        with pytest.raises(ValueError, match=rf"fault 'a slip': hf_bayes/core/rng.py holds its text {count} times"):
             fault.planted(source)
 
 
 def test_a_fault_survives_unless_each_of_its_tests_fails() -> None:
-    fault = Fault("a slip", "rng.py", "x", "y", ("test_a.py::test_one", "test_b.py::test_two[1-x]"))
+    fault = Fault("a slip", "core/rng.py", "x", "y", ("test_a.py::test_one", "test_b.py::test_two[1-x]"))
     caught = Outcome(["test_a.py::test_one[3]", "test_b.py::test_two[1-x]"], [], [], 1.0)
     assert row(fault, caught)["survived"] == []
     assert row(fault, caught._replace(failed=caught.failed[:1]))["survived"] == ["test_b.py::test_two[1-x]"]

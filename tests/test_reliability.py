@@ -67,7 +67,7 @@ def commands(target: str) -> list[list[str]]:
 def collected(words: list[str]) -> list[str]:
     """Tests that pytest, called with these words, finds in one file of the campaign."""
     # testpaths, not an argument: before a named path is found the options of conftest.py are not known there, either
-    one_file = ["-o", "testpaths=tests/test_killed_rank.py", "--collect-only", "-q"]
+    one_file = ["-o", "testpaths=tests/processes/test_killed_rank.py", "--collect-only", "-q"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", *words, *one_file], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -16,14 +16,15 @@ from huggingface_hub import CommitInfo, HfApi, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
-from hf_bayes import MeanFieldConfig, SGHMCConfig, fit_laplace, hub
-from hf_bayes.laplace.laplace import LaplaceConfig
-from tests.models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from hf_bayes import MeanFieldConfig, SGHMCConfig, fit_laplace
+from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.posteriors import hub
 from tests.runs import label_rows, padding_collator, token_rows, trainer
+from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
-ELSEWHERE = {("docs/add_a_method.md", 0): "tests/test_add_a_method.py makes the file and runs its tests"}
+ELSEWHERE = {("docs/add_a_method.md", 0): "tests/methods/test_add_a_method.py makes the file and runs its tests"}
 
 Namespace = dict[str, Any]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.core.layout import Layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
-from hf_bayes.members.few_rows import FewRows
+from hf_bayes.members.last_feed_forward import Tail
+from hf_bayes.members.small_batches import FewRows
 from hf_bayes.members.stacked import stack
-from hf_bayes.members.tail import Tail
 from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
-from hf_bayes.subspace import Layout
 
 FOLDED_ROWS = 1024
 """Rows (members x sequences x positions) past which folding loses to smaller passes, whose activations fit the caches:

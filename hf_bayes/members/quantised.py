@@ -10,7 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_bayes.subspace import is_dense
+from hf_bayes.core.layout import is_dense
 
 
 def guard(model: nn.Module) -> list[Any]:

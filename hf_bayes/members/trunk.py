@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.core.layout import decoder_blocks, decoder_of
 from hf_bayes.members.context import Context
 from hf_bayes.members.pictures import PICTURES, pictures_of
-from hf_bayes.subspace import decoder_blocks, decoder_of
 
 _ROWS_TIMES_HEADS = ("bloom", "mpt")
 """Model types whose blocks are given biases [rows * heads, ...] or [heads, ...]: the trunk could not cut these."""

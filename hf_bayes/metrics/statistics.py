@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hf_bayes.likelihood import widened
 from hf_bayes.metrics.functions import (
     average_coverage_error,
     brier,
@@ -17,6 +16,7 @@ from hf_bayes.metrics.functions import (
     mean_of,
     negative_log_likelihood,
 )
+from hf_bayes.uncertainty.likelihoods import widened
 
 # Half the distance of bfloat16's numbers between 8 and 16 is 0.03: by as much are the probabilities of 3000 to 9
 # million equal classes all off.

@@ -15,16 +15,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_bayes.artifact import Posterior
-from hf_bayes.hub import DOWNLOAD
-from hf_bayes.loading import (
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading import (
     check_tokenizer,
     load_feature_extractor,
     load_image_processor,
     load_processor,
     load_tokenizer,
 )
-from hf_bayes.model import BayesianModel
 from hf_bayes.pipelines.classification import (
     BayesianAudioClassificationPipeline,
     BayesianImageClassificationPipeline,
@@ -34,6 +32,8 @@ from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.image_text_to_text import BayesianImageTextToTextPipeline
 from hf_bayes.pipelines.text_generation import BayesianTextGenerationPipeline
 from hf_bayes.pipelines.token_classification import BayesianTokenClassificationPipeline
+from hf_bayes.posteriors.hub import DOWNLOAD
+from hf_bayes.posteriors.posterior import Posterior
 
 _PIPELINES: tuple[type[BayesianPipeline], ...] = (
     BayesianTextGenerationPipeline,

@@ -17,15 +17,15 @@ from typing import Any
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
-from hf_bayes.classification import (
+from hf_bayes.models.classification import (
     BayesianModelForAudioClassification,
     BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     Deviations,
 )
-from hf_bayes.likelihood import Bernoulli, Categorical, Likelihood, Normal
 from hf_bayes.pipelines.construction import BayesianPipeline
-from hf_bayes.records import PARTS
+from hf_bayes.pipelines.records import PARTS
+from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
 
 _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
     Categorical: ("softmax", "none"),

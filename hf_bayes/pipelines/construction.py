@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from transformers import Pipeline, PreTrainedTokenizerBase
 
-from hf_bayes.input_check import check_vocabulary
-from hf_bayes.model import BayesianModel
-from hf_bayes.tasks import TASKS
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.input_check import check_vocabulary
+from hf_bayes.posteriors.tasks import TASKS
 
 
 class BayesianPipeline(Pipeline):
     """A pipeline of transformers with a Bayesian model; to be named before the pipeline of transformers it is one of.
 
     Attributes:
-        task_name: what ``hf_bayes.pipeline`` and ``transformers.pipeline`` call it, by ``hf_bayes.tasks``.
+        task_name: what ``hf_bayes.pipeline`` and ``transformers.pipeline`` call it, by ``hf_bayes.posteriors.tasks``.
         model_class: what its model has to be.
         reads: what it reads its inputs with: "tokenizer", "image_processor", "feature_extractor" or "processor".
     """

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import ImageTextToTextPipeline
 
-from hf_bayes.generation import Scores
-from hf_bayes.image_text import BayesianModelForImageTextToText
+from hf_bayes.models.image_text import BayesianModelForImageTextToText
+from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
-from hf_bayes.records import Record, scored
+from hf_bayes.pipelines.records import Record, scored
 
 
 class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline):

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
-from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.generation import Scores
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
-from hf_bayes.records import Record, UncertaintyStreamer, scored
+from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored
 
 _OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors")
 """Arguments of a tokenizer that ``score`` sets itself, or has no use for."""

@@ -18,10 +18,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
-from hf_bayes.classification import BayesianModelForTokenClassification
-from hf_bayes.model import BayesianModel
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.classification import BayesianModelForTokenClassification
 from hf_bayes.pipelines.construction import BayesianPipeline
-from hf_bayes.records import PARTS, Record
+from hf_bayes.pipelines.records import PARTS, Record
 
 _TOKENS = "tokens"
 """Where an entity that is being put together keeps the places of its tokens."""

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
-from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.baselines.swag import SWAGConfig
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.rng import generator
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.averaging.swag import SWAGConfig
+from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.metrics import expected_calibration_error
-from hf_bayes.rng import generator
-from hf_bayes.samplers.agps import AGPSConfig
-from hf_bayes.sampling import sample
 from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "agps_probe"

@@ -20,12 +20,12 @@ from scipy.optimize import brentq
 from torch import Tensor
 from torch.distributions import Beta, Distribution, Gamma, Gumbel, Normal, StudentT, biject_to, constraints
 
-from hf_bayes.config import MethodConfig
-from hf_bayes.convergence import ess
-from hf_bayes.mcmc.gps import GPSConfig
-from hf_bayes.rng import generator
-from hf_bayes.samplers.agps import AGPSConfig
-from hf_bayes.sampling import sample
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.diagnostics.convergence import ess
+from hf_bayes.methods.mcmc.gps import GPSConfig
+from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from scripts.reproduce.report import keep, spread, table
 
 NAME = "agps_targets"

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_bayes import HMCConfig, SGHMCConfig, sample
-from hf_bayes.cli import parse_arguments
-from hf_bayes.convergence import ess, rhat, unconverged
-from hf_bayes.energy import GaussianPrior
-from hf_bayes.rng import generator
-from hf_bayes.schedules import Cyclical
+from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.core.rng import generator
+from hf_bayes.core.schedules import Cyclical
+from hf_bayes.diagnostics.convergence import ess, rhat, unconverged
+from hf_bayes.distributions.energy import GaussianPrior
 from scripts.reproduce.report import keep, spread, table
 
 NAME = "cold_posteriors_mlp"

@@ -29,8 +29,8 @@ import numpy
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainingArguments
-from hf_bayes.cli import parse_arguments
-from hf_bayes.data import load_episode
+from hf_bayes.cli.data import load_episode
+from hf_bayes.cli.scripts import parse_arguments
 from scripts.reproduce import report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as where the scripts run: they import their neighbours by name

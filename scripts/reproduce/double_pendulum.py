@@ -19,16 +19,16 @@ import torch
 from scipy.integrate import solve_ivp
 from torch import Tensor
 
-from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.config import MethodConfig
-from hf_bayes.convergence import rhat
-from hf_bayes.mcmc.hmc import HMCConfig
-from hf_bayes.mcmc.metropolis import MetropolisConfig
-from hf_bayes.mcmc.penalty import PenaltyConfig
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.diagnostics.convergence import rhat
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.metrics import average_coverage_error
-from hf_bayes.rng import generator
-from hf_bayes.samplers.sgld import SGLDConfig
-from hf_bayes.sampling import sample
 from scripts.reproduce.report import keep, legend_once, spread, table
 
 NAME = "double_pendulum"

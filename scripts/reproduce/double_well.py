@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.baselines.ensemble import EnsembleConfig
-from hf_bayes.config import MethodConfig
-from hf_bayes.rng import generator
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.sampling import sample
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from scripts.reproduce.report import keep, spread, table
 
 NAME = "double_well"

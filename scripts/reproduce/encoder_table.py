@@ -50,9 +50,9 @@ from hf_bayes import (
     SWAGConfig,
     fit_swag,
 )
-from hf_bayes.config import MethodConfig
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.schedules import Cyclical
 from hf_bayes.metrics import ood_auroc, per_row_statistics, summarise
-from hf_bayes.schedules import Cyclical
 from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, index, rows_of, splits
 from scripts.reproduce.report import RESULTS, keep, spread, table

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, d
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.attaching import attach
-from hf_bayes.config import MethodConfig
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.metrics import ood_auroc
-from hf_bayes.model import BayesianModel
-from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
 from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.report import keep, spread, table
 

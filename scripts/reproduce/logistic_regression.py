@@ -21,18 +21,18 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.config import MethodConfig
-from hf_bayes.convergence import ess, require_converged
-from hf_bayes.mcmc.hmc import HMCConfig
-from hf_bayes.posterior import Gaussian
-from hf_bayes.rng import generator
-from hf_bayes.samplers.baoab import BAOABConfig
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.samplers.sgld import SGLDConfig
-from hf_bayes.samplers.sgnht import SGNHTConfig
-from hf_bayes.sampling import SampleResult, sample
-from hf_bayes.variational.mean_field import MeanFieldConfig
+from hf_bayes.chains.sampling import SampleResult, sample
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.diagnostics.convergence import ess, require_converged
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from scripts.reproduce.agps_targets import pyro_or_words
 from scripts.reproduce.report import keep, spread, table
 

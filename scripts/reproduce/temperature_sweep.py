@@ -54,13 +54,13 @@ from hf_bayes import (
     SGHMCConfig,
     fit_laplace,
 )
-from hf_bayes.cli import parse_arguments
-from hf_bayes.config import MethodConfig
-from hf_bayes.data import load_splits, token_windows
-from hf_bayes.labels import labelled_text
+from hf_bayes.cli.data import load_splits, token_windows
+from hf_bayes.cli.labels import labelled_text
+from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.schedules import Cyclical
 from hf_bayes.metrics import summarise
-from hf_bayes.model import BayesianModel
-from hf_bayes.schedules import Cyclical
+from hf_bayes.models.base import BayesianModel
 from scripts.reproduce import cnn_lstm, debian_text
 from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.report import keep, spread, table
@@ -83,7 +83,7 @@ class Arguments:
         default=None, metadata={"help": "A folder or Hub model, every weight random; default the CNN-LSTM, fresh."}
     )
     task: str = field(default="sequence_classification", metadata={"help": "Or causal_lm."})
-    dataset: str | None = field(default=None, metadata={"help": "Training file, as of hf_bayes.data.load_splits."})
+    dataset: str | None = field(default=None, metadata={"help": "Training file, as of hf_bayes.cli.data.load_splits."})
     test_file: str | None = field(default=None, metadata={"help": "What is reported; default the validation rows."})
     evaluate_on: str = field(default="test", metadata={"help": "test; or validation, to choose settings on."})
     validation_fraction: float = field(default=0.2, metadata={"help": "Held out of the training file."})

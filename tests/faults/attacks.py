@@ -89,7 +89,7 @@ def attacks(example: Path) -> Iterator[tuple[str, Attack]]:
         yield f"adapter names code in {key}", lambda d, key=key, value=value: (name_code(d, key, value), sign(d))
     yield "pending folder with code", plant_pending
     for name, attack in exhaustion.attacks():
-        if name not in exhaustion.LARGE:  # tests/test_exhaustion.py has all of them, and measures
+        if name not in exhaustion.LARGE:  # tests/posteriors/test_exhaustion.py has all of them, and measures
             yield f"exhausting: {name}", attack
 
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hf_bayes.adapters import adapter_key
-from hf_bayes.artifact import Posterior
-from hf_bayes.posterior import Draws
-from hf_bayes.posterior_config import PosteriorConfig
-from hf_bayes.sidecars import Sidecars
+from hf_bayes.distributions.approximations import Draws
+from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.posteriors.lora_adapter import adapter_key
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults.attacks import MARKER, SECRET, attacks, leads_out
 from tests.faults.corruptions import FAULTS
 from tests.faults.posteriors import draws, equal

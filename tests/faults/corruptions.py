@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from hf_bayes.sidecars import is_sidecar
+from hf_bayes.posteriors.sidecars import is_sidecar
 from tests.faults.posteriors import draws
 
 Fault = Callable[[Path, random.Random], None]

@@ -185,10 +185,10 @@ def bounded(load: Callable[[Path], Any], directory: Path) -> tuple[str, float]:
 def main(base: str, size: str) -> None:
     import torch
 
-    from hf_bayes.artifact import Posterior
-    from hf_bayes.causal_lm import BayesianModelForCausalLM
-    from tests.models import tiny_llama, with_lora
-    from tests.test_lora_layers import saved
+    from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+    from hf_bayes.posteriors.posterior import Posterior
+    from tests.models.test_lora_layers import saved
+    from tests.tiny_models import tiny_llama, with_lora
 
     torch.set_num_threads(1)
     os.fsync = lambda file: None

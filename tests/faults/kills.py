@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_bayes.artifact import Posterior
+from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import draws, equal
 
 # What changes a directory; between two of these a kill finds the same state.

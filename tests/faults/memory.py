@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from hf_bayes import causal_members
-from hf_bayes.artifact import Posterior
-from hf_bayes.attaching import attach
-from hf_bayes.causal_lm import BayesianModelForCausalLM
-from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models import causal_members
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.faults.posteriors import draws, equal
-from tests.models import tiny_llama, with_lora
+from tests.tiny_models import tiny_llama, with_lora
 
 MEMBERS, ROWS, LENGTH, VOCABULARY, WIDTH = 64, 16, 256, 1 << 15, 256
 TERMS = 2  # labelled positions of a row: the head is not what is measured, and takes most of the time

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hf_bayes.artifact import Posterior
-from hf_bayes.posterior import Draws, Gaussian
-from hf_bayes.posterior_config import PosteriorConfig
+from hf_bayes.distributions.approximations import Draws, Gaussian
+from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.posteriors.posterior import Posterior
 
 LORA = [
     ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", [2, 6]],

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_bayes import checkpoints
-from hf_bayes.checkpoints import newest_complete
-from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.training import checkpoints
+from hf_bayes.training.checkpoints import newest_complete
 from tests import runs
 
 ROOT = Path(__file__).parents[2]

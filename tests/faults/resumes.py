@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_bayes.checkpoints import newest_complete
+from hf_bayes.training.checkpoints import newest_complete
 from tests.faults.kills import fork
-from tests.test_checkpoints import RUNS, everything, trainer
+from tests.training.test_checkpoints import RUNS, everything, trainer
 
 
 def train(directory: Path, result: Path | None = None) -> None:

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_bayes.artifact import Posterior
-from hf_bayes.baselines.map import MAPConfig
-from hf_bayes.loading import load_tokenizer
-from hf_bayes.sidecars import Sidecars
-from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.training.trainer import BayesianTrainer
 from tests.faults.kills import fork
 from tests.faults.posteriors import equal
-from tests.models import TEXTS, tiny_tokenizer
 from tests.runs import trainer
+from tests.tiny_models import TEXTS, tiny_tokenizer
 
 Save = Callable[[BayesianTrainer, Path], None]
 CHAT = [{"role": "user", "content": "a cell"}]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
-from hf_bayes.subspace import Layout, initial
+from hf_bayes.core.layout import Layout, initial
 
 
 def core_of(model: nn.Module) -> nn.Module:

@@ -36,8 +36,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tests import models, multimodal
-from tests.models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
+from tests import multimodal
+from tests import tiny_models as models
+from tests.tiny_models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
 
 
 class Subject(NamedTuple):

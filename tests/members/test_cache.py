@@ -17,7 +17,7 @@ from hf_bayes.members.cache import (
     reorder_cache,
 )
 from tests.members.subjects import gemma2
-from tests.models import tiny_llama
+from tests.tiny_models import tiny_llama
 
 
 def filled(rows: list[int], start: int = 0) -> DynamicCache:

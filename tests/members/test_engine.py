@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.attaching import attach
+from hf_bayes.core.layout import Layout, select
 from hf_bayes.members import Members
 from hf_bayes.members import engine as engine_module
 from hf_bayes.members.context import Context
-from hf_bayes.model import BayesianModel
-from hf_bayes.subspace import Layout, select
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled
-from tests.models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_llama, with_lora
+from tests.tiny_models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_llama, with_lora
 
 # A tiny model adds up a few hundred products per number: rounding of float32 (6e-8) and float64 (1e-16), times 100.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MarianConfig, MarianForCausalLM, OPTConfig, OPTForCausalLM
 
-from hf_bayes.attaching import attach
+from hf_bayes.core.layout import select
 from hf_bayes.members import head as head_module
-from hf_bayes.subspace import select
+from hf_bayes.models.attaching import attach
 from tests.members.reference import mixture, relative_error, scattered, separate_gradients, separate_logits
 from tests.members.subjects import SUBJECTS, gemma2, labelled
-from tests.models import PAD, VOCABULARY, _build, batch, tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import PAD, VOCABULARY, _build, batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Allocations(TorchDispatchMode):

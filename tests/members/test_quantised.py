@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from hf_bayes import model as model_module
-from hf_bayes.attaching import attach
+from hf_bayes.core.layout import select
 from hf_bayes.members.quantised import guard
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.subspace import select
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models import base as model_module
+from hf_bayes.models.attaching import attach
 from tests import runs
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
-from tests.models import batch, tiny_llama, with_lora
-from tests.test_generation import generate, greedy, looped
+from tests.models.test_token_uncertainty import generate, greedy, looped
+from tests.tiny_models import batch, tiny_llama, with_lora
 
 TOLERANCE = 1e-5  # float32, a few hundred sums per number
 

@@ -9,12 +9,12 @@ import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
 
-from hf_bayes.attaching import attach
+from hf_bayes.core.layout import select
 from hf_bayes.members import Members
 from hf_bayes.members.stacked import Stacked
-from hf_bayes.subspace import select
+from hf_bayes.models.attaching import attach
 from tests.members.reference import core_of, relative_error, scattered
-from tests.models import batch, tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Small(nn.Module):

@@ -17,15 +17,16 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from hf_bayes.attaching import attach
+from hf_bayes.core.layout import Layout, select
 from hf_bayes.members import Members
 from hf_bayes.members.trunk import RowKey, TrunkMemory, num_positions_of, num_rows_of, repeat_rows, row_keys
-from hf_bayes.samplers.sghmc import SGHMCConfig
-from hf_bayes.subspace import Layout, select
-from tests import models, runs
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models.attaching import attach
+from tests import runs
+from tests import tiny_models as models
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_logits
 from tests.members.subjects import SUBJECTS, labelled
-from tests.models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
 
 def words(value: object) -> str | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from hf_bayes.cli import end_process_group
-from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.cli.scripts import end_process_group
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_bayes import PenaltyConfig
-from hf_bayes.strata import Strata
-from hf_bayes.trainer import BayesianTrainer
+from hf_bayes.training.stratified_rows import Strata
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
-from tests.test_trainer_law import MeanConfig, MeanForSequenceClassification, Numbers
+from tests.training.test_trainer_law import MeanConfig, MeanForSequenceClassification, Numbers
 
 SIZES = {2: (45, 15), 4: (24, 14, 12, 10)}
 """Rows of each process, of the same 60."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_bayes.artifact import Posterior
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+from hf_bayes.posteriors.posterior import Posterior
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

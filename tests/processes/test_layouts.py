@@ -17,10 +17,10 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_bayes.artifact import Posterior
-from hf_bayes.distributed import ChainMesh
-from hf_bayes.storage import MANIFEST
-from tests.models import VOCABULARY
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.storage import MANIFEST
+from tests.tiny_models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = (4, 2, 1)

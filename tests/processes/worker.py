@@ -31,20 +31,20 @@ from hf_bayes import (
     PenaltyConfig,
     SGHMCConfig,
     fit_laplace,
-    laplace_fit,
 )
-from hf_bayes.attaching import attach
-from hf_bayes.covariance import dense
-from hf_bayes.distributed import ChainMesh
-from hf_bayes.heldout import HeldOutRows
-from hf_bayes.laplace import slope
-from hf_bayes.laplace.cells import STRUCTURES, CurvatureSpec
-from hf_bayes.optimizer import ChainOptimizer
-from hf_bayes.survey import survey
-from hf_bayes.trainer import BayesianTrainer
-from hf_bayes.types import Evaluation
+from hf_bayes.core.types import Evaluation
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.distributions.covariance import dense
+from hf_bayes.fit import laplace as laplace_fit
+from hf_bayes.methods.laplace import gradient_estimate as slope
+from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
+from hf_bayes.models.attaching import attach
+from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.heldout import HeldOutRows
+from hf_bayes.training.chain_optimizer import ChainOptimizer
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
-from tests.models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
+from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
 
 CHAINS = 4
 MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "reduce", "gather",
@@ -373,7 +373,7 @@ class Worker:
 
 def main() -> None:
     torch.set_num_threads(1)
-    import hf_bayes.trainer as module
+    import hf_bayes.training.trainer as module
 
     module.ChainOptimizer = Watched
     worker = Worker(Path(sys.argv[1]), None if sys.argv[2] == "none" else Path(sys.argv[2]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.rng import generator
+from hf_bayes.core.rng import generator
 from scripts.reproduce import agps_probe
 from scripts.reproduce.agps_probe import HIDDEN, LAWS, SIZES, Digits, Law, Settings, barrier, blind, logits, untrained
 from tests.scripts.pages import page

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from hf_bayes.attaching import attach
+from hf_bayes.models.attaching import attach
 from scripts.reproduce import cnn_lstm, cold_posteriors_ablation, cold_posteriors_mlp, temperature_sweep
 from tests.members.subjects import CAUSAL
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 SIZES = {"vocab_size": 40, "embedding_size": 3, "num_filters": 4, "hidden_size": 5}
 

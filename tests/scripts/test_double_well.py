@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_bayes.rng import generator
+from hf_bayes.core.rng import generator
 from scripts.reproduce import double_well
 from tests.scripts.pages import page
 

@@ -10,7 +10,7 @@ from scripts.reproduce import encoder_table
 from scripts.reproduce.debian_sections import KNOWN, UNKNOWN, Row, fingerprint, rows_of, splits
 from scripts.reproduce.encoder_table import Bench, Scale
 from scripts.reproduce.report import spread
-from tests.models import tiny_bert, tiny_tokenizer
+from tests.tiny_models import tiny_bert, tiny_tokenizer
 
 INDEX = """\
 Package: ardour

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import evaluate_uncertainty
 
-from hf_bayes.samplers.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
 
 NAMES = [f"set{number}" for number in range(7)]
 

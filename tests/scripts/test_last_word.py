@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets.utils.logging import disable_progress_bar
 
-from hf_bayes.attaching import attach
+from hf_bayes.models.attaching import attach
 from scripts.reproduce import last_word
 from scripts.reproduce.last_word import Settings, Statement, code_lines, last_attention, rot13, score, shuffled
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 SENTENCES = "The first of these is not a statement! A model is asked for the last word of this one here. Nor is this."
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.rng import generator
+from hf_bayes.core.rng import generator
 from scripts.reproduce import logistic_regression
 from scripts.reproduce.logistic_regression import BATCH, Rows, breast_cancer, pyro_energy, same_density
 from scripts.reproduce.logistic_regression import stein_discrepancy as discrepancy

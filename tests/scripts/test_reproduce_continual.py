@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_bayes.data import load_episode
+from hf_bayes.cli.data import load_episode
 from scripts.reproduce import continual
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 NUMBERS = [  # (single, sequential, other) after the last of two episodes, for each seed and order
     ([1.0, 2.0], [1.4, 2.0], [1.1, 2.1]),

@@ -20,9 +20,9 @@ import run_continual
 from continual_arguments import ContinualArguments, methods
 
 from hf_bayes import Posterior
-from hf_bayes import data as data_module
-from hf_bayes.data import load_episode
-from tests.models import TEXTS, tiny_llama, tiny_tokenizer
+from hf_bayes.cli import data as data_module
+from hf_bayes.cli.data import load_episode
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
 
 RESULTS = {
     "single": [[1.0, 9.0, 9.0], [9.0, 2.0, 9.0], [9.0, 9.0, 3.0]],

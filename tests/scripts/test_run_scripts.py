@@ -15,7 +15,7 @@ import yaml
 import scripts.run_classification
 import scripts.run_clm
 from hf_bayes import Posterior
-from tests.models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer
+from tests.tiny_models import TEXTS, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 FIELDS = {
     "lora_rank": 2,

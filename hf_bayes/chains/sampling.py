@@ -1,0 +1,272 @@
+"""``sample``: any method on any energy U(theta), with no model, trainer or data set in between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_bayes.chains import sampling_plan as plan
+from hf_bayes.chains.sampling_plan import Batches, Energy
+from hf_bayes.chains.user_energy import UserEnergy
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.types import UNNAMED, Approximation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.diagnostics.convergence import MAX_RHAT, rhat, rhat_by_chance
+from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.methods.registry import build
+
+MAX_LOOKED_AT = 32
+"""Coordinates whose R-hat is looked at."""
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What a run leaves.
+
+    Attributes:
+        draws: [M, S, d] where the chains were; of ``mean_field``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the
+            average or the weights without masks, which have no spread of the posterior: take ``approximation``.
+        approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``.
+        info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
+        state: the last state (a NamedTuple of tensors).
+    """
+
+    draws: Tensor
+    approximation: Approximation
+    info: dict[str, Tensor]
+    state: Any
+
+
+def sample(
+    energy: Energy,
+    theta: Tensor,
+    method: MethodConfig,
+    *,
+    num_steps: int,
+    learning_rate: float | Callable[[int], float],
+    num_data: float = 1,
+    batches: Batches | None = None,
+    batches_per_step: int = 1,
+    batch_fraction: float | None = None,
+    burn_in: float = 0,
+    thin: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> SampleResult:
+    """Run ``num_steps`` updates of ``method`` on exp(-U(theta) / T) and keep a draw after every ``thin`` of them.
+
+    Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. dtype (float32 or
+    float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ...
+
+    Args:
+        energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
+            ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
+            may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
+            the support it is NaN or infinite, or raises an exception of ``user_energy.OUTSIDE_SUPPORT``.
+        theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
+            apart (relative to the RMS of theta, to 0.01 if it is zero).
+        method: a config of ``hf_bayes.METHODS``.
+        num_steps: updates.
+        learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
+            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
+        num_data: N, what U is divided by to be a mean loss.
+        batches: an iterable, or a function that returns one; it is cycled over.
+        batches_per_step: batches of an update; their energies are averaged.
+        batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        thin: updates per draw.
+        seed: of all random numbers.
+        progress: show a progress bar on a terminal if the run takes longer than five seconds.
+    Chains of an accept-reject kernel that accept nothing after burn-in are warned of, and chains of an exact kernel
+    that disagree: others are judged by it.
+
+    Raises:
+        ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
+            writes into theta, or depends on other rows of theta.
+        FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel rejects moves
+            to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
+            a chain must start where it is finite.
+    """
+    plan.check_energy(energy)
+    plan.check_method(method, batches)
+    plan.check_seed(seed)
+    plan.check_batches(method, batches, batches_per_step, batch_fraction)
+    start = plan.starts_of(theta, method, seed)
+    burned = plan.burn_in_of(burn_in, num_steps)
+    draw_steps = plan.draw_steps_of(num_steps, burned, thin)
+    rates = plan.rates_of(learning_rate, num_steps, method, draw_steps)
+    problem = Problem(
+        num_data=num_data,
+        prior=FlatPrior(),
+        learning_rate=max(rates),
+        num_steps=num_steps,
+        burn_in=burned,
+        shapes={UNNAMED: (start.shape[1],)},
+        draw_steps=draw_steps,
+        batch_fraction=batch_fraction,
+    )
+    rngs = chain_generators(seed, len(start), device=start.device)
+    run = _Run(build(method, problem), UserEnergy(energy, batched=batches is not None), rngs)
+    stream = itertools.repeat(None) if batches is None else _cycle(batches)
+    draws = start.new_empty(len(start), len(draw_steps), start.shape[1])
+    infos: list[Info] = []
+
+    with torch.no_grad():
+        for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
+            infos.append(run.advance(start, step, rates[step], list(itertools.islice(stream, batches_per_step))))
+            if step == 0:
+                run.energy.check_independent(start)
+            if step + 1 in (draw_steps[0], draw_steps[-1]):  # chains have parted by now, if they started at one point
+                run.energy.check_independent(run.state.theta)
+            if step + 1 in draw_steps:
+                draws[:, draw_steps.index(step + 1)] = run.state.theta
+        approximation = run.method.finish(run.state, draws)
+    info = _stack(infos, len(start))
+    _warn_of_refusals(method.name, info, burned)
+    _warn_of_exceptions(method.name, info, run.energy.first_error)
+    if method.full_batch:
+        _warn_of_disagreement(method.name, draws)
+    return SampleResult(draws, approximation, info, run.state)
+
+
+def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
+    """Say which chains of an accept-reject kernel cannot be expected to have moved since burn-in."""
+    if "acceptance" not in info:
+        return
+    acceptance = info["acceptance"][burn_in:].double()
+    still = (acceptance.sum(0) < 0.05).nonzero().flatten().tolist()  # that any was accepted has a probability below
+    if still:
+        highest = acceptance.mean(0)[still].max().item()
+        warnings.warn(
+            f"{name}: {len(still)} of {acceptance.shape[1]} chains (the first is {still[0]}) accept nothing after "
+            f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
+            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or starts "
+            "of higher probability",
+            stacklevel=3,
+        )
+
+
+def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Exception | None) -> None:
+    """Warn of moves that were rejected because the energy raised an exception."""
+    if first_error is None:
+        return
+    raised = info["energy_raised"]
+    warnings.warn(
+        f"{name}: the energy raised an exception in {int(raised.sum())} of {raised.numel()} moves, which were rejected "
+        f"as outside the support. The first was {type(first_error).__name__}: {first_error!s:.200}",
+        stacklevel=3,
+    )
+
+
+def _warn_of_disagreement(name: str, draws: Tensor) -> None:
+    """Say that chains [M, S, d] of a method that others are judged by are not of one law, by R-hat of coordinates."""
+    num_chains, num_draws, dim = draws.shape
+    if num_chains < 2 or num_draws < 4:
+        return
+    looked_at = torch.arange(0, dim, -(-dim // MAX_LOOKED_AT))
+    ratios = rhat(draws[..., looked_at]).nan_to_num(0.0, posinf=math.inf)  # what never changes says nothing
+    worst = int(ratios.argmax())
+    by_chance = rhat_by_chance(num_chains, num_draws, probability=1 - 1e-3 / len(looked_at))
+    if float(ratios[worst]) > max(MAX_RHAT, by_chance):
+        warnings.warn(
+            f"{name}: R-hat {float(ratios[worst]):.3g} of coordinate {int(looked_at[worst])} over {num_chains} chains "
+            f"of {num_draws} draws, {MAX_RHAT:g} is allowed: the chains are not of one law yet and can judge nobody. "
+            "Give them a longer burn-in and more draws (one law in several modes: compare functions that do not tell "
+            "modes apart, by hf_bayes.diagnostics.convergence.unconverged)",
+            stacklevel=3,
+        )
+
+
+class _Run:
+    """A method, its state and its generators, advanced update by update."""
+
+    def __init__(self, method: Rule | Kernel, energy: UserEnergy, rngs: Rngs) -> None:
+        self.method, self.energy, self.rngs = method, energy, rngs
+        self.state: Any = None
+
+    def advance(self, start: Tensor, step: int, lr: float, batches: list[Any]) -> Info:
+        """One update; the first call starts the chains at ``start``."""
+        self.energy.begin(batches)
+        if isinstance(self.method, Kernel):
+            return self._advance_kernel(self.method, start, step)
+        return self._advance_rule(self.method, start, step, lr)
+
+    def _advance_rule(self, rule: Rule, start: Tensor, step: int, lr: float) -> Info:
+        if self.state is None:
+            self.state = rule.init(start, self.rngs)
+        theta, self.state = rule.locate(self.state, self.rngs)
+        evaluation = self.energy(theta)
+        assert evaluation.grad_log_lik is not None
+        # One number and one device sync per update; only if it is not finite do the chains get looked at.
+        if not math.isfinite((evaluation.log_lik + evaluation.grad_log_lik.sum(1)).sum().item()):
+            _require_finite(evaluation.log_lik[:, None], "energy", step)
+            _require_finite(evaluation.grad_log_lik, "gradient of the energy", step)
+        self.state, info = rule.update(self.state, evaluation, lr, self.rngs)
+        return info
+
+    def _advance_kernel(self, kernel: Kernel, start: Tensor, step: int) -> Info:
+        inside = start if self.state is None else self.state.theta
+        if self.state is None:
+            _require_finite(self.energy.require_start(start)[:, None], "energy", step)
+        self.energy.begin(self.energy.batches, inside)
+        if self.state is None:
+            self.state = kernel.init(start, self.energy, self.rngs)
+            self.energy.begin(self.energy.batches, inside)  # the search for a first step size is no move
+        self.state, info = kernel.step(self.state, self.energy, self.rngs)
+        raised = self.energy.raised
+        info = {**info, "energy_raised": torch.zeros_like(inside[:, 0]) if raised is None else raised.to(inside)}
+        if not math.isfinite(self.state.theta.sum().item()):
+            _require_finite(self.state.theta, "theta", step)
+        return info
+
+
+def _require_finite(values: Tensor, what: str, step: int) -> None:
+    """[M, k], the step counted from 0 in, from 1 in the message, as draws and schedules are spoken of."""
+    bad = (~torch.isfinite(values)).any(1).nonzero().flatten().tolist()
+    if bad:
+        chains = f"chain {bad[0]}" if len(bad) == 1 else f"chains {', '.join(map(str, bad))}"
+        raise FloatingPointError(
+            f"non-finite {what} at update {step + 1} ({chains}): lower learning_rate, or look at the energy there"
+        )
+
+
+def _cycle(batches: Batches) -> Iterator[Any]:
+    """Batches without end. A Mapping is one batch that was forgotten to be put in a list."""
+    if isinstance(batches, (Mapping, Tensor)):
+        raise ValueError(f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list")
+    for passes in itertools.count():
+        empty = True
+        found = batches() if callable(batches) else batches
+        if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
+            whose = f"a function that returned {found!r:.100}" if callable(batches) else f"{found!r:.100}"
+            raise ValueError(f"batches must be an iterable of batches or a function that returns one, got {whose}")
+        for batch in found:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(
+                "batches is empty"
+                if passes == 0
+                else f"batches could be read only {passes} time(s) and the run needs more: pass a list, a DataLoader, "
+                "or a function that returns a fresh iterator"
+            )
+
+
+def _stack(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
+    """Name -> [num_steps, M]; an AdamW warm start reports other names than the method after it."""
+    names = dict.fromkeys(name for info in infos for name in info)
+    absent = torch.full((num_chains,), math.nan)
+    return {
+        name: torch.stack(
+            [info[name] if name in info else absent.to(next(i[name] for i in infos if name in i)) for info in infos]
+        )
+        for name in names
+    }

@@ -1,0 +1,191 @@
+"""What ``sample`` is asked to do, refused in words or laid out update by update before the first of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.rng import generator, randn
+from hf_bayes.core.schedules import burn_in_steps
+from hf_bayes.methods.registry import rate_factor
+
+Energy = Callable[[Tensor, Any], Tensor]
+"""(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def check_seed(seed: Any) -> None:
+    """Raise unless equal seeds are equal numbers."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
+
+
+def check_method(method: MethodConfig, batches: Batches | None) -> None:
+    """Refuse what the config asks for and ``sample`` would have to ignore."""
+    check_config(method)
+    none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
+    setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
+    if setting is not None:
+        raise ValueError(
+            f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
+            f"into the energy and leave {setting} out"
+        )
+    if method.needs_grad_variance:
+        raise ValueError(
+            f"sample takes one gradient per update and cannot tell its noise, which {method.name} asks for: use "
+            "BayesianTrainer with gradient_accumulation_steps >= 2, or leave measure_gradient_noise and "
+            "correct_gradient_noise out"
+        )
+    if method.temper != "posterior":
+        raise ValueError(
+            f"sample cannot tell the prior from the rest of the energy, so it cannot leave it untempered: got "
+            f"temper={method.temper!r}, expected 'posterior'. Scale the two parts inside the energy instead"
+        )
+    defaults = {field.name: field.default for field in fields(method)}
+    for name in ("burn_in", "thin", "draws_per_chain"):
+        if getattr(method, name) != defaults[name]:
+            raise ValueError(
+                f"sample takes burn_in and thin as its own arguments and would ignore {name}="
+                f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
+            )
+    targets = getattr(method, "targets", None)
+    if targets is not None:
+        raise ValueError(
+            f"sample's theta is one tensor without a name, but {method.name} sets targets={targets!r}, which are "
+            "chosen by name: leave targets out, or use BayesianTrainer"
+        )
+    if getattr(method, "preconditioner", None) == "layerwise":
+        warnings.warn(
+            "preconditioner='layerwise' finds a mass for each tensor relative to the others, and sample's theta is one "
+            "tensor: its mass is 1, and the updates in which it is measured do not move. Leave preconditioner out",
+            stacklevel=3,
+        )
+    if method.full_batch and batches is not None:
+        raise ValueError(
+            f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
+            "energy hold the data"
+        )
+
+
+def check_energy(energy: Energy) -> None:
+    """Raise for what cannot be called with theta and a batch."""
+    if not callable(energy):
+        raise ValueError(f"energy must be a function of (theta, batch), got {energy!r:.100}")
+    try:
+        signature = inspect.signature(energy)
+    except (TypeError, ValueError):  # written in another language
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"energy is called as energy(theta, batch), batch None where no batches are given; got a function of "
+            f"{signature} ({error}): give it a second argument"
+        ) from None
+
+
+def check_batches(
+    method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
+) -> None:
+    """Raise for numbers of batches that the method, or anybody, cannot run with."""
+    if isinstance(batches_per_step, bool) or not isinstance(batches_per_step, int) or batches_per_step < 1:
+        raise ValueError(f"batches_per_step must be an integer >= 1, got {batches_per_step!r}")
+    if batches is None and batches_per_step > 1:
+        raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
+    if batch_fraction is not None and not (_positive(batch_fraction) and batch_fraction <= 1):
+        raise ValueError(f"batch_fraction must be a number in (0, 1], got {batch_fraction!r}")
+    if batches_per_step < method.min_batches:
+        raise ValueError(
+            f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
+            f"batches_per_step={batches_per_step}: raise it"
+        )
+
+
+def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
+    """[M, d] where the chains begin, a fresh tensor."""
+    if not isinstance(theta, Tensor):
+        raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
+    if theta.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"theta must be float32 or float64, got {theta.dtype}: lower precision rounds the noise of an update away"
+        )
+    if theta.ndim not in (1, 2) or theta.numel() == 0:
+        raise ValueError(f"theta must be [M, d] or [d] with at least one element, got shape {list(theta.shape)}")
+    theta = theta.detach()
+    if theta.ndim == 2:
+        default = {field.name: field.default for field in fields(method)}["num_chains"]
+        if method.num_chains not in (len(theta), default):
+            warnings.warn(
+                f"theta has {len(theta)} rows, each the start of a chain, so num_chains={method.num_chains} of "
+                f"{method.name} is not used: leave it out, or give one start [d]",
+                stacklevel=3,
+            )
+        starts = theta.clone(memory_format=torch.contiguous_format)
+    else:
+        centre = theta.expand(method.num_chains, -1)
+        scale = theta.square().mean().sqrt().item() or 0.01
+        rngs = [generator(seed, "init", chain, device=theta.device) for chain in range(method.num_chains)]
+        starts = centre + method.init_jitter * scale * randn(rngs, centre)
+    if not bool(torch.isfinite(starts).all()):
+        raise ValueError("theta has non-finite elements: chains must start at finite points")
+    return starts
+
+
+def rates_of(
+    learning_rate: float | Callable[[int], float], num_steps: int, method: MethodConfig, draw_steps: range
+) -> list[float]:
+    """The step size of each update."""
+    if not callable(learning_rate):
+        if not _positive(learning_rate):
+            raise ValueError(f"learning_rate must be a finite number > 0, got {learning_rate!r}")
+        return [learning_rate * rate_factor(method, step, draw_steps) for step in range(num_steps)]
+    if method.schedule is not None:
+        raise ValueError(
+            f"learning_rate must be a number, the peak, under schedule={method.schedule.name!r} of {method.name}; got "
+            f"{learning_rate!r}: leave one of the two schedules out"
+        )
+    rates = [learning_rate(step) for step in range(num_steps)]
+    for step, rate in enumerate(rates):
+        if not _positive(rate):
+            raise ValueError(
+                f"learning_rate must be > 0 at every step, the schedule gives {rate!r} at step {step} (of 0 to "
+                f"{num_steps - 1}): end it earlier or give it a floor"
+            )
+    return [float(rate) for rate in rates]
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def burn_in_of(burn_in: float, num_steps: int) -> int:
+    """Updates before the first draw."""
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
+    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in % 1 == 0))
+    if isinstance(burn_in, bool) or not whole:
+        raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
+    return burn_in_steps(burn_in, num_steps)
+
+
+def draw_steps_of(num_steps: int, burn_in: int, thin: int) -> range:
+    """The updates, counted from 1, after which draws are taken."""
+    if isinstance(thin, bool) or not isinstance(thin, int) or thin < 1:
+        raise ValueError(f"thin must be an integer >= 1, got {thin!r}")
+    draw_steps = range(burn_in + thin, num_steps + 1, thin)
+    if not draw_steps:
+        raise ValueError(
+            f"would collect 0 draws: {num_steps} updates, the first {burn_in} of them burn-in, one draw per {thin}. "
+            "Raise num_steps or lower burn_in or thin"
+        )
+    return draw_steps

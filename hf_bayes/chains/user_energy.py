@@ -1,0 +1,215 @@
+"""The energy that a user gives to ``sample``, called as an ``Evaluate`` (-U and its gradient) and checked.
+
+Three mistakes would end in draws of another law, and are refused: an energy of the wrong shape, an energy that writes
+into theta, and an energy in which one chain's value depends on another chain's theta.
+
+A point outside the support may be answered by NaN or infinity, or by an exception. ``OUTSIDE_SUPPORT`` lists the
+exceptions that mean it: a failed factorisation (``torch.linalg.LinAlgError``, ``numpy.linalg.LinAlgError``), an
+``ArithmeticError`` (``OverflowError``, ``ZeroDivisionError``, ``FloatingPointError``), and the ``ValueError`` that
+``torch.distributions`` raises for arguments outside a constraint. All other exceptions are errors of the program and
+end the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.sampling_plan import Energy
+from hf_bayes.core.rng import generator
+from hf_bayes.core.types import Evaluation
+
+OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)
+"""Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
+
+MAX_COUPLING = 0.01
+"""Nats by which an energy may change with other chains' theta: acceptance probabilities then change by 1 % at most."""
+
+
+def is_outside_support(error: Exception) -> bool:
+    """Return whether an exception of an energy means that theta lies outside the support."""
+    if isinstance(error, OUTSIDE_SUPPORT):
+        return True
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    raised_in = error.__traceback__
+    while raised_in.tb_next is not None:
+        raised_in = raised_in.tb_next
+    return str(raised_in.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributions")
+
+
+class UserEnergy:
+    """The user's energy as an ``Evaluate``.
+
+    Attributes:
+        batches: of this update; one, None, where there are none.
+        raised: [M] which chains have been at a point in this update where the energy raised; None if no chain has.
+        first_error: the first exception that was taken for a point outside the support.
+    """
+
+    def __init__(self, energy: Energy, *, batched: bool) -> None:
+        self.energy, self.batched = energy, batched
+        self.batches: list[Any] = []
+        self.raised: Tensor | None = None
+        self.first_error: Exception | None = None
+        self._inside: Tensor | None = None
+        self._refused: Tensor | None = None
+        self._num_checks = 0
+
+    def begin(self, batches: list[Any], inside: Tensor | None = None) -> None:
+        """Start an update.
+
+        Args:
+            inside: [M, d] points at which the energy does not raise. With them, a point at which it raises is outside
+                the support; without them, an exception ends the run.
+        """
+        self.batches, self._inside, self._refused, self.raised = batches, inside, None, None
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
+        chosen = self.batches if batches is None else self.batches[batches]
+        outside = torch.zeros(len(theta), dtype=torch.bool, device=theta.device)
+        if self._refused is not None:  # a trajectory that left the support stands still there
+            outside = (theta == self._refused).all(1)
+        try:
+            found = self._evaluate(self._kept(theta, ~outside), chosen, gradient)
+        except Exception as error:
+            if self._inside is None or not is_outside_support(error):
+                raise
+            self.first_error = self.first_error or error
+            outside = outside | self._find_outside(theta, ~outside, chosen, gradient)
+            found = self._evaluate(self._kept(theta, ~outside), chosen, gradient)
+            self._refused = torch.where(outside[:, None], theta, torch.nan)
+            self.raised = outside if self.raised is None else self.raised | outside
+        if self._refused is None:
+            return found
+        parts = {name: value for name, value in found._asdict().items() if value is not None}
+        return found._replace(**{name: _undefined(value, outside) for name, value in parts.items()})
+
+    def _find_outside(self, theta: Tensor, among: Tensor, batches: list[Any], gradient: bool) -> Tensor:
+        """Return which of the rows ``among`` [M] raise, by halving: the energy has raised with all of them.
+
+        The other rows stay inside the support, so that energies that expect M rows see M.
+        """
+        rows = among.nonzero().flatten()
+        if len(rows) == 1:
+            return among
+        outside = torch.zeros_like(among)
+        for half in rows.chunk(2):
+            some = torch.zeros_like(among).index_fill(0, half, True)
+            try:
+                self._evaluate(self._kept(theta, some), batches, gradient)
+            except Exception as error:
+                if not is_outside_support(error):
+                    raise
+                outside |= self._find_outside(theta, some, batches, gradient)
+        return outside
+
+    def _kept(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """Return theta in ``rows`` [M], and points inside the support in the other rows."""
+        return theta if self._inside is None else torch.where(rows[:, None], theta, self._inside)
+
+    def _evaluate(self, theta: Tensor, batches: list[Any], gradient: bool) -> Evaluation:
+        with torch.set_grad_enabled(gradient):
+            leaf = theta.detach().requires_grad_(gradient)
+            values = torch.stack([self._value(leaf, batch) for batch in batches], 1)
+            value = values.mean(1)
+            columns = -values.detach() if self.batched else None
+            if not gradient:
+                return Evaluation(-value, None, batch_log_lik=columns)
+            if not value.requires_grad:
+                raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
+            (grad,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True)
+            if grad is None:
+                raise ValueError(
+                    "energy must depend on theta: what it returned has a gradient, but of other tensors only. Compute "
+                    "it from the theta it is called with"
+                )
+        return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
+
+    def _value(self, theta: Tensor, batch: Any) -> Tensor:
+        given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
+        value = self.energy(given, batch)
+        if given._version or not (torch.equal(given, theta) or bool(theta.isnan().any())):
+            raise ValueError(
+                "energy must not change theta, which is the state of the chains, got an energy that writes into it "
+                "(an operation such as theta += 1, theta[...] = ... or theta.clamp_()): let it work on a new tensor"
+            )
+        if not isinstance(value, Tensor) or value.shape != theta.shape[:1] or not value.is_floating_point():
+            got = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
+                f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
+            )
+        return value
+
+    def require_start(self, theta: Tensor) -> Tensor:
+        """Return U [M] at the chains' starts.
+
+        Raises:
+            FloatingPointError: for an exception that means a point outside the support, naming chains.
+        """
+        try:
+            return -self._evaluate(theta, self.batches, gradient=False).log_lik
+        except Exception as error:
+            if not is_outside_support(error):
+                raise
+            bad = [m for m in range(len(theta)) if self._raises_at(theta[m].expand_as(theta))]
+            raise FloatingPointError(
+                f"energy raised {type(error).__name__} ({error!s:.200}) at the start of chains {bad}: chains must "
+                "start inside the support. Use other starts, or a smaller init_jitter"
+            ) from error
+
+    def _raises_at(self, theta: Tensor) -> bool:
+        try:
+            self._evaluate(theta, self.batches, gradient=False)
+        except Exception as error:
+            return is_outside_support(error)
+        return False
+
+    def check_independent(self, theta: Tensor) -> None:
+        """Raise if the energy of a chain changes with other chains' theta [M, d].
+
+        A random half of the chains moves to where its neighbours are, and then the other half. Both times the energies
+        of the chains that stay have to stay, up to ``MAX_COUPLING`` and the rounding of a sum of 10,000 terms in
+        another order. An energy that gives two values at one theta cannot be judged, nor can chains at one point.
+        """
+        moved = theta.roll(1, 0)
+        if torch.equal(moved, theta):
+            return
+        before = self._values(theta)
+        limit = MAX_COUPLING + 100 * torch.finfo(theta.dtype).eps * before.abs()
+        self._num_checks += 1
+        order = torch.randperm(len(theta), generator=generator("coupling", self._num_checks)).to(theta.device)
+        half = order < len(theta) // 2
+        for still in (half, ~half):
+            change = (self._values(torch.where(still[:, None], theta, moved)) - before).abs()
+            coupled = still & (change > limit)
+            if bool(coupled.any()) and self._repeats(theta, before, limit):
+                worst = int(torch.where(coupled, change, 0).argmax())
+                raise ValueError(
+                    f"energy must treat chains independently, got one that changes by {float(change[worst]):.3g} nats "
+                    f"for chain {worst} when only other chains move: row m of what it returns may depend on row m of "
+                    "theta alone. Sum over everything but the first axis"
+                )
+
+    def _repeats(self, theta: Tensor, before: Tensor, limit: Tensor) -> bool:
+        """Return whether the energy gives every chain the value again that it gave ``before``, if any (NaN if none)."""
+        again = self._values(theta)
+        return bool((((again - before).abs() <= limit) | (again.isnan() & before.isnan())).all())
+
+    def _values(self, theta: Tensor) -> Tensor:
+        """Return U [M] at ``theta``, NaN everywhere if the energy raises there."""
+        try:
+            return -self._evaluate(theta, self.batches, gradient=False).log_lik
+        except Exception as error:
+            if not is_outside_support(error):
+                raise
+            return theta.new_full(theta.shape[:1], torch.nan)
+
+
+def _undefined(values: Tensor, rows: Tensor) -> Tensor:
+    """Return values [M, ...] with NaN in ``rows`` [M]."""
+    return values.masked_fill(rows.view(-1, *[1] * (values.ndim - 1)), torch.nan)

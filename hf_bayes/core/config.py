@@ -1,0 +1,174 @@
+"""What every method's config shares. A method is identified by its config, saved as JSON beside its draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from hf_bayes.core import schedules
+from hf_bayes.core.schedules import Schedule
+from hf_bayes.core.types import Kernel, Problem, Rule
+
+PriorName = Literal["gaussian", "he", "laplace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Common fields of all methods; each method's file adds its own.
+
+    Attributes:
+        num_chains: number of independent chains (members) K.
+        draws_per_chain: draws kept of each chain, S. The posterior has K * S members.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
+        prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
+            "laplace" (double exponential).
+        prior_std: standard deviation of the prior in parameter units: one number, or a mapping
+            {regular expression on parameter names: std} of which one must match every random tensor. None means 1.
+        prior_mean: "zero", or "initial": the weights the model came with.
+        temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
+        temper: what T tempers: "posterior" targets exp(-U/T); "likelihood" leaves the prior at T = 1.
+        init_jitter: standard deviation of a chain's seeded start around the model's weights, relative to each
+            tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B); fresh LoRA factors A are redrawn per chain.
+        schedule: of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
+            {"name": "cyclical", "ramp_up": 0.2}; None leaves the learning rate to lr_scheduler_type, T constant.
+        warm_start_steps: updates of AdamW on U that precede the method (they count as burn-in).
+        warm_start_learning_rate: AdamW's step size in these updates.
+    """
+
+    name: ClassVar[str]
+    num_chains: int = 4
+    draws_per_chain: int = 1
+    burn_in: float = 0.5
+    thin: int | None = None
+    prior: PriorName = "gaussian"
+    prior_std: float | dict[str, float] | None = None
+    prior_mean: Literal["zero", "initial"] = "zero"
+    temperature: float = 1.0
+    temper: Literal["posterior", "likelihood"] = "posterior"
+    init_jitter: float = 0.1
+    schedule: Schedule | None = None
+    warm_start_steps: int = 0
+    warm_start_learning_rate: float = 1e-3
+
+    ends_at_map: ClassVar[bool] = False
+    """True: the posterior's first member (or mean) is itself a MAP estimate."""
+    predicts_linearised: ClassVar[bool] = False
+    """True: the Gaussian is that of a linearised model, whose predictions are better than those of its members."""
+    drops_inputs: ClassVar[bool] = False
+    """True: the method drops inputs by masks of its own."""
+    full_batch: ClassVar[bool] = False
+    """True: every evaluation must see the whole data set (exact kernels)."""
+
+    revises: ClassVar[bool] = False
+    """True: the method passes over the data once more after its last update (``Rule.revise``)."""
+
+    draws_are_states: ClassVar[bool] = True
+    """False: the method ends in something else than states that its chains were in."""
+
+    takes_private_rows: ClassVar[bool] = False
+    """True: batches that every process draws from rows of its own, summed, serve as well."""
+
+    @property
+    def batch_order(self) -> Literal["epochs", "independent", "disjoint"]:
+        """Batches are parts of permutations; or each is drawn anew; or each update's are, no row twice among them."""
+        return "epochs"
+
+    @property
+    def min_batches(self) -> int:
+        """Batches that an update needs."""
+        return 1
+
+    def for_batches(self, batch_fraction: float) -> MethodConfig:
+        """The method for batches that hold this share of the data's rows: what is run, and saved."""
+        return self
+
+    def __post_init__(self) -> None:
+        self._check_count("num_chains", self.num_chains, minimum=1)
+        self._check_count("draws_per_chain", self.draws_per_chain, minimum=1)
+        self._check_count("warm_start_steps", self.warm_start_steps, minimum=0)
+        if self.thin is not None:
+            self._check_count("thin", self.thin, minimum=1)
+        self._check_number("burn_in", self.burn_in, minimum=0.0)
+        self._check_number("temperature", self.temperature, minimum=0.0)
+        self._check_number("init_jitter", self.init_jitter, minimum=0.0)
+        self._check_number("warm_start_learning_rate", self.warm_start_learning_rate, minimum=0.0, strict=True)
+        stds = self.prior_std.values() if isinstance(self.prior_std, dict) else [self.prior_std]
+        for std in stds:
+            if std is not None:
+                self._check_number("prior_std", std, minimum=0.0, strict=True)
+        if isinstance(self.schedule, Mapping):
+            object.__setattr__(self, "schedule", schedules.from_dict(self.schedule))
+        if not isinstance(self.schedule, Schedule | None):
+            raise ValueError(f"{self.name}: schedule must be None, a Schedule or a mapping, got {self.schedule!r}")
+        self._check_choice("prior", self.prior, get_args(PriorName))
+        self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
+        self._check_choice("temper", self.temper, ("posterior", "likelihood"))
+
+    @property
+    def needs_grad_variance(self) -> bool:
+        """Whether evaluations must come with ``grad_variance``."""
+        return False
+
+    @property
+    def needs_heldout(self) -> bool:
+        """Whether the method, when it revises, asks for held-out rows."""
+        return False
+
+    @property
+    def heldout_halves(self) -> bool:
+        """Whether one half of the held-out rows judges what was fitted on the other."""
+        return False
+
+    @property
+    def joins_chains(self) -> bool:
+        """Whether it revises all chains together, and so in every process the same."""
+        return False
+
+    @property
+    def takes_grad_variance(self) -> bool:
+        """Whether it has a use for ``grad_variance``, where that is to be had."""
+        return self.needs_grad_variance
+
+    def build(self, problem: Problem) -> Rule | Kernel:
+        """The method's rule or kernel for this problem."""
+        raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields with the method's name."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @property
+    def prior_weight(self) -> float:
+        """The factor of U_prior in what samplers run on at temperature T: T when only the likelihood is tempered."""
+        return self.temperature if self.temper == "likelihood" else 1.0
+
+    def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{self.name}: {field} must be an integer >= {minimum}, got {value!r}")
+
+    def _check_number(
+        self, field: str, value: Any, *, minimum: float, maximum: float = math.inf, strict: bool = False
+    ) -> None:
+        """Require a finite number in [minimum, maximum); ``strict`` excludes the minimum."""
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not fine or value < minimum or value >= maximum or (strict and value == minimum):
+            bound = f"{'>' if strict else '>='} {minimum:g}" + ("" if maximum == math.inf else f" and < {maximum:g}")
+            raise ValueError(f"{self.name}: {field} must be a finite number {bound}, got {value!r}")
+
+    def _check_flag(self, field: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.name}: {field} must be true or false, got {value!r}")
+
+    def _check_choice(self, field: str, value: Any, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_config(method: Any) -> None:
+    """Raise a ValueError for a method's name, its class, or anything else in place of its config."""
+    if not isinstance(method, MethodConfig):
+        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")

@@ -1,0 +1,1 @@
+"""Chains on several processes: the (chain, data) mesh, and sums over members that live in different processes."""

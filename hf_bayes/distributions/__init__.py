@@ -1,0 +1,1 @@
+"""Priors, energies, and posterior approximations (``Draws`` and ``Gaussian``) with their covariances."""

@@ -1,0 +1,19 @@
+"""Covariances of a Gaussian over theta that are never formed: diagonal, Kronecker, low rank plus diagonal, full.
+
+Each answers the same six questions about Sigma [d, d]: a root for sampling, products with Sigma and with its inverse,
+the diagonals of both, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on disk.
+"""
+
+from hf_bayes.distributions.covariance.base import Covariance, check_shapes, dense, log_normal, moved
+from hf_bayes.distributions.covariance.diagonal import Diagonal
+from hf_bayes.distributions.covariance.full import Full
+from hf_bayes.distributions.covariance.kronecker import Kronecker, KroneckerBlock, marginal
+from hf_bayes.distributions.covariance.low_rank import LowRank
+
+COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagonal, Kronecker, LowRank, Full)}
+"""By the name that a posterior's file uses."""
+
+__all__ = [
+    "COVARIANCES", "Covariance", "Diagonal", "Full", "Kronecker", "KroneckerBlock", "LowRank",
+    "check_shapes", "dense", "log_normal", "marginal", "moved",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Posteriors of models that are already trained: Laplace, SWAG, MC dropout, and prior predictive checks."""

@@ -1,0 +1,224 @@
+"""``fit_laplace``: a model that is trained already -> a posterior, in one pass over the data."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, default_data_collator
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import require_seed
+from hf_bayes.core.types import HeldOut, Problem
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.distributions.priors import build_prior
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.models.attaching import MODELS, attach, refuse_frozen_adapter
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.classification import problem_of
+from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.to_posterior import to_posterior
+from hf_bayes.objectives.batches import PAD_ROWS, count_terms
+from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.objectives.heldout import HeldOutRows
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.likelihoods import Normal
+
+
+@torch.inference_mode(False)  # a tensor of that mode cannot be differentiated
+def fit_laplace(
+    model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
+    data: Any,
+    method: MethodConfig | None = None,
+    *,
+    collate: Callable | None = None,
+    batch_size: int = 8,
+    num_data: float | None = None,
+    data_unit: str = "token",
+    subspace: str = "trainable",
+    prior: Posterior | str | os.PathLike[str] | None = None,
+    noise_std: float | None = None,
+    tokenizer: Any = None,
+    heldout: Any = None,
+    seed: int = 0,
+) -> Posterior:
+    """The Laplace approximation around weights that are there: of a finished adapter, or of each draw of a posterior.
+
+    Of several processes (``torchrun``) all must call it: they share the rows, and each returns the whole.
+
+    The model is given back as it was. Its weights should maximise the posterior under the method's prior; how far they
+    are from that is measured, stored, and warned of.
+
+    Args:
+        model: a transformers or peft model; or a ``BayesianModel``, or the directory of a posterior, around each of
+            whose members there will be a Gaussian: a mixture.
+        data: rows by number, for ``collate``, with labels; no DataLoader, no stream. What the weights were trained on.
+        method: ``LaplaceConfig(...)``; None is the default one.
+        collate: rows -> a batch of tensors with ``labels``; None is transformers' default collator.
+        batch_size: rows of a forward; the result does not depend on it.
+        num_data: N, if it is not the number of likelihood terms in the data.
+        data_unit: "token", or "sequence": N counts rows.
+        subspace: see ``subspace.select``; of a BayesianModel it is known.
+        prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
+        noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
+        tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a posterior given as the
+            model.
+        heldout: rows like ``data``, by which ``LaplaceConfig(fit_prior="heldout")`` fits the prior precision.
+        seed: of labels drawn for the GGN, of draws that judge a prior.
+    Raises:
+        ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
+            not positive definite.
+    """
+    config: Any = METHODS["laplace"]() if method is None else method
+    if getattr(config, "name", None) != "laplace":
+        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    require_seed(seed)
+    _refuse_to_choose(config, heldout)
+    for name, given in (("data", data), ("heldout", heldout)):
+        if given is not None or name == "data":
+            _require_rows(name, given)
+    if heldout is not None and len(heldout) == 1:
+        raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
+        raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
+    if data_unit not in ("token", "sequence"):
+        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+    if isinstance(model, (str, os.PathLike)):
+        model = _load(model)
+    owned = not isinstance(model, BayesianModel)
+    if not owned and noise_std is not None:
+        raise ValueError(
+            f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
+            f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+        )
+    if owned and noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
+        noise_std = 1.0
+    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
+    if not owned and bayesian.posterior is not None:
+        subspace = bayesian.posterior.config.subspace
+    try:
+        refuse_frozen_adapter(bayesian)
+        inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
+        if inherited is not None:
+            inherited.check_tokenizer(tokenizer)
+        return _fit(
+            bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
+            tokenizer, heldout, seed, inherited,
+        )  # fmt: skip
+    finally:
+        if owned:
+            bayesian.detach()
+
+
+def _fit(
+    model: BayesianModel, data: Any, config: Any, collate: Callable, batch_size: int, num_data: float | None,
+    data_unit: str, subspace: str, tokenizer: Any, heldout: Any, seed: int, inherited: Inherited | None,
+) -> Posterior:  # fmt: skip
+    count = functools.partial(
+        count_terms,
+        collate=collate,
+        likelihood=model.likelihood,
+        shift=model.shifts_labels,
+        num_outputs=model.num_outputs,
+        progress=False,
+        check=model.check_inputs,
+    )
+    config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
+    terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
+    config.spec.check_size(model.layout.dim, most, model.num_root_columns)
+    if heldout is not None:
+        count(heldout, name="heldout", halves=config.heldout_halves)
+    total = float(num_data or (len(data) if data_unit == "sequence" else terms))
+    theta = model.current.detach().cpu()
+    problem = _problem(model, theta, config, total, inherited, seed)
+    run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
+    mesh = ChainMesh(1, torch.device(model.device))
+    held = None if heldout is None else HeldOutRows(model, functools.partial(run, heldout), len(heldout), mesh=mesh)
+
+    def look(theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        if isinstance(what, HeldOut):
+            assert held is not None
+            return held(theta, what, gradient=gradient)
+        options: dict[str, Any] = {"scale": total / terms, "gradient": gradient, "seed": seed, "mesh": mesh}
+        return survey(model, theta.to(model.device), functools.partial(run, data), len(data), what, **options)
+
+    likelihood = model.likelihood
+    try:
+        revision = config.revise(theta, look, problem)
+        if revision.noise_std is not None:
+            model.likelihood = Normal(revision.noise_std)
+        verdict = f"a Gaussian around {len(theta)} given points: not assessed"
+        return to_posterior(
+            model, revision.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
+            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **revision.report},
+            prior=None if inherited is None else inherited.record,
+        )  # fmt: skip
+    finally:
+        model.likelihood = likelihood
+        if held is not None:
+            held.close()
+
+
+def _require_rows(name: str, data: Any) -> None:
+    """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them."""
+    if isinstance(data, DataLoader):
+        raise ValueError(
+            f"{name} is a DataLoader, and fit_laplace makes batches of its own: give {name}=loader.dataset and, unless "
+            "it is the default one, collate=loader.collate_fn"
+        )
+    if is_stream(data) or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            f"{name} must have rows that can be counted and asked for by number, got {type(data).__name__}: give a "
+            "list of rows or a data set with a length (of a DatasetDict one split)"
+        )
+
+
+def _refuse_to_choose(config: Any, heldout: Any) -> None:
+    if heldout is not None and config.fit_prior != "heldout":
+        raise ValueError(
+            f"heldout= is for LaplaceConfig(fit_prior='heldout'), got fit_prior={config.fit_prior!r}: set it, or leave "
+            "heldout out"
+        )
+    if config.fit_prior != "heldout":
+        return
+    if heldout is None:
+        raise ValueError("fit_prior='heldout' fits by the rows of heldout=, got None: give them, or use 'evidence'")
+
+
+def _problem(
+    model: BayesianModel, theta: Tensor, config: MethodConfig, num_data: float, inherited: Inherited | None, seed: int
+) -> Problem:
+    if config.prior_mean == "initial":
+        raise ValueError(
+            'prior_mean="initial" is where training started, which a finished model no longer knows: use "zero"'
+        )
+    gaussian = None if inherited is None else inherited.gaussian
+    prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
+    return Problem(
+        num_data, prior, 1.0, 1, 0, model.layout.named_shapes, root_columns=model.num_root_columns,
+        noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
+    )  # fmt: skip
+
+
+def _batches(
+    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable, batch_size: int
+) -> Iterator[dict[str, Any]]:
+    loader: DataLoader = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
+    for batch in loader:
+        yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def _load(directory: str | os.PathLike[str]) -> BayesianModel:
+    # another task is refused where the file is read
+    task = Posterior.from_pretrained(directory).config.task
+    return MODELS[task].from_pretrained(directory, prediction="members")

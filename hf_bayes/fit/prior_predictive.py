@@ -1,0 +1,118 @@
+"""What a prior says before it has seen a label: the classes it expects (cold_posteriors section 5.2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, default_data_collator
+
+from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.rng import generator, require_seed
+from hf_bayes.distributions.energy import IndependentPrior
+from hf_bayes.distributions.priors import build_prior
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_rows import in_words, require_dataset
+from hf_bayes.uncertainty.likelihoods import Categorical
+
+NUM_BARS = 20
+"""Classes in the plot, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class PriorPredictive:
+    """Class histograms, each the mean over all inputs x of p(y | x, theta).
+
+    Attributes:
+        per_draw: [S, C] of each theta ~ p(theta); rows sum to 1.
+    """
+
+    per_draw: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """[C]: averaged over draws, the marginal prior predictive."""
+        return self.per_draw.mean(0)
+
+    def plot(self, file: str | os.PathLike[str], *, num_draws: int = 3) -> None:
+        """An image: histograms of the first ``num_draws`` draws beside the mean; of many classes the likeliest."""
+        order = self.mean.topk(min(NUM_BARS, len(self.mean))).indices
+        if len(order) == len(self.mean):
+            order = order.sort().values
+        shown = [*self.per_draw[:num_draws], self.mean]
+        titles = [*(f"draw {index}" for index in range(len(shown) - 1)), f"mean of {len(self.per_draw)} draws"]
+        figure = Figure(figsize=(3 * len(shown), 2.8), layout="constrained")
+        axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+        labels = [str(int(label)) for label in order]
+        for axis, title, histogram in zip(axes, titles, shown, strict=True):
+            axis.bar(labels, histogram[order].numpy(), color="C1" if axis is axes[-1] else "C0")
+            axis.axhline(1 / len(self.mean), color="0.5", lw=1, ls="--", label="uniform")
+            axis.set(title=title, xlabel="class")
+            axis.tick_params(axis="x", labelrotation=90 if len(labels) > 10 else 0, labelsize=8)
+        axes[0].set_ylabel("probability")
+        axes[-1].legend(frameon=False, fontsize=8)
+        figure.savefig(file, dpi=120)
+
+
+@torch.no_grad()
+def prior_predictive(
+    model: PreTrainedModel | PeftModel,
+    data: Any,
+    method: MethodConfig,
+    *,
+    num_draws: int = 100,
+    collate: Callable | None = None,
+    batch_size: int = 8,
+    subspace: str = "trainable",
+    seed: int = 0,
+) -> PriorPredictive:
+    """Draw ``num_draws`` thetas from the method's prior and look at what the model then predicts for ``data``.
+
+    A good prior is wide in functions: one whose every draw gives all inputs the same few classes is a bad one, even if
+    the draws average to the uniform distribution. The model is given back as it was.
+
+    Args:
+        model: a causal language model or a classifier; what it makes trainable is random (or ``subspace``).
+        data: sized; rows for ``collate``, whose labels are not looked at.
+        method: of which the fields of the prior count.
+        collate: rows -> a batch of tensors; None is transformers' default collator.
+        batch_size: rows of a forward.
+        subspace: see ``subspace.select``.
+        seed: of the draws.
+    Raises:
+        ValueError: for a model without classes, a method that is no config, or data without rows.
+    """
+    check_config(method)
+    require_seed(seed)
+    require_dataset(data, "data", "predictions need inputs")
+    with attach(model, subspace=subspace) as bayesian:
+        if not isinstance(bayesian.likelihood, Categorical):
+            kind = type(bayesian.likelihood).__name__
+            raise ValueError(f"the prior predictive is over classes, got a model with a {kind} likelihood")
+        prior = build_prior(method, bayesian.layout, bayesian.theta[0], model)
+        assert isinstance(prior, IndependentPrior)  # the config's own
+        draws = prior.sample(num_draws, bayesian.layout.dim, generator(seed, "prior")).to(bayesian.theta)
+        sums = torch.zeros((), dtype=torch.float64, device=model.device)
+        for batch in DataLoader(
+            data, batch_size=batch_size, collate_fn=in_words(collate or default_data_collator, "data")
+        ):
+            inputs = {k: v.to(model.device) for k, v in batch.items() if isinstance(v, Tensor) and "label" not in k}
+            sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
+    return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())
+
+
+def _histogram(model: BayesianModel, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """[C] float64: probabilities of the classes at ``theta`` [d], summed over rows, and over positions but padding."""
+    model.show(theta[None])  # one draw at a time: its log-probabilities are those of a mixture of one
+    probs = model(**inputs).logits.double().exp()
+    if probs.ndim == 3 and "attention_mask" in inputs:
+        probs = probs[inputs["attention_mask"].bool()]
+    return probs.flatten(0, -2).sum(0)

@@ -1,0 +1,59 @@
+"""``fit_swag``: draws of any method -> SWAG's Gaussian through them, with no data and no training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hf_bayes.distributions.approximations import Draws, joined
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.posteriors.posterior import Posterior
+
+
+def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
+    """SWAG's Gaussian through the draws of each chain, in place of the draws; of several chains their mixture.
+
+    The new posterior saves, loads and predicts as one of ``SWAGConfig`` does. Its ``method`` entry holds that of the
+    draws, and what the run said of its chains stays. Held-out figures were those of the draws and are left out.
+
+    Args:
+        posterior: draws in the order in which they were made, 2 or more a chain.
+        rank: K, the last deviations that are kept.
+    Raises:
+        ValueError: for a posterior that is no draws, a chain of fewer than two, or a rank below 2.
+    """
+    if not isinstance(posterior, Posterior):
+        raise ValueError(f"fit_swag takes a Posterior, as of Posterior.from_pretrained(...); got {posterior!r:.100}")
+    draws, config = posterior.approximation, posterior.config
+    if not isinstance(draws, Draws):
+        raise ValueError(f"fit_swag needs a posterior of draws, got one of {draws.kind}: it has its Gaussian already")
+    chains = {int(chain): draws.theta[draws.chain == chain] for chain in draws.chain.unique()}
+    short = {chain: len(theta) for chain, theta in chains.items() if len(theta) < 2}
+    if short:
+        raise ValueError(
+            f"fit_swag needs 2 draws or more of each chain, better many, got {short} (chain: draws): sample with a "
+            "larger draws_per_chain"
+        )
+    swag: Any = METHODS["swag"]
+    gaussian = joined([swag(rank=rank).through(theta) for theta in chains.values()])
+    of_draws = config.diagnostics.get("verdict") or "not assessed"
+    verdict = (
+        f"SWAG through {len(draws.theta)} draws of {config.method['name']} (chains: {len(chains)}), itself not "
+        f"assessed; the draws: {of_draws}"
+    )
+    trace = posterior.trace and {name: part for name, part in posterior.trace.items() if name != "risk"}
+    return Posterior(
+        gaussian,
+        dataclasses.replace(
+            config,
+            method={"name": "swag", "rank": rank, "num_chains": len(chains), "draws": config.method},
+            approximation=gaussian.kind,
+            num_members=0,
+            member_chains=[],
+            diagnostics={**config.diagnostics, "verdict": verdict},
+            metrics={},
+        ),
+        posterior.adapter_config,
+        trace,
+        posterior.sidecars,
+    )

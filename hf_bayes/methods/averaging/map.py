@@ -1,0 +1,223 @@
+"""MAP: AdamW on U / N to one point per chain, as a method of its own and as a warm start of others.
+
+    theta_t = theta_{t-1} - l_t mhat_t / (sqrt(vhat_t) + 1e-8),   m, v the running means of g = grad U / N and g^2
+
+Kingma and Ba (2015) with beta_2 = 0.999. There is no weight decay: the prior is in U, and AdamW's decoupled decay is no
+Gaussian prior (its strength depends on the preconditioner). There is no stationary law: this is optimisation, T = 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.column_blocks import in_blocks
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import (
+    Approximation,
+    Evaluate,
+    Evaluation,
+    Info,
+    Kernel,
+    Look,
+    Problem,
+    Revision,
+    Rngs,
+    Rule,
+    locate_at_theta,
+)
+from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.energy import energy, grad_energy
+
+BETA_1 = 0.9
+BETA_2 = 0.999
+EPSILON = 1e-8
+
+
+class MAPState(NamedTuple):
+    """AdamW's state."""
+
+    theta: Tensor
+    """[M, d]"""
+    first_moment: Tensor
+    """[M, d] running mean of the gradient of U / N."""
+    second_moment: Tensor
+    """[M, d] running mean of its square."""
+    step: Tensor
+    """[M] int64 updates done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MAPConfig(MethodConfig):
+    """The maximum of the posterior (``temper="likelihood"``: of the likelihood), by AdamW. A chain ends in one draw.
+
+    Attributes:
+        momentum: AdamW's beta_1; 0 is AdamW without momentum.
+    """
+
+    name: ClassVar[str] = "map"
+    ends_at_map: ClassVar[bool] = True
+    num_chains: int = 1
+    temperature: float = 0.0
+    init_jitter: float = 0.0
+    momentum: float = BETA_1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        if self.temperature != 0:
+            raise ValueError(
+                f"{self.name}: temperature must be 0, got {self.temperature!r}: a maximum has no temperature. Leave it "
+                "out, or use a sampler such as sghmc"
+            )
+        if self.draws_per_chain != 1:
+            raise ValueError(
+                f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one point. Use "
+                "num_chains for more members"
+            )
+
+    def build(self, problem: Problem) -> Rule:
+        def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
+            return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
+
+        return Rule(begin, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws[:, -1:]))
+
+
+def begin(theta: Tensor, rngs: Rngs) -> MAPState:
+    """AdamW before its first step."""
+    step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+    return MAPState(theta, torch.zeros_like(theta), torch.zeros_like(theta), step)
+
+
+def descend(
+    state: MAPState, evaluation: Evaluation, problem: Problem, lr: float, *, momentum: float, prior_weight: float
+) -> tuple[MAPState, Info]:
+    """One step of AdamW on U / N."""
+    gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)
+    info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
+    return adamw(state, gradient, lr, momentum=momentum, num_data=problem.num_data), info
+
+
+def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_data: float) -> MAPState:
+    """One step on U / N, where ``gradient`` [M, d] is U's."""
+    step = state.step + 1
+    # in float64: 1 - 0.999 ** t keeps four digits in float32 at the start
+    first_bias, second_bias = ((1 - beta ** step.double()).to(gradient)[:, None] for beta in (momentum, BETA_2))
+
+    def advance(gradient: Tensor, theta: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        gradient = gradient / num_data
+        first = momentum * first + (1 - momentum) * gradient
+        second = BETA_2 * second + (1 - BETA_2) * gradient.square()
+        return theta - lr * (first / first_bias) / ((second / second_bias).sqrt() + EPSILON), first, second
+
+    theta, first, second = in_blocks(advance, gradient, state.theta, state.first_moment, state.second_moment)
+    return MAPState(theta, first, second, step)
+
+
+def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0) -> Rule:
+    """AdamW on U / N for the first ``steps`` updates; then ``rule``, started at the point reached.
+
+    Its state has the fields of the rule's state, which wait unused till then, and the optimiser's as ``warm_*``; so one
+    set of tensors restores any update of the run. The chains' generators are first used by the rule itself.
+    """
+
+    def init(theta: Tensor, rngs: Rngs) -> Any:
+        return _warming(begin(theta, rngs), rule.init(theta, _throwaway(rngs)))
+
+    def locate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
+        if _is_warming(state, steps):
+            return state.theta, state
+        theta, inner = rule.locate(_inner(state), rngs)
+        return theta, _sampling(state, inner)
+
+    def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+        if not _is_warming(state, steps):
+            inner, info = rule.update(_inner(state), evaluation, lr, rngs)
+            return _sampling(state, inner), info
+        warm, info = descend(
+            _optimiser(state), evaluation, problem, learning_rate, momentum=BETA_1, prior_weight=prior_weight
+        )
+        state = _warming(warm, _inner(state))
+        return (_sampling(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
+
+    def revise(state: Any, draws: Tensor, look: Look) -> Revision:
+        assert rule.revise is not None
+        return rule.revise(_inner(state), draws, look)
+
+    def finish(state: Any, draws: Tensor) -> Approximation:
+        return rule.finish(_inner(state), draws)
+
+    return Rule(init, locate, update, finish, None if rule.revise is None else revise)
+
+
+def warm_start_kernel(
+    kernel: Kernel, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
+) -> Kernel:
+    """``warm_start`` for a kernel: each of the first ``steps`` moves is one evaluation and one step of AdamW."""
+
+    def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> Any:
+        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, _throwaway(rngs)))
+
+    def step(state: Any, evaluate: Evaluate, rngs: Rngs) -> tuple[Any, Info]:
+        if not _is_warming(state, steps):
+            inner, info = kernel.step(_inner(state), evaluate, rngs)
+            return _sampling(state, inner), info
+        warm, info = descend(
+            _optimiser(state),
+            evaluate(state.theta),
+            problem,
+            learning_rate,
+            momentum=BETA_1,
+            prior_weight=prior_weight,
+        )
+        state = _warming(warm, _inner(state))
+        if not _is_warming(state, steps):
+            state = _sampling(state, kernel.init(warm.theta, evaluate, rngs))
+        return state, info
+
+    return Kernel(init, step, lambda state, draws: kernel.finish(_inner(state), draws))
+
+
+@functools.cache
+def _state_type(inner: Any) -> Any:
+    """The flat state of a warm-started method whose own state is the NamedTuple ``inner``."""
+    own = [field for field in inner._fields if field != "theta"]
+    flat = namedtuple("WarmStartState", ["theta", "warm_first_moment", "warm_second_moment", "warm_step", *own])  # type: ignore[misc]
+    return type("WarmStartState", (flat,), {"__slots__": (), "inner": inner})
+
+
+def _warming(warm: MAPState, inner: Any) -> Any:
+    """AdamW is at work: theta is its own."""
+    own = {**inner._asdict(), "theta": warm.theta}
+    kind: Any = type(inner)
+    return _state_type(kind)(
+        warm_first_moment=warm.first_moment, warm_second_moment=warm.second_moment, warm_step=warm.step, **own
+    )
+
+
+def _sampling(state: Any, inner: Any) -> Any:
+    """The method is at work: the optimiser's tensors stay as they were."""
+    return state._replace(**inner._asdict())
+
+
+def _is_warming(state: Any, steps: int) -> bool:
+    return int(state.warm_step[0]) < steps  # all chains of a state have done the same number of updates
+
+
+def _optimiser(state: Any) -> MAPState:
+    return MAPState(state.theta, state.warm_first_moment, state.warm_second_moment, state.warm_step)
+
+
+def _inner(state: Any) -> Any:
+    kind = type(state).inner
+    return kind(**{field: getattr(state, field) for field in kind._fields})
+
+
+def _throwaway(rngs: Rngs) -> list[torch.Generator]:
+    """Generators for a state that is never used: the chains' own stay where they are."""
+    return [torch.Generator(device=rng.device).manual_seed(0) for rng in rngs]

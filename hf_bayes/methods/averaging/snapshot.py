@@ -1,0 +1,26 @@
+"""Snapshot ensembles: SGD on a cyclical rate, a member at the end of each cycle (Huang et al. 2017).
+
+The update is that of ``sgd_mc``. A cycle is the updates from one draw to the next (``schedules.Cyclical``); its rate is
+l_0 C(t) as in their paper, not l_0 C(t)^2. There is no stationary law: each cycle ends near a mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_bayes.core.schedules import Cyclical, Schedule
+from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
+
+CYCLES = Cyclical(exponent=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotConfig(SGDMCConfig):
+    """``draws_per_chain`` cycles of SGD after burn-in, each ending in an equally weighted member."""
+
+    name: ClassVar[str] = "snapshot"
+    draws_per_chain: int = 5
+    burn_in: float = 0.0
+    momentum: float = 0.9
+    schedule: Schedule | None = CYCLES

@@ -1,0 +1,147 @@
+"""Estimators of the curvature of -log p(D | theta): what is pulled back through the model, one backward at a time.
+
+An estimator names, for every likelihood term, cotangents c_k of its logits; pull k of a row (an example, a sequence) is
+g_k = sum_terms J_term' c_k, and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
+
+    ggn          c ~ p: the score at a label that the model draws (Monte Carlo, Kunstner et al. 2019), or with
+                 num_samples=None each column of a root of the term's Fisher information (exact; C - 1 columns of C
+                 classes, whose probabilities have one degree of freedom less)
+    ef_sequence  the score at the data's label: H = sum_rows (grad of the row's log-likelihood)(...)'
+    ef_token     H = sum_terms (grad of the term's log-likelihood)(...)': random signs on the terms, since
+                 E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one pull a term
+
+For categorical, Bernoulli and Gaussian likelihoods in their natural parameters the GGN is the conditional Fisher matrix
+(posteriors app. A.1; Martens 2020). Scores at the model's own labels are independent over terms and have mean zero, so
+the terms of a row share a backward there as well. The Hessian is no sum of outer products: see ``survey``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_bayes.uncertainty.likelihoods import Likelihood
+
+ESTIMATORS = ("ggn", "ef_sequence", "ef_token", "hessian")
+
+
+class Terms(NamedTuple):
+    """n likelihood terms.
+
+    Attributes:
+        logits: [n, C].
+        labels: [n] or [n, C].
+        ordinals: [n] which term of its row each is.
+        uniforms: [S, n] or [S, n, C] on [0, 1), one set for each sample.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    ordinals: Tensor
+    uniforms: Tensor
+
+
+class Estimator(Protocol):
+    """Cotangents of the logits."""
+
+    @property
+    def num_draws(self) -> int:
+        """S, sets of uniforms that ``cotangent`` needs."""
+        ...
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int: ...
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        """[n, C]"""
+        ...
+
+
+@dataclass(frozen=True)
+class EmpiricalFisherOfRows:
+    """Per sequence: one pull."""
+
+    num_draws: int = 0
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        return 1
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        return likelihood.score(terms.logits, terms.labels)
+
+
+@dataclass(frozen=True)
+class SignedEmpiricalFisher:
+    """Per token, by random signs."""
+
+    num_draws: int
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        return self.num_draws
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        uniforms = terms.uniforms[pull].flatten(1)[:, :1] if terms.uniforms.ndim == 3 else terms.uniforms[pull][:, None]
+        signs = torch.where(uniforms < 0.5, -1.0, 1.0)
+        score = likelihood.score(terms.logits, terms.labels)
+        return score * signs.to(score.dtype) / math.sqrt(self.num_draws)
+
+
+@dataclass(frozen=True)
+class EmpiricalFisherOfTerms:
+    """Per token, one pull for each term of a row."""
+
+    num_draws: int = 0
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        return num_ordinals
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        score = likelihood.score(terms.logits, terms.labels)
+        return score * (terms.ordinals == pull).to(score.dtype)[:, None]
+
+
+@dataclass(frozen=True)
+class SampledGGN:
+    """Labels drawn from the model."""
+
+    num_draws: int
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        return self.num_draws
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        labels = likelihood.draw(terms.logits, terms.uniforms[pull])
+        return likelihood.score(terms.logits, labels) / math.sqrt(self.num_draws)
+
+
+@dataclass(frozen=True)
+class ExactGGN:
+    """One pull for each column of a root of the Fisher information of each term of a row."""
+
+    num_draws: int = 0
+
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        return likelihood.num_root_columns(num_outputs) * num_ordinals
+
+    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        ordinal, column = divmod(pull, likelihood.num_root_columns(terms.logits.shape[-1]))
+        root = likelihood.fisher_root(terms.logits, column)
+        return root * (terms.ordinals == ordinal).to(root.dtype)[:, None]
+
+
+def build_estimator(name: str, num_samples: int | None) -> Estimator:
+    """The estimator that a config names.
+
+    Raises:
+        ValueError: for one that pulls nothing back (the Hessian) or is unknown.
+    """
+    if name == "ggn":
+        return ExactGGN() if num_samples is None else SampledGGN(num_samples)
+    if name == "ef_token":
+        return EmpiricalFisherOfTerms() if num_samples is None else SignedEmpiricalFisher(num_samples)
+    if name == "ef_sequence":
+        return EmpiricalFisherOfRows()
+    raise ValueError(f"no estimator {name!r} of outer products: ggn, ef_sequence and ef_token are")

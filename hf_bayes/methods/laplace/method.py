@@ -1,0 +1,325 @@
+"""Laplace approximation: a Gaussian around each chain's MAP (MacKay 1992; posteriors section 3.1 and app. A.1).
+
+    N(theta*, T (H + tau)^-1),   H the curvature of -log p(D | theta) at theta*, tau the prior's precision
+
+A posterior as prior makes it online Laplace with one penalty (Huszar 2018; posteriors section 5.2): precisions add up.
+
+with covariance (H / T + tau)^-1 for ``temper="likelihood"``. The chains run ``map`` (AdamW on U / N) to the end; one
+pass over the data then finds H (``estimators``, ``accumulators``). Around several chains it is an equally weighted
+mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where log p(D | theta) is quadratic.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.layout import Layout
+from hf_bayes.core.types import Evaluation, HeldOut, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
+from hf_bayes.distributions.approximations import Draws, Gaussian
+from hf_bayes.distributions.covariance import Covariance, LowRank, log_normal
+from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.averaging.map import BETA_1, MAPState, begin, descend
+from hf_bayes.methods.laplace import distance_to_map as account
+from hf_bayes.methods.laplace.curvature import temper, temper_draws
+from hf_bayes.methods.laplace.estimators import ESTIMATORS
+from hf_bayes.methods.laplace.evidence import SCOPES, Expansion, groups, maximise
+from hf_bayes.methods.laplace.gradient_estimate import Slope
+from hf_bayes.methods.laplace.heldout_prior import fit_by_heldout, groups_by_expression
+from hf_bayes.methods.laplace.noise_std import with_fitted_noise
+from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceConfig(MethodConfig):
+    """Laplace approximation around each chain's MAP; ends in one Gaussian per chain.
+
+    Attributes:
+        estimator: "ggn", "ef_sequence", "ef_token" or "hessian".
+        structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full".
+        num_samples: label draws ("ggn") or random signs ("ef_token") per row; None is exact, at a backward pass for
+            each term and each output but one of classes.
+        sharing: K-FAC over positions: "expand" or "reduce".
+        max_factor: longest side of a Kronecker factor that is not diagonal.
+        rank: of "low_rank".
+        max_rank: of "low_rank" with a low-rank posterior as the prior: directions that are kept of the sum, of the
+            others the diagonal. None keeps all, which is exact; the ranks add up then.
+        momentum: AdamW's beta_1 on the way to the MAP.
+        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, "heldout" by the one
+            whose draws predict held-out rows best (``laplace.heldout``), None keeps it. The MAP stays where
+            ``prior_std`` put it.
+        prior_scope: one fitted precision for the "model", for each "tensor" or each "element". Held-out rows fit, for
+            the model, one factor of ``prior_std`` or, of a mapping, one for each of its expressions.
+        fit_noise: replace the noise of a regression by the one with the largest evidence, the weights held fixed
+            (``laplace.noise``).
+        strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
+            result holds fast to these data when it is the prior of others. The MAP does not depend on it.
+        check_gradient: find the gradient at the MAP, of many rows and parameters from a part of the rows
+            (``laplace.slope``).
+    """
+
+    name: ClassVar[str] = "laplace"
+    ends_at_map: ClassVar[bool] = True
+    predicts_linearised: ClassVar[bool] = True
+    revises: ClassVar[bool] = True
+    num_chains: int = 1
+    init_jitter: float = 0.0
+    estimator: str = "ggn"
+    structure: str = "diagonal"
+    num_samples: int | None = 1
+    sharing: str = "expand"
+    max_factor: int = 4096
+    rank: int = 32
+    max_rank: int | None = None
+    momentum: float = BETA_1
+    fit_prior: str | None = None
+    prior_scope: str = "model"
+    fit_noise: bool = False
+    strength: float = 1.0
+    check_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise ValueError(
+                f"{self.name}: temperature must be > 0, got {self.temperature}: at T = 0 the covariance is 0 and its "
+                'mean the MAP. Use method="map"'
+            )
+        if self.draws_per_chain != 1:
+            raise ValueError(
+                f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one Gaussian. "
+                "Use num_chains for a mixture"
+            )
+        self._check_choice("prior", self.prior, ("gaussian", "he"))
+        self._check_choice("estimator", self.estimator, ESTIMATORS)
+        self._check_choice("structure", self.structure, STRUCTURES)
+        self._check_choice("sharing", self.sharing, ("expand", "reduce"))
+        if self.fit_prior is not None:
+            self._check_choice("fit_prior", self.fit_prior, ("evidence", "heldout"))
+        self._check_choice("prior_scope", self.prior_scope, SCOPES)
+        if self.num_samples is not None:
+            self._check_count("num_samples", self.num_samples, minimum=1)
+        for field in ("max_factor", "rank"):
+            self._check_count(field, getattr(self, field), minimum=1)
+        if self.max_rank is not None:
+            self._check_count("max_rank", self.max_rank, minimum=1)
+            if self.structure != "low_rank":
+                raise ValueError(
+                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: the "
+                    "others hold as many numbers after every episode. Leave it out"
+                )
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+        self._check_number("strength", self.strength, minimum=0.0, strict=True)
+        if self.fit_prior is not None and self.strength != 1:
+            raise ValueError(
+                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: there is no "
+                "evidence of data that count several times"
+            )
+        if self.fit_prior == "heldout" and self.max_rank is not None:
+            raise ValueError(
+                f"{self.name}: max_rank={self.max_rank} is for a posterior as the prior, which fit_prior='heldout' "
+                "would replace: leave one out"
+            )
+        self._check_flag("fit_noise", self.fit_noise)
+        if self.fit_noise:
+            self._check_noise()
+        self.spec.check()
+
+    def _check_noise(self) -> None:
+        if self.fit_prior == "heldout":
+            raise ValueError(
+                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise has the largest "
+                "evidence, and the prior another measure. Use fit_prior='evidence' or None, or give noise_std"
+            )
+        if self.temperature != 1 or self.strength != 1:
+            raise ValueError(
+                f"{self.name}: fit_noise=True needs temperature=1 and strength=1, got {self.temperature:g} and "
+                f"{self.strength:g}: there is no evidence of a tempered likelihood, or of data that count several times"
+            )
+        if self.estimator not in ("ggn", "hessian"):
+            raise ValueError(
+                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: it follows "
+                "the curvature as 1 / noise_std^2, and an empirical Fisher goes with residuals / noise_std^4"
+            )
+
+    @property
+    def needs_heldout(self) -> bool:
+        return self.fit_prior == "heldout"
+
+    @property
+    def heldout_halves(self) -> bool:
+        return self.needs_heldout and self.prior_scope != "model"
+
+    @property
+    def joins_chains(self) -> bool:
+        return self.fit_noise or self.fit_prior == "heldout"
+
+    @property
+    def spec(self) -> CurvatureSpec:
+        """Estimator and structure."""
+        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "rank")
+        return CurvatureSpec(**{field: getattr(self, field) for field in fields})
+
+    def build(self, problem: Problem) -> Rule:
+        self._check_prior(problem)
+        # now, and not at the pass: that comes after all updates
+        self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
+
+        def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
+            return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
+
+        def finish(state: MAPState, draws: Tensor) -> Draws:
+            warnings.warn(
+                "laplace made no pass over the data: these are the chains' MAP points, with no spread. An energy has "
+                "no likelihood terms to find a curvature from; BayesianTrainer and fit_laplace do",
+                stacklevel=3,
+            )
+            return Draws.from_chains(draws[:, -1:])
+
+        def revise(state: MAPState, draws: Tensor, look: Look) -> Revision:
+            return self.revise(draws[:, -1], look, problem)
+
+        return Rule(begin, locate_at_theta, update, finish, revise)
+
+    def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
+        """The Gaussian around each row of ``theta`` [M, d], and what the pass found; a warning of what is diagonal."""
+        found = self.around(theta, look, problem)
+        # of all chains the same parts
+        if fallbacks := found.report["laplace"][0].get("diagonal"):
+            warnings.warn(account.what_is_diagonal(fallbacks, self.structure, problem.shapes))
+        return found
+
+    def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
+        """As ``revise``, without a word: for candidates that are compared."""
+        self._check_prior(problem)
+        surveys = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
+        noise_std, fitted, more = None, None, {}
+        if self.fit_noise:
+            assert problem.noise_std is not None
+            assert problem.root_columns is not None  # one for each number of a label
+            surveys, noise_std = with_fitted_noise(
+                surveys,
+                lambda number, one: self.expand(theta[number], one, problem),
+                noise_std=problem.noise_std,
+                count=problem.num_data * problem.root_columns,
+            )
+        if self.fit_prior == "heldout":
+            fitted, more["heldout_nll"] = self._by_heldout(theta, surveys, look, problem)
+        covariances, notes = [], []
+        for row, found in zip(theta, surveys, strict=True):
+            covariance, note = self._around(row, found, problem, fitted)
+            covariances.append(covariance)
+            notes.append(note | more)
+        return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
+
+    def _check_prior(self, problem: Problem) -> None:
+        if self.fit_noise and problem.noise_std is None:
+            raise ValueError(
+                f"{self.name}: fit_noise=True is for regressions: this likelihood has no noise_std. Leave it out"
+            )
+        if not isinstance(problem.prior, Gaussian):
+            return
+        if self.fit_prior is not None:
+            raise ValueError(
+                f"{self.name}: fit_prior={self.fit_prior!r} would replace the posterior that is the prior: leave it out"
+            )
+        if self.fit_noise:
+            raise ValueError(
+                f"{self.name}: fit_noise=True and a posterior as the prior do not go together, whose data had the "
+                "noise that they had: give noise_std, or leave prior= out"
+            )
+
+    def _by_heldout(
+        self, theta: Tensor, surveys: Sequence[Any], look: Look, problem: Problem
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """[d]: the prior precision, and what to report."""
+        _, given = prior_moments(problem.prior, theta[0])
+        assert isinstance(given, Tensor)
+        index = groups(self.prior_scope, _layout(problem))
+        if self.prior_scope == "model" and isinstance(self.prior_std, dict):
+            index = groups_by_expression(list(self.prior_std), problem.shapes)
+
+        def spread(number: int, precision: Tensor, noise: Tensor) -> Tensor:
+            curvature = surveys[number].curvature
+            return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
+
+        def ask(draws: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
+            return look(draws, HeldOut(part), gradient=gradient)
+
+        return fit_by_heldout(theta, given, index, spread, ask, halves=self.heldout_halves, seed=problem.seed)
+
+    @property
+    def _power(self) -> float:
+        """Of the likelihood."""
+        return 1 / self.temperature if self.temper == "likelihood" else 1.0
+
+    def _slope(self, found: Any) -> Slope | None:
+        """Of the tempered likelihood."""
+        return None if found.slope is None else found.slope.scaled(self._power)
+
+    def expand(self, theta: Tensor, found: Any, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
+        """The log posterior around ``theta`` [d], from a ``survey.Survey``, and the prior's precision."""
+        mean, precision = prior_moments(problem.prior, theta)
+        expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
+        if self.fit_prior == "evidence":
+            assert isinstance(precision, Tensor)
+            slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
+            with account.telling_how_far(slope, pull):
+                precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
+        return expansion, precision
+
+    def _around(
+        self, theta: Tensor, found: Any, problem: Problem, fitted: Tensor | None
+    ) -> tuple[Covariance, dict[str, Any]]:
+        """Around one row [d], with the precision that held-out rows have ``fitted``."""
+        expansion, precision = self.expand(theta, found, problem)
+        precision = precision if fitted is None else fitted
+        note: dict[str, Any] = {"log_lik": found.log_lik}
+        if self.fit_prior is not None:
+            assert isinstance(precision, Tensor)
+            note["prior_precision"] = account.summary(precision, self.prior_scope, problem.sizes)
+        curvature = found.curvature.scaled(self.strength)
+        slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
+        with account.telling_how_far(slope, pull):
+            covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
+        untempered = 1.0 if self.temper == "likelihood" else self.temperature
+        if isinstance(precision, Covariance):
+            log_det = covariance.log_det - len(theta) * math.log(untempered)
+            log_prior = log_normal(precision, expansion.offset) + 0.5 * len(theta) * math.log(2 * math.pi)
+            evidence = expansion.log_lik + log_prior + 0.5 * log_det
+        else:
+            evidence = expansion.log_evidence(precision)
+        if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
+            note["log_evidence"] = float(evidence)
+        if slope is not None:
+            note |= account.how_far(slope, pull, covariance, untempered)
+        if found.fallbacks:
+            note["diagonal"] = dict(found.fallbacks)
+        if self.max_rank is not None:
+            assert isinstance(covariance, LowRank)
+            covariance = covariance.truncated(self.max_rank)
+        return covariance, note
+
+
+def _layout(problem: Problem) -> Layout:
+    return Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
+
+
+def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covariance]:
+    """Mean [d], and precision [d] of a prior whose elements are independent, or the covariance of another Gaussian.
+
+    Raises:
+        ValueError: for another prior.
+    """
+    if isinstance(prior, Gaussian) and len(prior.means) == 1:
+        prior = prior.to(like)
+        return prior.means[0], prior.covariances[0]
+    if not isinstance(prior, GaussianPrior):
+        raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
+    return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)

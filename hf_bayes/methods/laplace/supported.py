@@ -1,0 +1,135 @@
+"""Which cells of estimator x structure exist, and what each module gets of a structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, FullSum, LowRankSum, Module
+from hf_bayes.methods.laplace.estimators import ESTIMATORS, Estimator, build_estimator
+from hf_bayes.methods.laplace.kronecker import KroneckerSum
+
+MAX_FULL = 8192
+"""d past which a dense [d, d] is refused."""
+
+MAX_HESSIAN = 2048
+"""d past which a Hessian, d backward passes of a batch, is refused."""
+
+MAX_PULLS = 1024
+"""Backward passes of one batch past which the exact GGN is refused."""
+
+STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
+
+_NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
+_UNDEFINED = {
+    "kronecker": _NO_SUM,
+    "kronecker_corrected": _NO_SUM,
+    "low_rank": "a low-rank curvature is a sum of squares, and a Hessian has negative eigenvalues",
+}
+"""Structures that a Hessian has not, and why."""
+
+_FACTORED = "K-FAC; the diagonal on a side longer than max_factor"
+MODULES = {
+    "LoRA A and B": dict.fromkeys(STRUCTURES, "yes") | {"kronecker": _FACTORED, "kronecker_corrected": _FACTORED},
+    "Linear, Conv1D": dict.fromkeys(STRUCTURES, "yes") | {"kronecker": _FACTORED, "kronecker_corrected": _FACTORED},
+    "classifier and LM heads": dict.fromkeys(STRUCTURES, "yes")
+    | {"kronecker": _FACTORED, "kronecker_corrected": _FACTORED},
+    "bias, norm, embedding, tied": dict.fromkeys(STRUCTURES, "yes")
+    | {"kronecker": "diagonal", "kronecker_corrected": "diagonal"},
+}
+"""Module -> structure -> what it gets there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureSpec:
+    """A cell of the table.
+
+    Attributes:
+        estimator: see ``estimators``.
+        structure: one of ``STRUCTURES``.
+        num_samples: draws of labels or signs; None is exact.
+        sharing: "expand" or "reduce", of K-FAC over positions.
+        max_factor: longest side of a Kronecker factor that is not diagonal.
+        rank: of "low_rank".
+    """
+
+    estimator: str = "ggn"
+    structure: str = "diagonal"
+    num_samples: int | None = 1
+    sharing: str = "expand"
+    max_factor: int = 4096
+    rank: int = 32
+
+    def check(self) -> None:
+        """Refuse a cell that is not there.
+
+        Raises:
+            ValueError: naming it and what there is.
+        """
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
+        if self.structure not in STRUCTURES:
+            raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {self.structure!r}")
+        if self.sharing not in ("expand", "reduce"):
+            raise ValueError(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
+        if self.estimator == "hessian" and self.structure in _UNDEFINED:
+            raise ValueError(
+                f"there is no structure={self.structure!r} of estimator='hessian': {_UNDEFINED[self.structure]}. Use "
+                "structure 'full' or 'diagonal', or estimator='ggn'"
+            )
+
+    def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
+        """Refuse what would take too long or too much memory.
+
+        Args:
+            dim: d.
+            most_terms: likelihood terms of the row that has most; None if nobody has counted.
+            root_columns: of a root of the Fisher information of a term (``Likelihood.num_root_columns``), or None.
+        Raises:
+            ValueError: naming the limit.
+        """
+        if self.estimator == "hessian" and dim > MAX_HESSIAN:
+            raise ValueError(
+                f"estimator='hessian' takes a backward pass for each of {dim} elements; the limit is {MAX_HESSIAN}: "
+                "use estimator='ggn', or a smaller subspace"
+            )
+        if self.structure == "full" and dim > MAX_FULL:
+            raise ValueError(
+                f"structure='full' holds a matrix of {dim} x {dim}; the limit is {MAX_FULL}: choose a smaller "
+                "subspace, or structure 'kronecker', 'low_rank' or 'diagonal'"
+            )
+        if self.estimator != "ggn" or self.num_samples is not None or most_terms is None or root_columns is None:
+            return
+        if most_terms * root_columns > MAX_PULLS:
+            raise ValueError(
+                f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
+                f"{most_terms * root_columns} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
+            )
+
+    def build_estimator(self) -> Estimator:
+        return build_estimator(self.estimator, self.num_samples)
+
+    def accumulator(
+        self, layout: Layout, like: Tensor, modules: Sequence[Module]
+    ) -> tuple[Accumulator, dict[str, str]]:
+        """What streams the structure's sums, and {parameter: why it is kept diagonally}."""
+        if self.structure.startswith("kronecker"):
+            kronecker = KroneckerSum(layout, like, modules, sharing=self.sharing, max_factor=self.max_factor)
+            return kronecker, kronecker.fallbacks
+        if self.structure == "low_rank":
+            return LowRankSum(layout, like, rank=self.rank), {}
+        return (FullSum if self.structure == "full" else DiagonalSum)(layout, like), {}
+
+
+def table() -> str:
+    """The cells, as markdown."""
+    lines = [f"| estimator | {' | '.join(STRUCTURES)} |", "|---" * (len(STRUCTURES) + 1) + "|"]
+    for estimator in ESTIMATORS:
+        cells = ["-" if estimator == "hessian" and s in _UNDEFINED else "yes" for s in STRUCTURES]
+        lines.append(f"| {estimator} | {' | '.join(cells)} |")
+    lines += ["", f"| module | {' | '.join(STRUCTURES)} |", "|---" * (len(STRUCTURES) + 1) + "|"]
+    lines += [f"| {module} | {' | '.join(cells[s] for s in STRUCTURES)} |" for module, cells in MODULES.items()]
+    return "\n".join(lines)

@@ -1,0 +1,287 @@
+"""Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), all chains in one batch.
+
+With V = U / T, scales s and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I), makes ``num_leapfrog``
+steps
+
+    p     -= e/2 s grad V(theta)
+    theta += e s p
+    p     -= e/2 s grad V(theta),
+
+and accepts the end with probability min(1, exp(-dH)): a diagonal mass matrix 1 / s^2, in coordinates theta / s.
+
+Stationary law: exp(-U / T) exactly, at any e and s. Both are tuned in burn-in, for each chain, and frozen with its last
+update. Doubling or halving finds the first e (Hoffman & Gelman 2014, algorithm 4). From there Robbins-Monro, as in
+``metropolis``, moves log e towards the target acceptance,
+
+    log e += 2.5 (t + 10)^-0.75 (acceptance - target),   t = 1, 2, ... since the last change of s;
+
+an average of these log e is what is frozen. 2.5 is 1 / |d acceptance / d log e| at 0.8: with sigma^2 the variance of
+dH, which grows as e^4, acceptance = 2 Phi(-sigma / 2), and its slope there is 2 sigma phi(sigma / 2) = 0.39. The dual
+averaging of Hoffman & Gelman moves log e by as much as 0.5 at a time, and acceptance is concave in log e: frozen at the
+mean of such moves it was 0.86 to 0.96 where 0.8 was asked for, and after burn-ins of 20 updates a quarter of the chains
+accepted nothing.
+
+s is the standard deviation of the chain's positions in windows that double, as in Stan (``mass_windows``). When s
+changes to s', e changes by the factor mean_i((s_i / s'_i)^4)^(1/4): of a Gaussian law with standard deviations s' the
+variance of dH is proportional to sum_i (e s_i / s'_i)^4 for small e, and stays.
+
+Every update runs at e (1 + jitter (2u - 1)), u uniform and independent of the state: without it a trajectory as long
+as the period of some direction brings that direction back to where it was, for ever.
+
+``num_leapfrog`` gradients an update; energy and gradient at theta are carried along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import rand, randn
+from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
+from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.energy import energy, grad_energy
+from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+
+Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""theta [M, d] -> V = U / T [M] and its gradient [M, d]."""
+
+MAX_ENERGY_ERROR = 1000.0
+"""|dH| beyond which a trajectory is called divergent and rejected (Stan's bound). Symmetric in the sign of dH, so a
+trajectory and its reversal are rejected alike and the stationary law stays exact."""
+
+
+class HMCState(NamedTuple):
+    """What the next update needs; V = U / T.
+
+    Attributes:
+        theta: [M, d].
+        potential: [M] V at theta.
+        gradient: [M, d] grad V at theta.
+        log_step: [M] log e of the next update.
+        log_step_mean: [M] its weighted average, what is frozen.
+        scale: [M, d] s.
+        mean, squares: [M, d] of the positions in this window, and of their deviations from it, summed.
+        step: [M] int64, updates done.
+    """
+
+    theta: Tensor
+    potential: Tensor
+    gradient: Tensor
+    log_step: Tensor
+    log_step_mean: Tensor
+    scale: Tensor
+    mean: Tensor
+    squares: Tensor
+    step: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMCConfig(MethodConfig):
+    """Hamiltonian Monte Carlo.
+
+    Attributes:
+        num_leapfrog: leapfrog steps (gradients) in an update.
+        step_size: leapfrog step e in parameter units; None takes the run's learning_rate. With burn-in it is where the
+            search for the first e starts, without it is used as it is.
+        target_acceptance: mean acceptance probability the adaptation aims at. None: no adaptation, of the mass neither.
+        adapt_mass: whether burn-in learns a diagonal mass matrix (burn-ins below 20 updates never do).
+        jitter: each update's e is uniform on e (1 +- jitter).
+    """
+
+    name: ClassVar[str] = "hmc"
+    full_batch: ClassVar[bool] = True
+    num_leapfrog: int = 10
+    step_size: float | None = None
+    target_acceptance: float | None = 0.8
+    adapt_mass: bool = True
+    jitter: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_temperature(self.name, self.temperature)
+        self._check_count("num_leapfrog", self.num_leapfrog, minimum=1)
+        if self.step_size is not None:
+            self._check_number("step_size", self.step_size, minimum=0.0, strict=True)
+        if self.target_acceptance is not None:
+            self._check_number("target_acceptance", self.target_acceptance, minimum=0.0, maximum=1.0, strict=True)
+        self._check_number("jitter", self.jitter, minimum=0.0, maximum=1.0)
+
+    def build(self, problem: Problem) -> Kernel:
+        first_size = self.step_size if self.step_size is not None else problem.learning_rate
+        adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
+        windows = mass_windows(adapted_steps) if self.adapt_mass else ()
+
+        def potential_of(evaluate: Evaluate) -> Potential:
+            def potential(theta: Tensor) -> tuple[Tensor, Tensor]:
+                evaluation, weight = evaluate(theta), self.prior_weight
+                value = energy(evaluation, theta, problem.prior, prior_weight=weight)
+                gradient = grad_energy(evaluation, theta, problem.prior, prior_weight=weight)
+                return value / self.temperature, gradient / self.temperature
+
+            return potential
+
+        def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> HMCState:
+            potential = potential_of(evaluate)
+            value, gradient = potential(theta)
+            check_start(self.name, value, gradient)
+            size = theta.new_full((len(theta),), first_size)
+            if adapted_steps > 0:
+                size = find_step_size(theta, randn(rngs, theta), value, gradient, size, potential)
+            mean, squares = torch.zeros_like(theta), torch.zeros_like(theta)
+            done = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            return HMCState(theta, value, gradient, size.log(), size.log(), torch.ones_like(theta), mean, squares, done)
+
+        def step(state: HMCState, evaluate: Evaluate, rngs: Rngs) -> tuple[HMCState, Info]:
+            size = state.log_step.exp()
+            jittered = size * (1 + self.jitter * (2 * rand(rngs, state.theta) - 1))
+            momentum = randn(rngs, state.theta)
+            theta, end_momentum, value, gradient = leapfrog(
+                state.theta,
+                momentum,
+                state.gradient,
+                jittered[:, None] * state.scale,
+                self.num_leapfrog,
+                potential_of(evaluate),
+            )
+            error = energy_error(momentum, end_momentum, state.potential, value)
+            divergent = error.abs() > MAX_ENERGY_ERROR
+            acceptance = (-error).clamp(max=0).exp().masked_fill(divergent, 0.0)
+            accepted = rand(rngs, state.theta) < acceptance
+            moved = state._replace(
+                theta=torch.where(accepted[:, None], theta, state.theta),
+                potential=torch.where(accepted, value, state.potential),
+                gradient=torch.where(accepted[:, None], gradient, state.gradient),
+                step=state.step + 1,
+            )
+            info = {
+                "acceptance": acceptance,
+                "step_size": size,
+                "energy_error": error,
+                "divergent": divergent.to(size.dtype),
+            }
+            return tuned(moved, acceptance), info
+
+        def tuned(state: HMCState, acceptance: Tensor) -> HMCState:
+            done = int(state.step[0])  # updates of every chain
+            if done > adapted_steps:
+                return state
+            assert self.target_acceptance is not None
+            found = max((edge for edge in windows[1:] if edge < done), default=0)
+            state = with_step_size(state, self.target_acceptance - acceptance, done - found)
+            if windows and windows[0] < done <= windows[-1]:
+                count = done - max(edge for edge in windows if edge < done)
+                state = with_position(state, count)
+                if done in windows:
+                    state = with_scale(state, count)
+            return state._replace(log_step=state.log_step_mean) if done == adapted_steps else state
+
+        def finish(state: HMCState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Kernel(init, step, finish)
+
+
+def with_step_size(state: HMCState, shortfall: Tensor, t: int) -> HMCState:
+    """Robbins-Monro's update ``t``, from 1; ``shortfall`` [M] is target - acceptance."""
+    log_step = state.log_step - 2.5 * (t + 10) ** -0.75 * shortfall.to(state.log_step.dtype)
+    return state._replace(log_step=log_step, log_step_mean=torch.lerp(state.log_step_mean, log_step, t**-0.75))
+
+
+def mass_windows(adapted_steps: int) -> tuple[int, ...]:
+    """Updates between which positions are gathered: Stan's windows of 25, 50, 100, ..., the last as long as is left.
+
+    Before them a chain finds the typical set (75 updates), after them its step size (50); of fewer than 150 updates
+    these take 15 and 10 %, and of fewer than 20 there are no windows.
+    """
+    if adapted_steps < 20:
+        return ()
+    first, after, size = (
+        (75, 50, 25) if adapted_steps >= 150 else (adapted_steps * 15 // 100, adapted_steps // 10, None)
+    )
+    edges, last = [first], adapted_steps - after
+    while size is not None and edges[-1] + 3 * size <= last:  # else the next one, of 2 sizes, would not fit behind it
+        edges.append(edges[-1] + size)
+        size *= 2
+    return (*edges, last)
+
+
+def with_position(state: HMCState, count: int) -> HMCState:
+    """The position as number ``count`` of its window, from 1 (Welford's recursion)."""
+    mean, squares = (torch.zeros_like(state.mean),) * 2 if count == 1 else (state.mean, state.squares)
+    deviation = state.theta - mean
+    mean = mean + deviation / count
+    return state._replace(mean=mean, squares=squares + deviation * (state.theta - mean))
+
+
+def with_scale(state: HMCState, count: int) -> HMCState:
+    """The window's standard deviations as scales, their logarithms drawn to the mean one as by 5 more positions.
+
+    The step size goes along: the variance of dH stays as it was, where the scales are those of a Gaussian law.
+    """
+    total = state.squares.mean(1, keepdim=True)
+    # a coordinate that rounding kept still gets the smallest scale that its neighbours' digits allow
+    least = total.clamp_min(torch.finfo(total.dtype).tiny) * torch.finfo(total.dtype).eps
+    logs = 0.5 * (state.squares.maximum(least) / count).log()
+    logs = (count * logs + 5 * logs.mean(1, keepdim=True)) / (count + 5)
+    scale = torch.where(total > 0, logs.exp(), state.scale)  # a still chain keeps its scales
+    factor = 0.25 * (4 * (state.scale / scale).log()).logsumexp(1) - 0.25 * math.log(scale.shape[1])
+    log_step = state.log_step_mean + factor
+    return state._replace(scale=scale, log_step=log_step, log_step_mean=log_step)
+
+
+def leapfrog(
+    theta: Tensor, momentum: Tensor, gradient: Tensor, step_size: Tensor, num_leapfrog: int, potential: Potential
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Leapfrog steps of size ``step_size`` [M, 1 or d]: time-reversible and volume-preserving, local error O(e^3).
+
+    Returns:
+        theta [M, d], momentum [M, d], V [M] and grad V [M, d] at the end. The potential is only ever asked at finite
+        theta: a chain whose trajectory has left the numbers stands still, and its momentum stays non-finite.
+    """
+    for _ in range(num_leapfrog):
+        momentum = momentum - step_size / 2 * gradient
+        moved = theta + step_size * momentum
+        theta = torch.where(moved.isfinite().all(1, keepdim=True), moved, theta)
+        value, gradient = potential(theta)
+        momentum = momentum - step_size / 2 * gradient
+    return theta, momentum, value, gradient
+
+
+def energy_error(start_momentum: Tensor, end_momentum: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """[M]: dH of a trajectory; inf where it is not a number."""
+    # the difference of squares element by element: two sums of d squares would lose dH in float32 when d is large
+    kinetic = 0.5 * ((end_momentum - start_momentum) * (end_momentum + start_momentum)).sum(1)
+    error = end - start + kinetic
+    return torch.where(error.isfinite(), error, torch.inf)
+
+
+def find_step_size(
+    theta: Tensor,
+    momentum: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    step_size: Tensor,
+    potential: Potential,
+) -> Tensor:
+    """[M]: ``step_size`` doubled or halved until one leapfrog step's acceptance crosses 1/2 (their algorithm 4)."""
+
+    def log_acceptance(step_size: Tensor) -> Tensor:
+        _, end_momentum, end, _ = leapfrog(theta, momentum, gradient, step_size[:, None], 1, potential)
+        return -energy_error(momentum, end_momentum, value, end)
+
+    log_ratio = log_acceptance(step_size)
+    direction = torch.where(log_ratio > -math.log(2), 1.0, -1.0).to(step_size.dtype)
+    searching = torch.ones_like(log_ratio, dtype=torch.bool)
+    for _ in range(50):  # 15 decades; a potential that is flat over all of them has no scale to find
+        searching = searching & (direction * log_ratio > -direction * math.log(2))
+        if not searching.any():
+            break
+        step_size = torch.where(searching, step_size * 2**direction, step_size)
+        log_ratio = log_acceptance(step_size)
+    return step_size

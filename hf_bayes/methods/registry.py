@@ -1,0 +1,155 @@
+"""All methods by name, and the one way to build them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig, warm_start, warm_start_kernel
+from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
+from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
+from hf_bayes.methods.averaging.snapshot import SnapshotConfig
+from hf_bayes.methods.averaging.swa import SWAConfig
+from hf_bayes.methods.averaging.swag import SWAGConfig
+from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.mcmc.gps import GPSConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.sgmcmc.agps import AGPSConfig
+from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+
+METHODS: dict[str, type[MethodConfig]] = {
+    "sghmc": SGHMCConfig,
+    "sgld": SGLDConfig,
+    "baoab": BAOABConfig,
+    "sgnht": SGNHTConfig,
+    "sghmc_euler": SGHMCEulerConfig,
+    "map": MAPConfig,
+    "ensemble": EnsembleConfig,
+    "mean_field": MeanFieldConfig,
+    "metropolis": MetropolisConfig,
+    "hmc": HMCConfig,
+    "laplace": LaplaceConfig,
+    "penalty": PenaltyConfig,
+    "agps": AGPSConfig,
+    "gps": GPSConfig,
+    "sgd_mc": SGDMCConfig,
+    "snapshot": SnapshotConfig,
+    "swa": SWAConfig,
+    "swag": SWAGConfig,
+    "mc_dropout": MCDropoutConfig,
+}
+
+
+def from_dict(values: Mapping[str, Any]) -> MethodConfig:
+    """The config that ``MethodConfig.to_dict`` wrote: its ``name`` and any of its fields (others keep their defaults).
+
+    Raises:
+        ValueError: for a missing or unknown name, an unknown field (listing what exists) or a refused value.
+    """
+    name = values.get("name")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"unknown method {name!r} (key 'name'): the methods are {', '.join(sorted(METHODS))}")
+    config = METHODS[name]
+    known = sorted(field.name for field in fields(config))
+    unknown = sorted(set(values) - {"name", *known})
+    if unknown:
+        raise ValueError(f"{name} has no field {', '.join(map(repr, unknown))}: its fields are {', '.join(known)}")
+    return config(**{key: value for key, value in values.items() if key != "name"})
+
+
+def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
+    """The method for this problem, with its warm start.
+
+    Raises:
+        ValueError: if the method cannot run on it.
+    """
+    _check(config, problem)
+    steps = config.warm_start_steps
+    if not steps:
+        return _build(config, problem)
+    # The method's own adaptation is over when burn-in is: it sees a run that begins after the warm start.
+    later = problem._replace(
+        num_steps=problem.num_steps - steps,
+        burn_in=problem.burn_in - steps,
+        draw_steps=_counted_from(steps, problem.draw_steps),
+    )
+    method = _build(config, later)
+    warm: dict[str, Any] = {"steps": steps, "learning_rate": config.warm_start_learning_rate, "problem": problem}
+    if isinstance(method, Kernel):
+        return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
+    return warm_start(method, **warm, prior_weight=config.prior_weight)
+
+
+def map_rule(config: MethodConfig, problem: Problem) -> Rule:
+    """What finds the MAP estimate of a posterior that ``config`` samples."""
+    return MAPConfig(temper=config.temper).build(problem)
+
+
+def rate_factor(config: MethodConfig, step: int, draw_steps: range) -> float:
+    """l_t / l_0 of update ``step`` (from 0) of a run, in (0, 1]; a warm start has a learning rate of its own."""
+    begin = config.warm_start_steps
+    if config.schedule is None or step < begin:
+        return 1.0
+    return config.schedule.learning_rate(step - begin, _counted_from(begin, draw_steps))
+
+
+def _counted_from(begin: int, draw_steps: range) -> range:
+    return range(draw_steps.start - begin, draw_steps.stop - begin, draw_steps.step)
+
+
+def _build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
+    """The method under its schedule."""
+    method, schedule, draws = config.build(problem), config.schedule, problem.draw_steps
+    if schedule is None:
+        return method
+    schedule.check(draws)
+    if isinstance(method, Kernel):
+        raise ValueError(f"{config.name} finds its own step size and would ignore schedule={schedule.name!r}")
+    if not schedule.has_ramp:
+        return method
+    try:
+        replace(config, temperature=0.0)
+    except ValueError as error:
+        raise ValueError(f"schedule {schedule.name!r} starts its cycles at T = 0, but {error}") from error
+
+    def at(step: int) -> Rule:
+        warmth = schedule.temperature(step, draws)
+        rule = replace(config, temperature=config.temperature * warmth).build(problem)
+        assert isinstance(rule, Rule)
+        return rule
+
+    def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+        return at(int(state.step[0])).update(state, evaluation, lr, rngs)  # all chains have done the same updates
+
+    return method._replace(init=at(0).init, update=update)
+
+
+def _check(config: MethodConfig, problem: Problem) -> None:
+    for field in ("num_data", "learning_rate"):
+        value = getattr(problem, field)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{config.name}: {field} must be a finite number > 0, got {value!r}")
+    if config.warm_start_steps > problem.burn_in:
+        raise ValueError(
+            f"{config.name}: warm_start_steps={config.warm_start_steps} count as burn-in, which is {problem.burn_in} "
+            f"of {problem.num_steps} updates: raise burn_in or lower warm_start_steps"
+        )
+    if config.temperature == 0 and type(config).temperature != 0:  # an optimiser's own default is T = 0
+        goal = "posterior" if config.temper == "posterior" else "likelihood"
+        warnings.warn(
+            f"{config.name} at temperature 0 maximises the {goal}: its draws are no posterior samples",
+            stacklevel=3,
+        )

@@ -1,0 +1,103 @@
+"""SGHMC in the Euler form of posteriors app. B.2: theta moves with the old momentum.
+
+    h_t, gamma, beta_t                         as in sghmc
+    theta_t = theta_{t-1} + h_t m_{t-1}
+    m_t = beta_t m_{t-1} - h_t grad U(theta_{t-1}) + sqrt(2 gamma h_t T) R_t
+
+In B.2, with theirs on the right: l = (epsilon / sigma)^2, 1 - beta = epsilon alpha / sigma^2, m = sqrt(N) m / sigma and
+T = N times their temperature. ``sghmc`` is the better choice; this form is for comparison with posteriors.
+
+Stationary law for U = lambda theta^2 / 2, constant l, b = beta and x = h^2 lambda:
+
+    E theta^2 = (T / lambda) (1 - b) (1 + b + x) / ((1 - b - x) (1 + b + x / 2))
+    E m^2 = 2 T (1 - b) / ((1 - b - x) (1 + b + x / 2))
+
+so it is stable for x < 1 - beta only, where sghmc's bound is 2 (1 + beta). A gradient of U with noise of variance V
+adds h^2 V / (2 (1 - b)) to T. Weak order 1 in h. At T = 0 and constant l, theta_{t+1} is where
+``torch.optim.SGD(momentum=beta)`` would go with gradients taken one update earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.rng import randn
+from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
+from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.energy import grad_energy
+from hf_bayes.methods.sgmcmc.gradient_noise import (
+    CorrectedLangevinConfig,
+    noise_ratio,
+    open_account,
+    remaining_std,
+    require_friction,
+)
+
+
+class SGHMCEulerState(NamedTuple):
+    """Position and momentum."""
+
+    theta: Tensor
+    """[M, d]"""
+    momentum: Tensor
+    """[M, d] of unit mass, variance about T."""
+    step: Tensor
+    """[M] int64 updates done."""
+    account: Tensor
+    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGHMCEulerConfig(CorrectedLangevinConfig):
+    """Euler-Maruyama SGHMC, the form of the posteriors library.
+
+    Attributes:
+        momentum: beta in [0, 1); the friction is (1 - beta) sqrt(N / l_0).
+    """
+
+    name: ClassVar[str] = "sghmc_euler"
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+
+    def build(self, problem: Problem) -> Rule:
+        peak, temperature = problem.learning_rate, self.temperature
+        friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
+
+        def init(theta: Tensor, rngs: Rngs) -> SGHMCEulerState:
+            step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+            account = open_account(theta, problem)
+            return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
+
+        def update(
+            state: SGHMCEulerState, evaluation: Evaluation, lr: float, rngs: Rngs
+        ) -> tuple[SGHMCEulerState, Info]:
+            h = math.sqrt(lr / problem.num_data)
+            decay = 1 - h * friction
+            require_friction(self.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=self.momentum)
+            gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
+            injected = 2 * friction * h * temperature
+            noise_std: float | Tensor = math.sqrt(injected)
+            if self.correct_gradient_noise:
+                noise_std, state = remaining_std(
+                    state, evaluation.grad_variance, problem, name=self.name, injected=injected, squared_step=h**2
+                )
+            theta = state.theta + h * state.momentum
+            momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
+            kinetic = momentum.square().mean(1)
+            info = {
+                "kinetic_temperature": kinetic,
+                "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),  # x -> 0
+                "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
+                **noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=h**2),
+            }
+            return SGHMCEulerState(theta, momentum, state.step + 1, state.account), info
+
+        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))

@@ -1,0 +1,1 @@
+"""Bayesian versions of transformers models: attach and load them, predict, and generate with uncertainty."""

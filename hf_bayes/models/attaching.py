@@ -1,0 +1,86 @@
+"""A member axis for a model that is already there."""
+
+from __future__ import annotations
+
+from peft import PeftModel
+from torch import Tensor, nn
+
+from hf_bayes.core.layout import initial, select
+from hf_bayes.members.stacked import refuse_attached
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import refuse_foreign
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.classification import (
+    BayesianClassifier,
+    BayesianModelForAudioClassification,
+    BayesianModelForImageClassification,
+    BayesianModelForSequenceClassification,
+    BayesianModelForTokenClassification,
+    refuse_noise_std,
+)
+from hf_bayes.models.image_text import BayesianModelForImageTextToText
+from hf_bayes.models.recognition import task_of
+from hf_bayes.posteriors.posterior import require_members
+
+MODELS: dict[str, type[BayesianModel]] = {
+    kind.task: kind
+    for kind in (
+        BayesianModelForCausalLM,
+        BayesianModelForSequenceClassification,
+        BayesianModelForTokenClassification,
+        BayesianModelForImageClassification,
+        BayesianModelForAudioClassification,
+        BayesianModelForImageTextToText,
+    )
+}
+"""Name of a task -> the class of its Bayesian models."""
+
+
+def attach(
+    model: nn.Module,
+    theta: Tensor | None = None,
+    *,
+    subspace: str = "trainable",
+    num_members: int = 1,
+    trunk: bool = True,
+    noise_std: float | None = None,
+) -> BayesianModel:
+    """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
+
+    Args:
+        model: a model of one of the tasks in ``hf_bayes.posteriors.tasks``; only its forwards and hooks are changed.
+        theta: [M, d] members; None means ``num_members`` copies of the model's own values.
+        subspace: which parameters are random (see ``subspace.select``). A model of which nothing is frozen needs "all",
+            also where ``theta`` is given.
+        num_members: M, where theta is not given.
+        trunk: run the layers before the first random one once for all members.
+        noise_std: of a regression head's Gaussian likelihood; other heads refuse it.
+    Raises:
+        ValueError: for what cannot be stacked, naming it; the model is then as it was.
+    """
+    refuse_attached(model)
+    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    refuse_foreign(model, core)
+    kind = MODELS[task_of(core).name]
+    layout = select(model, subspace)
+    if theta is None:
+        require_members(num_members)
+        theta = initial(model, layout).expand(num_members, -1).clone()
+    if issubclass(kind, BayesianClassifier):
+        return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)
+    refuse_noise_std(noise_std, "a language model")
+    return kind(model, layout, theta, trunk=trunk)
+
+
+def refuse_frozen_adapter(model: BayesianModel) -> None:
+    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
+    if not isinstance(model.model, PeftModel):
+        return
+    name = model.model.active_adapter
+    own = [n for n, _ in model.model.named_parameters() if ".lora_" in n or ".modules_to_save." in n]
+    frozen = [n for n in own if f".{name}." in f"{n}." and n not in model.layout.names]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} tensors of the adapter are not random, first {frozen[0]}: their values would not be saved "
+            "with the posterior. Sample the whole adapter (subspace='trainable'), or merge it first (merge_and_unload)"
+        )

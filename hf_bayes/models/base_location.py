@@ -1,0 +1,94 @@
+"""The place of a posterior's base model, and the places and models that are refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from hf_bayes.posteriors.hub import DOWNLOAD, is_local
+from hf_bayes.posteriors.posterior import Posterior
+
+
+def locate(
+    posterior: Posterior, given: Any, location: dict[str, Any], trust_remote_code: bool
+) -> tuple[str, dict[str, Any]]:
+    """Find the base model's name or folder, and the keyword arguments of ``from_pretrained`` beside it.
+
+    Args:
+        posterior: it records a name.
+        given: a name or folder to take in its place; None, or a model, takes the recorded one.
+        location: as ``Posterior.from_pretrained`` takes it.
+        trust_remote_code: whether code of the base model's repository may run.
+    Returns:
+        ("", ...) if neither names one.
+    Raises:
+        ValueError: if the name is the posterior's own folder or repository, whose code never runs.
+        FileNotFoundError: if the recorded name is a path, and there is nothing.
+    """
+    recorded = posterior.config.base_model
+    hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
+    if given is not None and not isinstance(given, str | os.PathLike | nn.Module):
+        raise ValueError(
+            f"base_model must be a name, a folder or a transformers model, got {type(given).__name__}: leave it out to "
+            "take the name that the posterior records"
+        )
+    is_given = isinstance(given, str | os.PathLike)
+    name = str(given) if is_given else recorded["name_or_path"] or ""
+    if name and _is_own(posterior, name):
+        raise ValueError(
+            f"the base model of {_what(posterior)} is said to be {name!r}, which is the posterior's own place: no code "
+            "or model is taken from there. Give the base model's name or folder as base_model="
+        )
+    if not is_given and is_local(name) and not os.path.isdir(name):
+        raise FileNotFoundError(_missing(posterior, name))
+    return name, hub if is_given else {**hub, "revision": recorded["revision"] or "main"}
+
+
+@contextmanager
+def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
+    """Name the missing folder and ``base_model=`` if loading from a recorded name fails: it may have been a path."""
+    try:
+        yield
+    except OSError as error:
+        if given is not None or os.path.isdir(name):
+            raise
+        raise OSError(f"{_missing(posterior, name)} ({error})") from error
+
+
+def refuse_adapted(model: nn.Module) -> None:
+    """Raise for a base model that has an adapter already, whose layers would count as the base model's own."""
+    if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            f"base_model is a {type(model).__name__} with an adapter of peft: give the model without it "
+            "(peft_model.unload(), or merge_and_unload() if its adapter belongs to the base), or its name or folder"
+        )
+
+
+def _is_own(posterior: Posterior, name: str) -> bool:
+    """Return whether a name leads to the posterior's own files, here or on the Hub."""
+    if posterior.folder is None:
+        return False
+    own = Path(posterior.folder)
+    repository = own.parent.parent  # in the cache of the Hub, where there may be other revisions of it
+    is_whole_repository = own.parent.name == "snapshots" and repository.name.startswith("models--")
+    if os.path.isdir(name):
+        return Path(os.path.realpath(name)).is_relative_to(repository if is_whole_repository else own)
+    return is_whole_repository and name.lower() == (posterior.source or "").lower()
+
+
+def _missing(posterior: Posterior, name: str) -> str:
+    return (
+        f"{_what(posterior)} records its base model as {name!r}, and {os.path.abspath(name)} is no folder here: give "
+        "the folder, or the name on the Hub, as base_model="
+    )
+
+
+def _what(posterior: Posterior) -> str:
+    return posterior.source or "this posterior"

@@ -1,0 +1,240 @@
+"""Which models may be a base, and how a posterior recognises the one, and the tokenizer, that it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from peft import LoraConfig, PeftConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
+from hf_bayes.core.layout import Layout
+from hf_bayes.models import lora_layers
+from hf_bayes.models.config_fingerprint import evaluation_fields
+from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors.storage.formats import plain
+from hf_bayes.posteriors.tasks import SUPPORTED
+
+_HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
+"""What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
+    """Raise, before anything is read or touched, for a model that no member axis fits."""
+    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
+        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
+        raise ValueError(
+            f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
+        )
+    if isinstance(model, PeftModel):
+        _refuse_adapter(model.peft_config[model.active_adapter])
+    refuse_spread(core)
+
+
+def _refuse_adapter(config: PeftConfig) -> None:
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"an adapter of peft's {config.peft_type.value} adds virtual tokens outside the model's layers, which a "
+            "member axis cannot see. Use LoRA, or give the model without it (get_base_model())"
+        )
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith("pissa_niter"):
+        raise ValueError(
+            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
+            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
+        )
+    if isinstance(config, LoraConfig):
+        lora_config.check_start(start, "the adapter of this model")
+        if config.layer_replication:
+            raise ValueError(
+                "layer_replication copies layers of the base model, which a posterior cannot hold. Give a model that "
+                "has these layers"
+            )
+
+
+def refuse_spread(core: nn.Module) -> None:
+    """Raise if a model's weights are on several devices, or some of them on none (offloaded): members need them on one.
+
+    To be called before its weights are read.
+    """
+    devices = sorted({str(device) for device in (getattr(core, "hf_device_map", None) or {}).values()})
+    found = devices if len(devices) > 1 else sorted({str(parameter.device) for parameter in core.parameters()})
+    if len(found) > 1 or found == ["meta"]:
+        raise ValueError(
+            f"the base model is spread over {found}: members need it on one device. Load it with, e.g., "
+            "device_map='cuda:0'"
+        )
+
+
+def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
+    """The ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
+
+    Random parameters are left out of the fingerprint: their values are the posterior's (a fresh head's are nobody's).
+    """
+    config = core.config
+    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
+    return {
+        "name_or_path": _name(model, core),
+        "revision": getattr(config, "_commit_hash", None),
+        "dtype": str(core.dtype).removeprefix("torch."),
+        "fingerprint": {
+            "weights": fingerprint_weights(model, layout),
+            "config": fingerprint_json(evaluation_fields(config.to_dict())),
+            "tokenizer": fingerprint_tokenizer(words) if isinstance(words, PreTrainedTokenizerBase) else None,
+        },
+    }
+
+
+def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
+    """Over the frozen weights."""
+    return fingerprint_tensors(_base_parameters(model, layout))
+
+
+def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
+    """The ``head`` entry of a posterior: with what its base model is loaded, and was quantised."""
+    head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
+    if not core.can_generate():
+        head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
+    quantization = getattr(core.config, "quantization_config", None)
+    if quantization is not None:
+        head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return head if noise_std is None else {**head, "noise_std": noise_std}
+
+
+def head_settings(head: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``AutoConfig.from_pretrained`` that give a base model the head it had."""
+    settings = {name: head[name] for name in _HEAD if name in head}
+    if "labels" in head:
+        settings["id2label"] = dict(enumerate(head["labels"]))
+        settings["label2id"] = {label: index for index, label in enumerate(head["labels"])}
+    return settings
+
+
+def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
+    """Raise, before a model is built, for settings of a head that no model has.
+
+    Args:
+        head: of a posterior.
+        config: the base model's, as it is without them.
+        layout: the posterior's parameters, among which a head of another size must be.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    ids = [head.get(name) for name in _HEAD if name.endswith("_token_id")]
+    flat = [number for value in ids for number in (value if isinstance(value, list) else [value])]
+    if odd := [n for n in flat if n is not None and (type(n) is not int or not 0 <= n < 2**31)]:
+        raise ValueError(f"a special token of the posterior's head is {odd[0]!r:.100}, expected an id >= 0")
+    if (kind := head.get("problem_type")) not in (None, *_PROBLEMS):
+        raise ValueError(
+            f"problem_type of the posterior's head is {kind!r:.100}, expected one of {', '.join(_PROBLEMS)}"
+        )
+    labels = head.get("labels", [])
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ValueError(f"labels of the posterior's head must be a list of names, got {labels!r:.100}")
+    if labels and len(labels) != config.num_labels and all(shape[:1] != (len(labels),) for shape in layout.shapes):
+        raise ValueError(
+            f"the posterior's head has {len(labels):,} labels, its base model {config.num_labels:,}, and no parameter "
+            "of the posterior has as many rows: refused"
+        )
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Over vocabulary, merges and normalisation; padding and truncation are settings of a call."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return fingerprint_json(tokenizer.get_vocab())
+    content = json.loads(backend.to_str())
+    return fingerprint_json({k: v for k, v in content.items() if k not in ("padding", "truncation")})
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """In words, what keeps a posterior from running on a model; empty if nothing does."""
+    words = {
+        "weights": "other weights",
+        "config": "another architecture or configuration",
+        "tokenizer": "another tokenizer",
+    }
+    problems = []
+    if expected["dtype"] not in (None, found["dtype"]):
+        problems.append(f"dtype {found['dtype']} where the posterior was made with {expected['dtype']}")
+    for part, description in words.items():
+        want, got = expected["fingerprint"].get(part), found["fingerprint"].get(part)
+        if want is not None and got is not None and want != got:
+            problems.append(f"{description} ({part} fingerprint {got[:12]}, expected {want[:12]})")
+    return problems
+
+
+def head_differences(head: dict[str, Any], config: Any) -> list[str]:
+    """In words, what of a classifier's ``config`` would have its outputs read in another way than ``head`` says."""
+    problems = output_differences(head, config)
+    pad = getattr(config, "pad_token_id", None)
+    if "labels" in head and head.get("pad_token_id") not in (None, pad):
+        problems.append(f"the pad_token_id {pad}, expected {head['pad_token_id']}")
+    return problems
+
+
+def output_differences(head: dict[str, Any], config: Any) -> list[str]:
+    """In words, what of a classifier's ``config`` would make its outputs stand for something else than ``head`` says.
+
+    Labels that nobody has named are no other labels.
+    """
+    if "labels" not in head:
+        return []
+    labels, problems = head["labels"], []
+    found_labels = [config.id2label[index] for index in range(config.num_labels)]
+    unnamed = [f"LABEL_{index}" for index in range(len(labels))]
+    equal = found_labels == labels or unnamed in (found_labels, labels)
+    if not equal or len(found_labels) != len(labels):
+        problems.append(f"the labels {found_labels}, expected {labels}")
+    found, expected = (
+        problem or ("regression" if len(labels) == 1 else "single_label_classification")
+        for problem in (getattr(config, "problem_type", None), head.get("problem_type"))
+    )
+    if found != expected:
+        problems.append(f"the problem_type {found!r}, expected {expected!r}")
+    return problems
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any] | None:
+    """The content of adapter_config.json, each module by its full name; None for a model without an adapter.
+
+    Raises:
+        ValueError: for a LoRA that posteriors do not support, naming the field.
+    """
+    if not isinstance(model, PeftModel):
+        return None
+    config = model.peft_config[model.active_adapter]
+    content = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
+    if not isinstance(config, LoraConfig):
+        return content
+    known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}  # of a field that is newer than this
+    content = {name: value for name, value in content.items() if name in known or value != defaults.get(name)}
+    return lora_config.checked({**content, **lora_layers.names_of(model)})
+
+
+def _name(model: nn.Module, core: PreTrainedModel) -> str:
+    if isinstance(model, PeftModel):
+        name = model.peft_config[model.active_adapter].base_model_name_or_path
+        if name:
+            return str(name)
+    return str(getattr(core, "name_or_path", "") or getattr(core.config, "_name_or_path", "") or "")
+
+
+def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:
+    """The frozen parameters under the names that they have in the base model alone."""
+    random = set(layout.names)
+    values = dict(model.named_parameters(remove_duplicate=False))
+    random_ids = {id(values[name]) for name in layout.names}
+    found = []
+    for name, value in values.items():
+        foreign = ".original_module." in name or ".modules_to_save." in name or ".lora_" in name
+        if name in random or id(value) in random_ids or foreign:
+            continue
+        found.append((name.removeprefix("base_model.model.").replace(".base_layer.", "."), value))
+    return found

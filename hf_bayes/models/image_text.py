@@ -1,0 +1,134 @@
+"""M models that write text about images as one: ``generate``, ``score`` and training with ``pixel_values``.
+
+All members see the same images. A model belongs here if its images stand at placeholder tokens among ``input_ids``
+and no token sees a later one, so that the next token is predicted from the tokens and images before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, GenerationMixin
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
+from hf_bayes.members.trunk import has_axes
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Inputs that say of each token whether it is text or an image's placeholder."""
+_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "cache_position", *_TYPES)
+_FOLLOWED = (
+    "prepare_inputs_for_generation",
+    "_prepare_position_ids_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_expand_multimodal_outputs",
+)
+"""Steps of ``generate`` that a model may have of its own: they are called, or not needed."""
+_SEE_ALL = ("paligemma",)
+"""Model types in which a prompt's tokens see later ones."""
+
+
+class BayesianModelForImageTextToText(BayesianModelForCausalLM):
+    """M models of text and images as one: ``generate`` writes text from the posterior predictive, token by token."""
+
+    task = "image_text_to_text"
+    auto_class = AutoModelForImageTextToText
+
+    def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
+        core: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        if reason := _reason_to_refuse(core):
+            raise ValueError(
+                f"{type(core).__name__} {reason}: it is not supported as a model of images and text. Take one such as "
+                "Llava, Gemma 3, Idefics 3 or Qwen2-VL (docs/models.md)"
+            )
+        super().__init__(model, layout, theta, trunk=trunk)
+
+    def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
+        known = (*_TEXT, *PICTURES)
+        if others := [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in known]:
+            raise ValueError(
+                f"inputs {', '.join(others)}: a Bayesian model of images and text takes {', '.join(known)}, and does "
+                "not know which rows the entries of others belong to. Give images and text only"
+            )
+
+    def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self.refuse_unknown_inputs(inputs)
+        # positions on several axes follow from the images: the model finds them from the mask
+        return inputs if has_axes(self.config) else super().numbered(inputs)
+
+    def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
+        pictures = pictures_of(inputs)
+        rest = super().take_rows({k: v for k, v in inputs.items() if k not in pictures}, index)
+        if not pictures:
+            return rest
+        return rest | take_pictures(pictures, self._placeholders(inputs["input_ids"]), index)
+
+    def _placeholders(self, input_ids: Tensor) -> Tensor:
+        """[B]: placeholder tokens of images in each row."""
+        return input_ids.eq(_image_token(self.config)).sum(1)  # type: ignore[arg-type]
+
+    # -- generate's own hooks -------------------------------------------------------------------------------------
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        self.core._validate_model_kwargs(model_kwargs)
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.core._prepare_position_ids_for_generation(*args, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.core._update_model_kwargs_for_generation(*args, **kwargs)
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Repeat the rows for beams and samples, each with its own images."""
+        pictures = pictures_of(kwargs)
+        rest = {name: value for name, value in kwargs.items() if name not in pictures}
+        ids, rest = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **rest)
+        if pictures and expand_size > 1:
+            assert input_ids is not None
+            index = torch.arange(len(input_ids)).repeat_interleave(expand_size)
+            pictures = take_pictures(pictures, self._placeholders(input_ids), index)
+        return ids, rest | pictures
+
+    def _beside_sequences(self, kwargs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+        prompt = kwargs.get("input_ids")
+        if prompt is None:
+            return {}
+        index = torch.arange(len(prompt)).repeat_interleave(len(sequences) // len(prompt))
+        given = {name: kwargs[name] for name in (*PICTURES, *_TYPES) if isinstance(kwargs.get(name), Tensor)}
+        found = self.take_rows({"input_ids": prompt, **given}, index)
+        del found["input_ids"]
+        new = sequences.shape[1] - prompt.shape[1]
+        for name in _TYPES:  # what is written is text
+            if name in found:
+                found[name] = torch.nn.functional.pad(found[name], (0, new))
+        return found
+
+
+def _image_token(config: Any) -> int | None:
+    """The id that stands in ``input_ids`` for a part of an image."""
+    return next((value for name in ("image_token_id", "image_token_index")
+                 if (value := getattr(config, name, None)) is not None), None)  # fmt: skip
+
+
+def _reason_to_refuse(core: Any) -> str | None:
+    """What keeps members from sharing a forward or ``generate`` of this model, in words; None if nothing does."""
+    if not core.can_generate():
+        return "writes no text"
+    if _image_token(core.config) is None:
+        return "has no placeholder token for images"
+    if core.config.model_type in _SEE_ALL:
+        return "lets the tokens of a prompt see later ones, so that a given text has no token-by-token probability"
+    if "past_key_values" not in inspect.signature(core.forward).parameters:
+        return "takes no past_key_values"
+    hooks = [name for name, value in vars(GenerationMixin).items() if callable(value) and name != "__init__"]
+    own = [name for name in hooks if getattr(type(core), name, None) is not getattr(GenerationMixin, name)]
+    if other := [name for name in own if name not in _FOLLOWED]:
+        return f"has a {other[0]} of its own"
+    return None

@@ -1,0 +1,325 @@
+"""From a posterior directory to a live model: load the base, check that it is the one, fill the member axis."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.quantizers import AutoQuantizationConfig
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.core.text_safety import readable_errors
+from hf_bayes.models import base_model as base
+from hf_bayes.models import lora_layers
+from hf_bayes.models.base_location import locate, reaching, refuse_adapted
+from hf_bayes.posteriors.posterior import Posterior, require_members
+
+_TOKENIZER = ("tokenizer_config.json",)
+_READERS = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+
+
+@readable_errors()
+def load(
+    directory_or_repo: str | os.PathLike[str] | Posterior,
+    task: str,
+    auto_class: Any,
+    *,
+    members: int | None,
+    location: dict[str, Any],
+    dtype: torch.dtype | str | None,
+    device_map: Any,
+    trust_remote_code: bool,
+    base_model: str | os.PathLike[str] | PreTrainedModel | None,
+    check_base: bool,
+) -> tuple[nn.Module, Layout, Tensor, Posterior]:
+    """The base (with its adapter in place, if it has one), the layout, the members [M, d] and the posterior.
+
+    Args:
+        task: what the posterior has to be for.
+        auto_class: what loads its base.
+        location: of the posterior, as ``Posterior.from_pretrained`` takes it.
+
+    Raises:
+        ValueError: if the posterior is of another task, the base model is not the one it was made with (naming what
+            differs; ``check_base=False`` overrides), ``members`` is no number of members, or ``dtype`` is none that a
+            model can have.
+        OSError: if there is no posterior, or no base model, to be found.
+    """
+    if members is not None:
+        require_members(members)
+    wanted = _dtype_of(dtype)
+    posterior = read(directory_or_repo, location)
+    what = posterior.source or "this posterior"
+    if posterior.config.task != task:
+        raise ValueError(f"{what} is a posterior for {posterior.config.task}, not {task}: load it with that class")
+    model = _load_base(posterior, auto_class, base_model, location, device_map, trust_remote_code)
+    loaded_as = model.dtype
+    model = _fitted(model, posterior, check_base)
+    if wanted is not None and wanted != loaded_as:
+        model = model.to(wanted)
+    model.eval()
+    if members == 1 or posterior.config.num_members == 1:
+        warnings.warn(f"{what}: 1 member: epistemic uncertainty is 0 by construction, not by evidence")
+    theta = posterior.sample(members, torch.Generator().manual_seed(posterior.config.seed or 0))
+    return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
+
+
+def _fitted(core: PreTrainedModel, posterior: Posterior, check_base: bool) -> nn.Module:
+    """The base model with the posterior's adapter, found to be the right one; after a refusal it is as it was."""
+    what = posterior.source or "this posterior"
+    if posterior.adapter_config is None:
+        _check_parameters(core, posterior.layout, what)
+        _check_base(core, core, posterior, what, check_base)
+        return core
+    flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
+    model = lora_layers.build(core, posterior.adapter_config, posterior.layout, posterior.config.task, what)
+    try:
+        _check_parameters(model, posterior.layout, what)
+        _check_base(model, core, posterior, what, check_base)
+    except ValueError:
+        unwrapped(model)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+        raise
+    return model
+
+
+def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, what: str, check_base: bool) -> None:
+    if not check_base:
+        return
+    problems = base.differences(posterior.config.base_model, base.describe(model, core, posterior.layout))
+    if problems:
+        raise ValueError(
+            f"{what} belongs to another base model: it has {'; '.join(problems)}. Give the right one "
+            "as base_model=, or pass check_base=False if you know that the difference does not matter"
+        )
+    if problems := base.head_differences(posterior.config.head, core.config):
+        raise ValueError(
+            f"the base model given for {what} has a config with {'; '.join(problems)}: set that "
+            "in its config, give the model's name or folder in its place, or pass check_base=False if you know "
+            "that the difference does not matter"
+        )
+
+
+def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any]) -> Posterior:
+    """The posterior there, or the one that is given.
+
+    Raises:
+        ValueError: for a place within what is in memory already, and as ``Posterior.from_pretrained``.
+    """
+    if not isinstance(directory_or_repo, Posterior):
+        return Posterior.from_pretrained(directory_or_repo, **location)
+    if given := [name for name in ("revision", "subfolder") if location.get(name) is not None]:
+        raise ValueError(f"{', '.join(given)}: the posterior is in memory already, give this where it is read")
+    return directory_or_repo
+
+
+def unwrapped(model: PeftModel) -> nn.Module:
+    """The model inside without its adapter, each of its modules the one it had before."""
+    base = model.get_base_model()
+    # peft would leave its copies of modules_to_save in their places
+    own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    model.unload()
+    for name, module in own.items():
+        base.set_submodule(name, module)
+    return base
+
+
+@readable_errors()
+def load_tokenizer(
+    directory_or_repo: str | os.PathLike[str],
+    *,
+    posterior: Posterior | None = None,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer saved with a posterior, else that of its base model.
+
+    Files that the posterior's manifest does not list are not read, and code in its directory never runs.
+
+    Args:
+        posterior: what is there, if it has been read already.
+        base_model: where the base is now; None, or the model itself, takes the name in the posterior.
+        location: of the posterior, as ``Posterior.from_pretrained`` takes it; how it comes from the Hub (the token, the
+            cache) is how the base model does.
+        trust_remote_code: whether code of the base model's repository may run.
+    Raises:
+        ValueError: if it is not the tokenizer the posterior was made with, nothing says where it is, or it asks for
+            code.
+    """
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
+    context = (base_model, trust_remote_code, location)
+    with _source(posterior, directory_or_repo, "tokenizer", _TOKENIZER, *context) as (source, hub):
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+    if posterior.sidecars.has(*_TOKENIZER):
+        tokenizer.name_or_path = str(posterior.source or directory_or_repo)  # and not a folder that is gone
+    check_tokenizer(posterior, tokenizer)
+    return tokenizer
+
+
+@readable_errors()
+def load_image_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> BaseImageProcessor:
+    """The image processor saved with a posterior, else that of its base model; arguments as of ``load_tokenizer``.
+
+    Raises:
+        OSError: if neither has one.
+        ValueError: if nothing says where it is, or it asks for code.
+    """
+    return _load_reader("image processor", AutoImageProcessor, _READERS, directory_or_repo, **options)
+
+
+def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise if a tokenizer is not the one that the posterior was made with."""
+    expected = posterior.config.base_model["fingerprint"]["tokenizer"]
+    found = base.fingerprint_tokenizer(tokenizer)
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"this tokenizer (fingerprint {found[:12]}) is not the one the posterior was made with ({expected[:12]}): "
+            "its vocabulary, merges or normalisation differ. Use the base model's own"
+        )
+
+
+def load_feature_extractor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The feature extractor saved with a posterior, else that of its base model; as of ``load_image_processor``."""
+    return _load_reader("feature extractor", AutoFeatureExtractor, _READERS, directory_or_repo, **options)
+
+
+def load_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
+    """The processor of images and text saved with a posterior, else that of its base model; as the others."""
+    return _load_reader("processor", AutoProcessor, _PROCESSOR, directory_or_repo, **options)
+
+
+def _load_reader(
+    what: str,
+    auto_class: Any,
+    names: tuple[str, ...],
+    directory_or_repo: Any,
+    *,
+    posterior: Posterior | None = None,
+    base_model: Any = None,
+    trust_remote_code: bool = False,
+    **location: Any,
+) -> Any:
+    posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
+    context = (base_model, trust_remote_code, location)
+    with _source(posterior, directory_or_repo, what, names, *context) as (source, hub):
+        try:
+            return auto_class.from_pretrained(source, **hub)
+        except OSError as error:
+            raise OSError(
+                f"no {what} beside the posterior {directory_or_repo}, nor of its base model {source}: give it as "
+                f"{what.replace(' ', '_')}= ({error})"
+            ) from error
+
+
+@contextlib.contextmanager
+def _source(
+    posterior: Posterior,
+    directory_or_repo: Any,
+    what: str,
+    names: tuple[str, ...],
+    given: Any,
+    trust_remote_code: bool,
+    location: dict[str, Any],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Find where to load a tokenizer or processor from, and how: the posterior's sidecars, or else its base model.
+
+    Sidecars lie in a private folder while the block runs. Every error of the block is raised in the posterior's name.
+
+    Args:
+        names: the files one of which the sidecars must have.
+    """
+    if posterior.sidecars.has(*names):
+        code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        base_name = None
+        if trust_remote_code:
+            base_name, hub = locate(posterior, given, location, trust_remote_code)
+            code["code_revision"] = hub.get("revision")
+        place = posterior.source or directory_or_repo
+        with posterior.sidecars.folder(code_from=base_name) as folder:
+            try:
+                yield str(folder), code
+            except Exception as error:
+                words = str(error).replace(str(folder), str(place))
+                raise ValueError(f"the {what} saved with the posterior {place} cannot be loaded: {words}") from error
+        return
+    name, hub = locate(posterior, given, location, trust_remote_code)
+    if not name:
+        raise ValueError(
+            f"{directory_or_repo} holds no {what} and does not name its base model (it was built from a config): "
+            f"give the {what}"
+        )
+    with reaching(posterior, name, given):
+        yield name, hub
+
+
+def _load_base(
+    posterior: Posterior,
+    auto_class: Any,
+    given: Any,
+    location: dict[str, Any],
+    device_map: Any,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    recorded = posterior.config.base_model
+    # adapters that came without a record of their base take it as transformers finds it
+    dtype = None if recorded["dtype"] is None else getattr(torch, recorded["dtype"])
+    if isinstance(given, nn.Module):
+        refuse_adapted(given)
+        base.refuse_spread(given)
+        return given
+    name, hub = locate(posterior, given, location, trust_remote_code)
+    if not name:
+        raise ValueError(
+            "the posterior does not name its base model (it was built from a config): give it as base_model="
+        )
+    head = posterior.config.head
+    with reaching(posterior, name, given):
+        config = AutoConfig.from_pretrained(name, **hub)
+        base.check_head(head, config, posterior.layout)
+        config = AutoConfig.from_pretrained(name, **hub, **base.head_settings(head))
+    if "quantization_config" in head and getattr(config, "quantization_config", None) is None:  # quantised on loading
+        hub["quantization_config"] = AutoQuantizationConfig.from_dict(head["quantization_config"])
+    model = auto_class.from_pretrained(name, config=config, dtype=dtype or "auto", device_map=device_map, **hub)
+    base.refuse_spread(model)
+    return model
+
+
+def _dtype_of(given: Any) -> torch.dtype | None:
+    """What a base model is to be turned into; None for the dtype that it has."""
+    if given is None or given == "auto":
+        return None
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating point type such as torch.bfloat16 or 'bfloat16', got {given!r}: None keeps the "
+            "one that the posterior was made with"
+        )
+    return found
+
+
+def _check_parameters(model: nn.Module, layout: Layout, where: Any) -> None:
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, shape in layout.named_shapes.items():
+        if found.get(name) != shape:
+            got = "no such parameter" if name not in found else f"shape {list(found[name])}"
+            raise ValueError(f"{where}: the base model has {got} where {name} of shape {list(shape)} is expected")

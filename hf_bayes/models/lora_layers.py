@@ -1,0 +1,150 @@
+"""LoRA layers in a live model: checked against a posterior's tensors, built by peft, and read off again by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors.lora_adapter import TASKS
+from hf_bayes.posteriors.lora_config import PREFIX
+
+_WRAPPERS = (".base_layer", ".original_module")
+_ADAPTER_PART = re.compile(r"\.(?:lora_\w+|modules_to_save)(?:\.|$)")
+_FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
+
+
+def build(model: nn.Module, config: Mapping[str, Any], layout: Layout, task: str, where: str) -> PeftModel:
+    """Put a posterior's LoRA on its base model, after all names and sizes have been compared.
+
+    Args:
+        model: the base model, changed in place.
+        config: ``lora_config.explicit``.
+        layout: the posterior's parameters.
+        task: the posterior's task.
+        where: the posterior's name in an error.
+    Raises:
+        ValueError: if the base model lacks a module or parameter, or has one of another shape.
+    """
+    check_fits(model, layout, where)
+    fields = {name: value for name, value in config.items() if name in lora_config.FIELDS}
+    fields["target_modules"] = list(config["target_modules"])
+    fields["modules_to_save"] = list(config["modules_to_save"] or ()) or None
+    fields["exclude_modules"] = _excluded(model, config["target_modules"], where) or None
+    fields["inference_mode"] = False
+    if fields.get("task_type") != TASKS[task]:  # peft adds modules of its own for each task
+        fields["task_type"] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of a base that it has already wrapped, which this is not
+        return get_peft_model(model, LoraConfig(**fields), adapter_name=_adapter_name(layout))
+
+
+def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
+    """Raise if the layers of a LoRA do not fit its base model, by name or by size."""
+    modules = dict(model.named_modules())
+    parameters = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    for name, shape in layout.named_shapes.items():
+        factor = _FACTOR.search(name)
+        if factor is None or name.endswith(".bias"):
+            found = parameters.get(_plain_name(name))
+            problem, fits = "no such parameter" if found is None else f"shape {list(found)}", found == shape
+        else:
+            module = modules.get(name[len(PREFIX) : factor.start()])
+            features = None if module is None else _features(module)
+            problem = "no such parameter" if module is None else f"a module of {features} features"
+            own = shape[1] if factor[1] == "A" else shape[0]
+            fits = module is not None and (features is None or own == features[0 if factor[1] == "A" else 1])
+        if not fits:
+            raise ValueError(f"{where}: the base model has {problem} where {name} of shape {list(shape)} is expected")
+
+
+def names_of(model: PeftModel) -> dict[str, Any]:
+    """The fields of a live LoRA that say where it is, by full module names: ranks and alphas as peft has resolved them.
+
+    Raises:
+        ValueError: if names alone cannot say it.
+    """
+    adapter, base = model.active_adapter, model.get_base_model()
+    config = model.peft_config[adapter]
+    layers = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    layers = {name: layer for name, layer in layers.items() if adapter in layer.r}
+    saved = sorted(
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save
+    )
+    where = "the adapter of this model"
+    _refuse_shadowed_copies(base, saved, where)
+    return {
+        "target_modules": sorted(layers),
+        "exclude_modules": _excluded(base, layers, where) or None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": saved or None,
+        "rank_pattern": lora_config.patterns({name: layer.r[adapter] for name, layer in layers.items()}, config.r),
+        "alpha_pattern": lora_config.patterns(
+            {name: layer.lora_alpha[adapter] for name, layer in layers.items()}, config.lora_alpha
+        ),
+    }
+
+
+def _excluded(model: nn.Module, targets: Any, where: str) -> list[str]:
+    """The modules that peft, which matches endings of names, must be told to leave out."""
+    excluded = lora_config.shadowed(targets, _module_names(model))
+    if lost := lora_config.shadowed(excluded, targets):
+        raise ValueError(
+            f"{where}: peft cannot be given {lost[0]} by name and leave out {excluded}: give its modules other names"
+        )
+    return excluded
+
+
+def _refuse_shadowed_copies(model: nn.Module, saved: Sequence[str], where: str) -> None:
+    """Raise if peft, which matches endings of ``modules_to_save``, too, would copy other modules than it has copied."""
+    own = set(saved)
+    for name in _module_names(model):
+        if name not in own and any(name[start:] in own for start in range(1, len(name))):
+            raise ValueError(
+                f"{where}: modules_to_save cannot name a module and leave out {name}, whose name ends alike: give the "
+                "modules other names"
+            )
+
+
+def _module_names(model: nn.Module) -> list[str]:
+    """The names of the modules without the parts that peft has put in."""
+    found = dict.fromkeys(name for name, _ in model.named_modules() if not _ADAPTER_PART.search(name))
+    for wrapper in _WRAPPERS:
+        found = dict.fromkeys(name.replace(wrapper, "") for name in found)
+    return list(found)
+
+
+def _plain_name(name: str) -> str:
+    """The parameter's name in the base model alone."""
+    name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.removeprefix(PREFIX))
+    return name.replace(".base_layer.", ".")
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a layer that a LoRA is put on; None for a kind that peft may know and this function does not."""
+    if isinstance(module, Conv1D):
+        return module.weight.shape[0], module.weight.shape[1]
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (sizes[0], sizes[1]) if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+
+
+def _adapter_name(layout: Layout) -> str:
+    """The adapter's name within the parameter names, such as "default"."""
+    names = {
+        match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))
+    }
+    return names.pop() if len(names) == 1 else "default"

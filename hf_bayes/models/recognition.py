@@ -1,0 +1,76 @@
+"""The task that a model's head is for, by the mappings from which transformers' auto classes choose.
+
+A head that is not known is refused: trained under another likelihood it would mean something else, and no class could
+load the posterior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_bayes.posteriors.tasks import SUPPORTED, TASKS, Task
+
+_FIRST = ("image_text_to_text", "audio_classification")
+"""Looked up before the others: some models that take images stand among the causal language models, too."""
+
+
+def mappings() -> dict[str, str | None]:
+    """Name of each mapping of model classes in transformers -> name of its auto class, None where it has none."""
+    content = vars(modeling_auto)
+    names = [name for name in content if name.startswith("MODEL_") and name.endswith("MAPPING")]
+    loaders = {id(getattr(value, "_model_mapping", None)): key for key, value in content.items() if "Auto" in key}
+    return {name: loaders.get(id(content[name])) for name in names}
+
+
+def task_of(model: nn.Module) -> Task:
+    """The task of a transformers model.
+
+    A class of transformers, or a subclass of one, is looked up in the mappings of the auto classes. Another class is
+    what it was registered as (``AutoModel....register``), what its ``config.auto_map`` says, or what its name ends in.
+
+    Raises:
+        ValueError: for a head of another kind, naming it and what is supported.
+    """
+    tasks = sorted(TASKS.values(), key=lambda task: task.name not in _FIRST)
+    found: list[str] = []
+    for kind in type(model).__mro__:
+        if kind is PreTrainedModel:
+            break
+        found = _loaders_of(kind, getattr(model, "config", None))
+        if chosen := [task for task in tasks if task.auto_class in found]:
+            return chosen[0]
+        if found:
+            break
+    loaders = " and ".join(found)
+    head = f"loaded by {loaders}" if found else "in none of the mappings of transformers' auto classes"
+    raise ValueError(
+        f"{type(model).__name__} is {head}, and this head is not supported. Supported are {SUPPORTED}. Load the base "
+        "with one of these auto classes; a class of your own needs a name that ends as theirs do (docs/models.md)"
+    )
+
+
+def _loaders_of(kind: type, config: Any) -> list[str]:
+    """Names of the auto classes that load models of this class; of a mapping that has none, its own name."""
+    native = kind.__module__.startswith("transformers.")
+    found = []
+    for name, loader in mappings().items():
+        mapping = getattr(modeling_auto, name)
+        known = kind.__name__ in _class_names(mapping) if native else kind in mapping._extra_content.values()
+        if known:
+            found.append(loader or name)
+    if native:
+        return found
+    auto_map = getattr(config, "auto_map", None) or {}
+    found += [name for name, code in auto_map.items() if str(code).split(".")[-1] == kind.__name__ and "Model" in name]
+    return found or [task.auto_class for task in TASKS.values() if kind.__name__.endswith(task.suffix)]
+
+
+def _class_names(mapping: Any) -> Iterator[str]:
+    """Names of the classes of a mapping, none of which is imported for it."""
+    for names in mapping._model_mapping.values():
+        yield from (names,) if isinstance(names, str) else names

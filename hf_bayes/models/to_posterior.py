@@ -1,0 +1,80 @@
+"""Turn an approximation over the parameters of a live model into a ``Posterior`` that can be saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Approximation
+from hf_bayes.models import base_model
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.posteriors.config import PosteriorConfig
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
+
+
+def to_posterior(
+    model: BayesianModel,
+    approximation: Approximation,
+    method: MethodConfig,
+    *,
+    subspace: str,
+    num_data: float | None,
+    data_unit: str,
+    tokenizer: Any,
+    seed: int,
+    diagnostics: dict[str, Any],
+    prior: dict[str, Any] | None = None,
+    trace: dict[str, Any] | None = None,
+    sidecars: Sidecars | None = None,
+) -> Posterior:
+    """The posterior of a method over the random parameters of ``model``, with all that is needed to use it.
+
+    Args:
+        tokenizer: the tokenizer or processor that is saved with it; None keeps that of the posterior that ``model``
+            was loaded from.
+        sidecars: the files of the tokenizer or processor, if they are known already.
+    """
+    layout = model.layout
+    description = base_model.describe(model.model, model.core, layout, tokenizer)
+    if tokenizer is None and model.posterior is not None:
+        description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
+    noise_std = getattr(model.likelihood, "noise_std", None)
+    return Posterior(
+        approximation=approximation,  # type: ignore[arg-type]
+        adapter_config=base_model.adapter_config(model.model),
+        trace=trace,
+        sidecars=sidecars_of(model, tokenizer) if sidecars is None else sidecars,
+        config=PosteriorConfig(
+            task=model.task,
+            method=method.to_dict(),
+            approximation=approximation.kind,
+            parameters=[[name, list(shape)] for name, shape in layout.named_shapes.items()],
+            num_members=approximation.num_stored,
+            subspace=subspace,
+            prior=prior
+            or {
+                "name": method.prior,
+                "std": 1.0 if method.prior_std is None else method.prior_std,
+                "mean": method.prior_mean,
+            },
+            num_data=num_data,
+            data_unit=data_unit,
+            base_model=description,
+            head=base_model.describe_head(model.core, noise_std),
+            prediction="linearised" if method.predicts_linearised and model.linearises else "members",
+            seed=seed,
+            diagnostics=diagnostics,
+        ),
+    )
+
+
+def sidecars_of(model: BayesianModel, tokenizer: Any, known: Sidecars | None = None) -> Sidecars:
+    """The files of a tokenizer or processor, and of the generation config if the model has one.
+
+    Args:
+        tokenizer: None keeps the files that are ``known``, or those of the posterior that ``model`` was loaded from.
+    """
+    if tokenizer is None and known is None and model.posterior is not None:
+        known = model.posterior.sidecars
+    return (known or Sidecars()) | Sidecars.of(tokenizer, getattr(model, "generation_config", None))

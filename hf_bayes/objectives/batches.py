@@ -1,0 +1,234 @@
+"""Which rows a chain sees, and how many likelihood terms there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+
+from hf_bayes.core.rng import generator
+from hf_bayes.objectives.data_rows import in_words, require_dataset
+from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens, refuse_labels
+
+PAD_ROWS = "take a collator that pads rows in place of packing them"
+
+
+class ChainBatches:
+    """A batch sampler: update s of a chain takes rows [s * R, (s + 1) * R) of its own endless stream of permutations.
+
+    The stream is a pure function of (seed, chain): it does not change with the number of chains. A micro-batch holds
+    ``batch_size`` rows of each chain, chain after chain; no batch is short. Processes that share chains take turns.
+
+    A permutation is used up before the next one begins (``order="epochs"``): rows of an update depend on those before.
+    Tests of batches need better: each batch is the beginning of a permutation of its own (``"independent"``), or each
+    update is (``"disjoint"``).
+
+    Args:
+        num_rows: n, of the data set.
+        batch_size: rows of a micro-batch, per chain.
+        accumulation: micro-batches of an update; R = batch_size * accumulation * data_size.
+        chains: global indices of the chains; None means that all see the same rows.
+        seed: of the permutations.
+        data_rank, data_size: which of how many processes that share these chains.
+        order: see above.
+        updates_per_epoch: None for as many as go through all rows once.
+    Raises:
+        ValueError: for more rows without repetition than there are.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        batch_size: int,
+        accumulation: int,
+        chains: range | None,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        order: Literal["epochs", "independent", "disjoint"] = "epochs",
+        updates_per_epoch: int | None = None,
+    ) -> None:
+        self.num_rows, self.batch_size, self.accumulation, self.seed = num_rows, batch_size, accumulation, seed
+        rows = batch_size * accumulation * data_size
+        self.period = {"epochs": num_rows, "independent": batch_size, "disjoint": rows}[order]
+        if self.period > num_rows:
+            raise ValueError(
+                f"order={order!r} cannot draw {self.period} different rows of {num_rows}: lower "
+                "per_device_train_batch_size or gradient_accumulation_steps"
+            )
+        self.data_rank, self.data_size = data_rank, data_size
+        self.streams: list[object] = ["shared"] if chains is None else list(chains)
+        self.epoch = 0
+        self.updates_per_epoch = updates_per_epoch or -(-num_rows // rows)
+        self._permutations: dict[tuple[object, int], list[int]] = {}
+
+    @property
+    def batch_sampler(self) -> ChainBatches:
+        """Where Trainer looks for ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.updates_per_epoch * self.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro in range(self.epoch * len(self), (self.epoch + 1) * len(self)):
+            start = (micro * self.data_size + self.data_rank) * self.batch_size
+            yield [self._row(s, i) for s in self.streams for i in range(start, start + self.batch_size)]
+
+    def _row(self, stream: object, position: int) -> int:
+        key = (stream, position // self.period)
+        if key not in self._permutations:
+            # an update may straddle two permutations, never three of the past
+            self._permutations = {k: v for k, v in self._permutations.items() if k[0] != stream or k[1] >= key[1] - 1}
+            order = torch.randperm(self.num_rows, generator=generator(self.seed, "order", *key))
+            self._permutations[key] = order[: self.period].tolist()
+        return self._permutations[key][position % self.period]
+
+
+class FullPasses:
+    """A batch sampler for exact kernels: an update is one pass over all rows, in order, in batches of about one size.
+
+    Args:
+        num_rows: n, of the data set.
+        batch_size: rows of a micro-batch, at most.
+        data_rank, data_size: which of how many processes that share these rows; all take as many micro-batches.
+    Raises:
+        ValueError: if there are too few rows for that.
+    """
+
+    def __init__(self, num_rows: int, *, batch_size: int, data_rank: int = 0, data_size: int = 1) -> None:
+        self.num_batches = -(-num_rows // (batch_size * data_size))
+        if num_rows // data_size < self.num_batches:
+            raise ValueError(
+                f"{num_rows} rows cannot give {data_size} processes {self.num_batches} batches each of at most "
+                f"{batch_size} rows: raise per_device_train_batch_size, or launch fewer processes per chain"
+            )
+        self.rows = torch.arange(num_rows).tensor_split(data_size)[data_rank]
+
+    @property
+    def batch_sampler(self) -> FullPasses:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is alike."""
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.rows.tensor_split(self.num_batches):
+            yield batch.tolist()
+
+
+class WholeUpdates(IterableDataset):
+    """Micro-batches of a stream, pass after pass without end, and of each pass as many as make whole updates.
+
+    Where a run is follows from the number of its updates alone, so that it can be resumed, and which rows an update
+    has does not depend on how it is cut into micro-batches and processes: update s of a pass takes its rows
+    [s * R, (s + 1) * R). The last rows of a pass, fewer than R, are not shown; shuffled anew they are others each time.
+
+    Args:
+        loader: one pass, without short batches; its data set is told the number of each (``set_epoch``).
+        accumulation: micro-batches of an update.
+        name: what the caller calls the data set, with its type.
+    Raises:
+        ValueError: when a pass turns out to hold less than an update.
+    """
+
+    def __init__(self, loader: DataLoader, accumulation: int, *, name: str) -> None:
+        self.loader, self.accumulation, self.name = loader, accumulation, name
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            self.loader.dataset.set_epoch(number)  # type: ignore[attr-defined]
+            batches, found = iter(self.loader), 0
+            while len(update := list(itertools.islice(batches, self.accumulation))) == self.accumulation:
+                found += 1
+                yield from update
+            if found == 0:
+                raise ValueError(
+                    f"pass {number + 1} over {self.name} ended after {len(update)} batches of "
+                    f"{self.loader.batch_size} rows for each process that shares a chain, and an update takes "
+                    f"{self.accumulation}. Lower per_device_train_batch_size or gradient_accumulation_steps, or give "
+                    "it more rows; a stream must begin again whenever it is iterated over"
+                )
+
+
+class TermCount(NamedTuple):
+    """Likelihood terms of a data set: of all rows, and of the row that has most."""
+
+    total: int
+    most: int
+
+
+def count_terms(
+    dataset: Any,
+    collate: Callable,
+    likelihood: Likelihood,
+    *,
+    shift: bool,
+    num_outputs: int | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+    name: str = "train_dataset",
+    halves: bool = False,
+    by_row: str | None = None,
+    check: Callable[..., None] | None = None,
+) -> TermCount:
+    """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
+
+    Args:
+        dataset: sized; rows that ``collate`` takes.
+        shift: whether labels are those of the next token.
+        num_outputs: of the model, which its labels must fit; None looks at no label's value.
+        name: what the caller calls it.
+        halves: whether its even and its odd rows must each hold terms.
+        by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
+            collator may pack rows.
+        check: of inputs, such as a model's ``InputCheck``.
+    Raises:
+        ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), inputs that
+            ``check`` refuses, a row that the collator cannot read, or a collator that packs rows where it must not.
+    """
+    require_dataset(dataset, name)
+    most, parts = 0, torch.zeros(2, dtype=torch.long)
+    loader: DataLoader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        collate_fn=in_words(collate, name),
+    )
+    for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
+        if batch.get("labels") is None:
+            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
+        labels: Tensor = batch["labels"]
+        if check is not None:
+            check(batch, where=name, first=index * batch_size)
+        if num_outputs is not None:
+            refuse_labels(likelihood, labels, num_outputs, where=name, first=index * batch_size)
+        given = min(batch_size, len(dataset) - index * batch_size)
+        if by_row is not None and len(labels) != given:
+            raise ValueError(f"the data collator made {len(labels)} rows of {given} of {name}, and {by_row}")
+        targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
+        per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
+        most = max(most, int(per_row.max()))
+        parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
+    total = int(parts.sum())
+    if total == 0:
+        raise ValueError(
+            f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
+        )
+    if halves and not bool(parts.all()):
+        raise ValueError(
+            f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
+            "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"
+        )
+    return TermCount(total, most)

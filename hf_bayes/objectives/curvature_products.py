@@ -1,0 +1,196 @@
+"""Forwards of a pass over the data, and what estimators pull back through each: accumulators are told of every pull."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.core.rng import generator
+from hf_bayes.members.module_hooks import Share, Taps
+from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.methods.laplace.accumulators import Accumulator
+from hf_bayes.methods.laplace.estimators import Estimator, Terms
+from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
+
+PULLS_AT_ONCE = 4
+"""Pulls whose gradients at the backbone's output are held together, so that the head runs once for them."""
+
+Job = tuple[Estimator, list[Accumulator]]
+"""What is pulled back, and who is told of it."""
+
+
+class Pass:
+    """Pulls of one batch after the other.
+
+    Attributes:
+        num_terms, log_lik: of the batches so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        taps: Taps,
+        jobs: list[Job],
+        rows: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.model, self.taps, self.jobs = model, taps, jobs
+        self.likelihood: Likelihood = model.likelihood
+        self.rows, self.seed = iter(rows), seed
+        self.num_terms, self.log_lik = 0, 0.0
+
+    def look(self, batch: dict[str, Any]) -> None:
+        """A forward of the batch and everybody's pulls through it."""
+        raise AssertionError("a pass defines look")
+
+    def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
+        rows, mask = num_rows_of(batch), batch.get("attention_mask")
+        self.taps.begin(rows, num_positions_of(batch), mask, is_term if is_term.ndim == 2 else None)
+        for _, accumulators in self.jobs:
+            for accumulator in accumulators:
+                accumulator.begin(rows)
+        self.num_terms += int(is_term.sum())
+
+    def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
+        """Every pull of a batch, and who is told of it."""
+        return [
+            (estimator, index, accumulators)
+            for estimator, accumulators in self.jobs
+            for index in range(estimator.num_pulls(self.likelihood, num_outputs, num_ordinals))
+        ]
+
+    def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:
+        """[S, n] or [S, n, C] for the terms of the batch: a stream for each sample and row."""
+        shape = (num_outputs,) if self.likelihood.labels_per_output else ()
+        rows = [(next(self.rows), count) for count in is_term.reshape(len(is_term), -1).sum(1).tolist()]
+        drawn = [
+            torch.cat([
+                torch.rand(count, *shape, generator=generator(self.seed, "labels", sample, row), dtype=torch.float64)
+                for row, count in rows
+            ])
+            for sample in range(max(estimator.num_draws for estimator, _ in self.jobs))
+        ]  # fmt: skip
+        empty = torch.zeros(0, sum(count for _, count in rows), *shape)
+        return (torch.stack(drawn) if drawn else empty).to(is_term.device)
+
+    def _listen(self, accumulators: list[Accumulator], *, first: bool) -> None:
+        def consume(share: Share) -> None:
+            for accumulator in accumulators:
+                accumulator.add(share)
+
+        self.taps.listen(consume, first=first)
+
+
+class OutputPass(Pass):
+    """Classifiers and regressors, of rows or of the tokens in them."""
+
+    def look(self, batch: dict[str, Any]) -> None:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        is_term = self.likelihood.is_term(labels)
+        self._begin(inputs, is_term)
+        logits = self.model.members.logits(inputs)[0]
+        self.model.check_labels(logits[None], labels[None])
+        flat, index = logits.flatten(0, -2), is_term.flatten().nonzero()[:, 0]
+        targets = labels.flatten(0, logits.ndim - 2)[index]
+        ordinals = (
+            is_term.flatten(1).cumsum(1) - 1 if is_term.ndim > 1 else torch.zeros_like(is_term, dtype=torch.int64)
+        )
+        uniforms = self._uniforms(is_term, logits.shape[-1])
+        terms = Terms(flat.detach()[index], targets, ordinals.flatten()[index], uniforms)
+        self.log_lik += float(self.likelihood.log_prob(terms.logits[None], targets[None]).double().sum())
+        pulls = self._pulls(logits.shape[-1], int(terms.ordinals.max()) + 1 if len(index) else 1)
+        for number, (estimator, pull, accumulators) in enumerate(pulls):
+            self._listen(accumulators, first=number == 0)
+            cotangent = torch.zeros_like(flat)
+            cotangent[index] = estimator.cotangent(pull, terms, self.likelihood).to(flat.dtype)
+            torch.autograd.backward(flat, cotangent, inputs=[self.taps.anchor], retain_graph=number + 1 < len(pulls))
+            for accumulator in accumulators:
+                accumulator.end_pull()
+
+
+class CausalPass(Pass):
+    """Causal language models: backbone once, head on a few positions at a time, as in training."""
+
+    def look(self, batch: dict[str, Any]) -> None:
+        head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
+        labels, mask = inputs.pop("labels"), inputs.get("attention_mask")
+        if mask is None:  # what follows a row's last label may be padding; no term reads it
+            mask = self.likelihood.is_term(labels).flip(1).cumsum(1).flip(1) > 0
+        labels = next_tokens(labels, inputs.get("attention_mask"))
+        inputs.pop("logits_to_keep", None)
+        is_term = self.likelihood.is_term(labels)
+        ordinals = is_term.cumsum(1) - 1
+        self._begin({**inputs, "attention_mask": mask}, is_term)
+        hidden, output = head.hidden(inputs)
+        rows, length = labels.shape
+        flat = hidden.reshape(1, rows * length, -1)
+        index = is_term.flatten().nonzero()[:, 0]
+        targets, orders = labels.flatten()[index], ordinals.flatten()[index]
+        vocabulary = self.model.core.get_output_embeddings().weight.shape[0]
+        uniforms = self._uniforms(is_term, vocabulary)
+        pulls = self._pulls(vocabulary, int(is_term.sum(1).max()))
+        random_head = not _within(head.backbone, self.taps)
+        size = 1 if random_head else PULLS_AT_ONCE
+        for start in range(0, len(pulls), size):
+            group = pulls[start : start + size]
+            cotangents = [torch.zeros_like(flat) for _ in group]
+            for number, part in enumerate(self._chunks(index, length, head.chunk_size(hidden), by_row=random_head)):
+                if not len(part):
+                    continue
+                self._pull_head(flat, output, index[part], Terms(torch.empty(0), targets[part], orders[part],
+                                uniforms[:, part]), group, cotangents, first=start == 0,
+                                row=number if random_head else None)  # fmt: skip
+            for number, ((_, _, accumulators), cotangent) in enumerate(zip(group, cotangents, strict=True)):
+                self._listen(accumulators, first=start + number == 0)
+                if hidden.requires_grad:
+                    torch.autograd.backward(
+                        hidden,
+                        cotangent.view_as(hidden),
+                        inputs=[self.taps.anchor],
+                        retain_graph=start + number + 1 < len(pulls),
+                    )
+                for accumulator in accumulators:
+                    accumulator.end_pull()
+
+    def _pull_head(
+        self, flat: Tensor, output: Any, index: Tensor, terms: Terms, group: list, cotangents: list[Tensor],
+        *, first: bool, row: int | None,
+    ) -> None:  # fmt: skip
+        """Logits of some positions, their log-likelihood, and the pulls of ``group`` down to the hidden states."""
+        piece = flat[:, index].detach().requires_grad_()
+        with nullcontext() if row is None else self.taps.one_row(row):
+            logits = self.model.head.logits(piece, output)
+            terms = terms._replace(logits=logits.detach()[0])
+            if first:
+                log_probs = self.likelihood.log_prob(terms.logits[None], terms.labels[None])
+                self.log_lik += float(log_probs.double().sum())
+            for number, (estimator, pull, accumulators) in enumerate(group):
+                self._listen(accumulators, first=first and number == 0)
+                cotangent = estimator.cotangent(pull, terms, self.likelihood).to(logits.dtype)
+                inputs = [piece] if row is None else [piece, self.taps.anchor]
+                piece.grad = None
+                torch.autograd.backward(logits, cotangent[None], inputs=inputs, retain_graph=number + 1 < len(group))
+                assert piece.grad is not None
+                cotangents[number][:, index] = piece.grad
+
+    @staticmethod
+    def _chunks(index: Tensor, length: int, size: int, *, by_row: bool) -> Iterator[Tensor]:
+        """Positions in ``index`` of each chunk: of a random head one row at a time, else ``size`` at a time."""
+        places = torch.arange(len(index), device=index.device)
+        if not by_row:
+            yield from places.split(max(1, size))
+            return
+        owner = index // length
+        for row in range(int(owner.max()) + 1 if len(owner) else 0):
+            yield places[owner == row]
+
+
+def _within(backbone: nn.Module, taps: Taps) -> bool:
+    """Whether all taps are in the backbone."""
+    inside = {id(module) for module in backbone.modules()}
+    return all(id(tap.module) in inside for tap in taps.taps)

@@ -1,0 +1,88 @@
+"""Held-out rows that judge draws: the mixture's nats, and their gradient in every draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_bayes.core.types import HeldOut
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.models.base import BayesianModel
+
+
+class HeldOutRows:
+    """Answers ``types.HeldOut``.
+
+    Args:
+        batches: numbers of rows -> these rows, in this order, in batches.
+        num_rows: R.
+        mesh: processes that share its chains share the rows, too, and each is told the whole.
+        context: entered around forwards, for autocast.
+        hide: show no progress; None: only where there is no terminal.
+    Raises:
+        ValueError: if the model is linearised, and predicts by no draws.
+    """
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        batches: Callable[[Sequence[int]], Iterable[dict[str, Any]]],
+        num_rows: int,
+        *,
+        mesh: ChainMesh | None = None,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+        hide: bool | None = None,
+    ) -> None:
+        if getattr(model, "_linearised", None) is not None:
+            raise ValueError("held-out rows judge draws, and a linearised model has none: call linearise(None) first")
+        self.model, self.batches, self.num_rows = model, batches, num_rows
+        self.mesh, self.context = mesh, context
+        self._bar = tqdm(desc="prior by held-out rows", unit="look", disable=hide, leave=False)
+
+    def close(self) -> None:
+        """End what shows the progress."""
+        self._bar.close()
+
+    def __call__(self, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, Tensor | None]:
+        model = self.model
+        theta = theta.to(model.theta)
+        first, step = {"all": (0, 1), "even": (0, 2), "odd": (1, 2)}[what.part]
+        rows = range(first, self.num_rows, step)
+        if self.mesh is not None:
+            rows = rows[self.mesh.data_rank :: self.mesh.data_size]
+        sums = torch.zeros(2, dtype=torch.float64, device=theta.device)
+        grad = torch.zeros_like(theta) if gradient else None
+        with model.showing(theta), evaluating(model):
+            for batch in self.batches(rows) if len(rows) else ():
+                with torch.no_grad(), self.context():
+                    log_lik = model.evaluate_batch(batch)[0]["member_log_lik"]
+                mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
+                sums += torch.stack([-mixture.sum(), sums.new_tensor(len(mixture))])
+                if grad is not None:
+                    self._add_gradient(grad, theta, batch, log_lik)
+        if self.mesh is not None:
+            self.mesh.sum_over_data(sums)
+            if grad is not None:
+                self.mesh.sum_over_data(grad)
+        nats = float(sums[0] / sums[1])
+        self._bar.update()
+        self._bar.set_postfix(nats=f"{nats:.4f}")
+        return nats, None if grad is None else (grad / sums[1].to(grad)).cpu()
+
+    def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
+        """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""
+        shares = log_lik.to(theta).softmax(1).T
+        size = len(next(iter(self.model.passes(batch))))
+        for start in range(0, len(theta), size):
+            some = slice(start, start + size)
+            leaf = theta[some].detach().requires_grad_()
+            with torch.enable_grad(), self.context():
+                loss = self.model.log_lik(leaf, batch, folded=False, weights=shares[some]).loss.sum()
+            grad[some] += torch.autograd.grad(loss, leaf)[0]

@@ -1,0 +1,115 @@
+"""Records of tokens, as plain Python: each token's text beside its log-probability, TU, AU and EU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_bayes.models.token_uncertainty import TokenRecord, TraceStreamer
+
+Record = dict[str, Any]
+
+PARTS = ("total", "aleatoric", "epistemic")
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how decoding shows the bytes of half a character
+
+
+class TokenRecords:
+    """Builds the records of a row's tokens in order, each as soon as its share of the text is known.
+
+    Args:
+        tokenizer: decodes the tokens.
+        context: tokens before the first one; a decoder may drop a space at the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+        self._context = [token for token in context if token not in self._special]
+        self._open: list[int] = []  # the tokens since the context,
+        self._text = ""  # their text,
+        self._num_shown = 0  # and how much of it is in records
+        self._held: Record | None = None  # the last record, if its text may still grow
+
+    def add(self, token: int, logprob: float, total: float, aleatoric: float, epistemic: float) -> Iterator[Record]:
+        """The records that are complete now that one more token is known."""
+        numbers = {"logprob": logprob, "total": total, "aleatoric": aleatoric, "epistemic": epistemic}
+        if token in self._special:
+            yield from self.close()
+            yield {"token": str(self._tokenizer.convert_ids_to_tokens(token)), "id": token, **numbers}
+            return
+        before = self._text
+        self._open.append(token)
+        self._text = self._decode(self._context + self._open)[len(self._decode(self._context)) :]
+        whole = self._text.rstrip(_UNFINISHED)
+        if self._held is not None:
+            if len(whole) > len(before) and whole.startswith(before):  # its bytes are no character and never will be
+                self._held["token"] += before[self._num_shown :]
+                self._num_shown = len(before)
+            yield self._held
+        self._held = {"token": whole[self._num_shown :], "id": token, **numbers}
+        self._num_shown = max(self._num_shown, len(whole))
+        if len(self._text) <= self._num_shown:
+            yield from self.close()
+
+    def close(self) -> Iterator[Record]:
+        """The record that was held back, if any, with what is left of the text."""
+        if self._held is not None:
+            self._held["token"] += self._text[self._num_shown :]
+            yield self._held
+            self._held, self._context, self._open, self._text, self._num_shown = None, self._open, [], "", 0
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def scored(
+    tokenizer: PreTrainedTokenizerBase, tokens: Tensor, scores: Mapping[str, Tensor], context: Sequence[int]
+) -> Record:
+    """``tokens`` and ``uncertainty`` of one row.
+
+    Args:
+        tokens: [n] ids.
+        scores: the fields of ``Scores``, four of them [n] (NaN at places that are no token of the row), two [].
+        context: ids of the tokens before.
+    """
+    kept = ~scores["logprobs"].isnan()
+    builder = TokenRecords(tokenizer, context)
+    records: list[Record] = []
+    columns = [tokens[kept].tolist(), *(scores[name][kept].tolist() for name in ("logprobs", *PARTS))]
+    for row in zip(*columns, strict=True):
+        records += builder.add(*row)
+    records += builder.close()
+    uncertainty = {part: sum(record[part] for record in records) / len(records) for part in PARTS}
+    sequence = {name: scores[name].item() for name in ("sequence_logprob", "sequence_logprob_tokenwise")}
+    return {"tokens": records, "uncertainty": uncertainty | sequence}
+
+
+class UncertaintyStreamer(TraceStreamer):
+    """A streamer for ``generate``: hands each token's record to ``on_record`` as soon as the token is drawn.
+
+    A token that leaves a character unfinished waits for the next one.
+
+    Raises:
+        ValueError: in ``generate``, for more than one row.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_record: Callable[[Record], None]) -> None:
+        super().__init__()
+        self._records, self._on_record = TokenRecords(tokenizer), on_record
+
+    def on_step(self, tokens: Tensor, record: TokenRecord) -> None:
+        if tokens.numel() != 1:
+            raise ValueError(f"a stream holds one sequence, got {tokens.numel()} at once: set num_return_sequences=1")
+        numbers = (record.logprobs, record.total, record.aleatoric, record.epistemic)
+        for entry in self._records.add(int(tokens), *(value.item() for value in numbers)):
+            self._on_record(entry)
+
+    def end(self) -> None:
+        for entry in self._records.close():
+            self._on_record(entry)

@@ -1,0 +1,111 @@
+"""Our pipelines under their names in ``transformers.pipeline``, also for the directory of a posterior.
+
+Importing hf_bayes must not import transformers. The pipelines are registered at once if ``transformers.pipelines`` is
+loaded already, and otherwise as soon as it is. transformers reads a configuration and a tokenizer before it makes a
+pipeline. A posterior has no ``config.json``, and transformers would take the tokenizer of the base model in place of
+the posterior's. For our tasks ``hf_bayes.pipeline`` does all of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hf_bayes.posteriors.tasks import TASKS
+
+_HOST = "transformers.pipelines"
+
+
+class PosteriorToLoad:
+    """A directory or repository of a posterior, and how to load it: what ``transformers.pipeline`` loads as a model."""
+
+    def __init__(self, source: str, settings: dict[str, Any]) -> None:
+        self.source, self.settings = source, settings
+
+    @classmethod
+    def from_pretrained(cls, source: str, **settings: Any) -> PosteriorToLoad:
+        """Keep the arguments of ``transformers.pipeline``, without those for the repository of the base model."""
+        for name in ("config", "code_revision", "_from_pipeline"):
+            settings.pop(name, None)
+        revision = settings.pop("revision", None)
+        if revision is not None:  # transformers has resolved it in another repository: the name is what was given
+            settings["revision"] = str(revision)
+        return cls(source, {name: value for name, value in settings.items() if value is not None})
+
+
+class RegisteredPipeline:
+    """A pipeline for transformers' registry: calling the class makes the one that ``hf_bayes.pipeline`` makes."""
+
+    # transformers would load these from the base model, and not from the posterior
+    _load_tokenizer: ClassVar[bool] = False
+    _load_image_processor: ClassVar[bool] = False
+    _load_feature_extractor: ClassVar[bool] = False
+    _load_video_processor: ClassVar[bool] = False
+    _load_processor: ClassVar[bool] = False
+
+    def __new__(cls, model: Any, task: str, **settings: Any) -> Any:
+        from hf_bayes.pipelines import pipeline
+
+        settings.pop("dtype", None)  # the model's, among its own settings
+        if isinstance(model, PosteriorToLoad):
+            return pipeline(task, model.source, **{**model.settings, **settings})
+        return pipeline(task, model, **settings)
+
+
+def register(host: ModuleType) -> None:
+    """Register our pipelines with a loaded ``transformers.pipelines``."""
+    names = [task.pipeline for task in TASKS.values()]
+    empty = importlib.import_module("transformers").PreTrainedConfig
+    for name in names:
+        # a class of its own: the registry writes the task on it
+        kind = type("RegisteredPipeline", (RegisteredPipeline,), {})
+        host.PIPELINE_REGISTRY.supported_tasks[name] = {"impl": kind, "pt": (PosteriorToLoad,), "type": "multimodal"}
+
+    class AutoConfig(host.AutoConfig):  # type: ignore[name-defined]
+        """transformers' own, but for our pipelines, whose models bring the configuration of their base."""
+
+        @classmethod
+        def from_pretrained(cls, source: Any, **settings: Any) -> Any:
+            if settings.get("_from_pipeline") in names:
+                return empty()
+            return super().from_pretrained(source, **settings)
+
+    host.AutoConfig = AutoConfig  # type: ignore[attr-defined]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``transformers.pipelines`` as others do, and registers our pipelines when it has been executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _HOST:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            register(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register_when_loaded() -> None:
+    """Register our pipelines now or when transformers' are loaded; at most once."""
+    host = sys.modules.get(_HOST)
+    if host is not None and hasattr(host, "PIPELINE_REGISTRY"):
+        if TASKS["causal_lm"].pipeline not in host.PIPELINE_REGISTRY.supported_tasks:
+            register(host)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,308 @@
+"""Records of the generation pipeline as a picture: tokens coloured by their uncertainty, in HTML or in a terminal.
+
+The colours are ColorBrewer's YlOrBr: one hue family, lightness strictly monotone, so that they keep their order for
+colour-blind eyes, on a grey printer and, turned round, on a dark background. Texts come from a model and are not
+trusted: HTML is escaped by the template engine and forbids scripts besides, characters that act or that are not seen
+become visible codes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from hf_bayes.core.text_safety import HIDDEN, code
+from hf_bayes.uncertainty.colour_scale import NUM_LEVELS, PARTS, Record, Scale, scale_of
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_CAPTIONS = {
+    "epistemic": "Epistemic uncertainty of each token in nats: what the members of the posterior disagree about.",
+    "aleatoric": "Aleatoric uncertainty of each token in nats: what every member by itself leaves open.",
+    "total": "Total uncertainty of each token in nats: the entropy of the posterior predictive.",
+}
+_STOPS = ("#fff7bc", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506")
+_INKS = ("#000000", "#ffffff")  # of these two, one has a contrast of 4.5 or more with any colour (WCAG AA)
+_LARGEST = sys.float_info.max
+_ROUNDING = 1e-3  # may leave a log-probability of 0 a little above it
+_MINUS = "\N{MINUS SIGN}"
+# One space before a word or between two needs no mark.
+_PIECES = re.compile(f"(?P<newline>\n)|(?P<tab>\t)|(?P<control>{HIDDEN.pattern})|(?P<space>  +|^ +$| +(?=[\n\t])| +$)")
+
+
+class Level(NamedTuple):
+    """A step of the colour scale."""
+
+    background: str
+    text: str
+
+
+class Theme(NamedTuple):
+    """Colours on a light or a dark background."""
+
+    page: str
+    accent: str
+    levels: tuple[Level, ...]
+
+
+def _theme(page: str, accent: str, stops: Sequence[str]) -> Theme:
+    path = [_rgb(stop) for stop in (page, *stops)]
+    levels = []
+    for level in range(NUM_LEVELS + 1):
+        place = level / NUM_LEVELS * (len(path) - 1)
+        start = min(int(place), len(path) - 2)
+        mixed = [a + (place - start) * (b - a) for a, b in zip(path[start], path[start + 1], strict=True)]
+        background = "#" + "".join(f"{round(value):02x}" for value in mixed)
+        levels.append(Level(background, max(_INKS, key=lambda ink: _contrast(ink, background))))
+    return Theme(page, accent, tuple(levels))
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "#rrggbb", 0 to 1 (WCAG 2)."""
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in _rgb(colour))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+LIGHT = _theme("#ffffff", "#ec7014", _STOPS)
+DARK = _theme("#17181c", "#fe9929", _STOPS[::-1])
+
+
+# -- what both renderings share -------------------------------------------------------------------------------------
+
+
+def _flat(records: Any) -> list[Record]:
+    """The records of any nesting that pipelines return."""
+    if isinstance(records, Mapping):
+        if not records.get("tokens"):
+            raise ValueError(
+                "a record to render has 'tokens', as from \"bayesian-text-generation\" or its score(); "
+                f"got one with {', '.join(map(repr, records)) or 'nothing'}"
+            )
+        _check(records)
+        return [records]
+    if not isinstance(records, Iterable) or isinstance(records, str | bytes):
+        raise ValueError(
+            'a record to render is what "bayesian-text-generation" or its score() returns, or lists of it; '
+            f"got {records!r:.100}"
+        )
+    flat = [record for item in records for record in _flat(item)]
+    if not flat:
+        raise ValueError("no records to render")
+    return flat
+
+
+def _check(record: Record) -> None:
+    """Raise for a token without its text, and for numbers that no colour and no height stands for.
+
+    A NaN is neither above nor below another number: the scale of all tokens would depend on where it stands.
+    """
+    for index, token in enumerate(record["tokens"]):
+        if not isinstance(token, Mapping) or not isinstance(token.get("token"), str):
+            raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
+        _check_numbers(token, ("logprob",), f"token {index} ({token['token']!r:.40})")
+    if not isinstance(record.get("uncertainty"), Mapping):
+        raise ValueError(
+            "a record to render has the means of its tokens as 'uncertainty', "
+            f"got one with {', '.join(map(repr, record))}"
+        )
+    _check_numbers(record["uncertainty"], ("sequence_logprob", "sequence_logprob_tokenwise"), "'uncertainty'")
+
+
+def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
+    for name in (*PARTS, *logprobs):
+        value = values.get(name)
+        expected, lowest, highest = (
+            ("a log-probability, 0 or below", -math.inf, _ROUNDING)  # of what is impossible, -inf
+            if name in logprobs
+            else ("a finite number of nats", -_LARGEST, _LARGEST)
+        )
+        if not isinstance(value, int | float) or not lowest <= value <= highest:
+            raise ValueError(
+                f"{what} of a record to render: {name!r} is {expected}, got {value!r:.40}. Leave the record out"
+            )
+
+
+class Context(NamedTuple):
+    """What stands before the tokens: a chat's earlier messages, the role that speaks, the beginning of the text."""
+
+    messages: list[dict[str, str]]
+    role: str
+    prompt: str
+
+
+def _context(record: Record) -> Context:
+    text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
+    if not isinstance(text, str):
+        messages = [{"role": _readable(str(turn["role"])), "content": _readable(_said(turn))} for turn in text[:-1]]
+        role, text = _readable(text[-1]["role"]), str(text[-1]["content"])
+    tokens = [token["token"] for token in record["tokens"]]
+    for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
+        new = "".join(shown)
+        if text.endswith(new):
+            return Context(messages, role, _readable(text[: len(text) - len(new)]))
+    return Context(messages, role, "")
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    """The text of a message; of one that has none, such as a call of a tool, what it holds."""
+    content = turn.get("content")
+    return content if isinstance(content, str) else str({name: turn[name] for name in turn if name != "role"})
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}".replace("-", _MINUS)
+
+
+def _readable(text: str) -> str:
+    """Return ``text`` with a visible code in place of every character that acts or that is not seen."""
+    return HIDDEN.sub(code, text)
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def to_html(
+    record_or_records: Any, *, measure: str = "epistemic", title: str | None = None, vmax: float | None = None
+) -> str:
+    """A page that needs nothing but itself: no network, no script. Pointing at a token shows its numbers.
+
+    Args:
+        record_or_records: a record of the generation pipeline or of its ``score``, or lists of them, on one scale.
+        measure: what colours show: "epistemic", "aleatoric" or "total".
+        title: of the page.
+        vmax: nats at the dark end of the scale; None takes a fixed reference (``colour_scale.REFERENCES``): 1 nat of
+            epistemic, 4 nats of aleatoric or total uncertainty. The legend states it.
+    Raises:
+        ValueError: for records without tokens or with numbers that are none, an unknown measure, or a vmax that is not
+            positive.
+    """
+    records = _flat(record_or_records)
+    scale = scale_of(records, measure, vmax)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    widest = max(record["uncertainty"]["total"] for record in records)
+    highest = max(token["total"] for record in records for token in record["tokens"])
+    return environment.get_template("heat_map.html").render(
+        title=_readable(title or f"{measure.capitalize()} uncertainty, token by token"),
+        themes={"light": LIGHT, "dark": DARK},
+        ticks=scale.ticks,
+        legend=scale.legend,
+        caption=_CAPTIONS[measure],
+        measure=measure,
+        records=[
+            _page_record(index, record, scale, widest or 1.0, highest or 1.0) for index, record in enumerate(records, 1)
+        ],
+    )
+
+
+def _page_record(index: int, record: Record, scale: Scale, widest: float, highest: float) -> dict[str, Any]:
+    context = _context(record)
+    tokens, uncertainty = record["tokens"], record["uncertainty"]
+    text = context.prompt + "".join(token["token"] for token in tokens)
+    return {
+        "heading": f"Record {index}",
+        "excerpt": _readable(" ".join(text.split())[:120]),
+        **context._asdict(),
+        "tokens": [{"level": scale.level(token), **_shown(token)} for token in tokens],
+        "highest": _number(max(token[scale.measure] for token in tokens)),
+        "widths": [f"{max(0.0, 100 * uncertainty[part] / widest):.2f}" for part in ("aleatoric", "epistemic")],
+        "paths": {part: _steps([token[part] / highest for token in tokens]) for part in ("total", "aleatoric")},
+        **{part: _number(uncertainty[part]) for part in PARTS},
+        **{name: _number(uncertainty[name], 2) for name in ("sequence_logprob", "sequence_logprob_tokenwise")},
+    }
+
+
+def _shown(token: Record) -> dict[str, Any]:
+    lines = [f"{part:<10}{_number(token[part]):>9} nats" for part in reversed(PARTS)]
+    lines.append(f"{'log p':<10}{_number(token['logprob']):>9}  p {100 * math.exp(token['logprob']):.3g} %")
+    lines.append(f"{'id':<10}{token['id']:>9}")
+    return {"numbers": "\n".join(lines), "parts": _parts(token["token"])}
+
+
+def _parts(token: str) -> list[tuple[str, str]]:
+    """A token as (kind, text): "text" as it is, or white space and controls, which need a mark to be seen."""
+    if not token:
+        return [("part", "")]
+    parts, start = [], 0
+    for match in _PIECES.finditer(token):
+        kind = str(match.lastgroup)
+        parts.append(("text", token[start : match.start()]))
+        parts += [(kind, _readable(character)) for character in match[0]]
+        start = match.end()
+    return [(kind, text) for kind, text in [*parts, ("text", token[start:])] if text]
+
+
+def _steps(heights: Sequence[float]) -> str:
+    """An SVG path: one step of width 1 per height, from below; 1 is the top."""
+    steps = "".join(f"V{1 - max(0.0, height):.4f}h1" for height in heights)
+    return f"M0 1{steps}V1Z"
+
+
+# -- terminal -------------------------------------------------------------------------------------------------------
+
+
+def to_terminal(
+    record_or_records: Any, *, measure: str = "epistemic", vmax: float | None = None, dark: bool = True
+) -> Text:
+    """Text for ``rich``: the tokens in the colours of ``to_html``, a scale, and the means.
+
+    Args:
+        record_or_records: as in ``to_html``.
+        measure: as in ``to_html``.
+        vmax: as in ``to_html``.
+        dark: for a terminal with a dark background.
+    """
+    records = _flat(record_or_records)
+    scale, theme = scale_of(records, measure, vmax), DARK if dark else LIGHT
+    styles = [Style(), *(Style(bgcolor=level.background, color=level.text) for level in theme.levels[1:])]
+    text = Text()
+    for record in records:
+        context = _context(record)
+        for message in context.messages:
+            text.append(f"{message['role']}: {message['content']}\n", "dim")
+        text.append(f"{context.role}: " if context.role else "", "dim")
+        text.append(context.prompt, "dim")
+        for token in record["tokens"]:
+            shown = _readable(token["token"]).replace("\n", "↵\n").replace("\t", "→   ")
+            text.append(shown, styles[scale.level(token)])
+        text.append("\n")
+        mean = record["uncertainty"]
+        parts = "  ".join(f"{part} {_number(mean[part])}" for part in PARTS)
+        text.append(
+            f"mean {parts} nats;  log p(sequence) {_number(mean['sequence_logprob'], 2)},"
+            f"  Σ log p(token) {_number(mean['sequence_logprob_tokenwise'], 2)}\n\n",
+            "dim",
+        )
+    first, _, last = scale.ticks
+    text.append(f"{measure} {first} ")
+    for style in styles:
+        text.append(" ", style)
+    text.append(f" {last}\n{scale.legend}")
+    return text
+
+
+def print_record(record_or_records: Any, *, console: Console | None = None, **options: Any) -> None:
+    """Print ``to_terminal(record_or_records, **options)``."""
+    (console or Console()).print(to_terminal(record_or_records, **options), soft_wrap=False)

@@ -1,0 +1,208 @@
+"""``posterior_config.json``: what a posterior says of itself. Unknown and missing keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.core.rng import MAX_SEED
+from hf_bayes.core.text_safety import is_plain_line
+from hf_bayes.distributions.approximations import GAUSSIANS
+from hf_bayes.posteriors.lora_adapter import TASKS
+from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
+from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
+
+FORMAT_VERSION = 1
+CONFIG = "posterior_config.json"
+
+
+@functools.cache
+def _library_versions() -> tuple[tuple[str, str], ...]:
+    versions = {}
+    for name in ("hf-bayes", "torch", "transformers", "peft", "safetensors"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(versions.items())
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a posterior depends on, of those that are installed."""
+    return dict(_library_versions())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorConfig:
+    """What ``posterior_config.json`` holds.
+
+    Attributes:
+        format_version: of this file.
+        task: one of ``adapters.TASKS``.
+        method: ``MethodConfig.to_dict()``.
+        approximation: "draws", or one of ``posterior.GAUSSIANS``: "gaussian" (diagonal), "gaussian_kronecker" ...
+        parameters: [name, shape] of each random tensor as the user's model names it, in the order of theta.
+        num_members: stored draws; 0 for a Gaussian.
+        member_chains: the chain of each draw; empty for a Gaussian. Left empty, ``Posterior`` fills it in.
+        subspace: how the random parameters were chosen.
+        prior: the prior, in words of its own.
+        num_data: N, None where nobody knows.
+        data_unit: what N counts.
+        base_model: name_or_path, revision, dtype and fingerprint {weights, config, tokenizer}, each a text or None.
+        head: what the base model's head was set to (id2label, problem_type, noise_std ...).
+        prediction: how the loaded posterior predicts, one of ``predictive.PREDICTIONS``: "members", or by outputs that
+            are linear in the parameters ("linearised", ...), which only a Gaussian can.
+        versions: of the libraries.
+        seed: of the run (at most ``rng.MAX_SEED``), None where there was none.
+        diagnostics: of the run; ``converged`` (true, false or null) and ``verdict`` (a sentence) decide on a warning.
+        metrics: held-out figures. In these two, NaN and infinities become null: "not defined".
+    """
+
+    format_version: int = FORMAT_VERSION
+    task: str
+    method: dict[str, Any]
+    approximation: str
+    parameters: list[list[Any]]
+    num_members: int
+    member_chains: list[int] = field(default_factory=list)
+    subspace: str
+    prior: dict[str, Any]
+    num_data: float | None
+    data_unit: str
+    base_model: dict[str, Any]
+    head: dict[str, Any] = field(default_factory=dict)
+    prediction: str = "members"
+    versions: dict[str, str] = field(default_factory=library_versions)
+    seed: int | None
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            undefined_is_null = name in ("diagnostics", "metrics")
+            object.__setattr__(self, name, plain(getattr(self, name), name, undefined_is_null=undefined_is_null))
+        self._check()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = CONFIG) -> PosteriorConfig:
+        """The config of a parsed file.
+
+        Raises:
+            ValueError: naming unknown and missing keys, or the value that is wrong.
+        """
+        version = values.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise ValueError(
+                f"{where}: format_version is {version!r}, this version of hf_bayes reads {FORMAT_VERSION}: use the "
+                "version of hf_bayes that wrote it (key 'versions')"
+            )
+        known = set(cls.__dataclass_fields__)
+        missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+        if missing or unknown:
+            raise ValueError(f"{where}: missing keys {shown(missing)}, unknown keys {shown(unknown)}")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return dataclasses.asdict(self)
+
+    @property
+    def layout(self) -> Layout:
+        """Which columns of theta are which tensor."""
+        return Layout(tuple(name for name, _ in self.parameters), tuple(tuple(shape) for _, shape in self.parameters))
+
+    def _check(self) -> None:
+        _require(self.format_version == FORMAT_VERSION, "format_version", self.format_version, f"{FORMAT_VERSION}")
+        _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
+        known = ["draws", *GAUSSIANS]
+        _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
+        for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
+            _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
+        for name in ("subspace", "data_unit"):
+            _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
+        _require(_is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
+        _require(_is_count(self.num_members), "num_members", self.num_members, "an integer >= 0")
+        if self.approximation == "draws":
+            _require(
+                self.num_members >= 1, "num_members", self.num_members, "at least 1: a posterior of 0 members is none"
+            )
+        else:
+            _require(self.num_members == 0, "num_members", self.num_members, "0 for a gaussian")
+        chains = self.member_chains
+        fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
+        _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
+        fine = self.seed is None or _is_count(self.seed, limit=MAX_SEED + 1)
+        _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
+        fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
+        _require(fine, "num_data", self.num_data, "a number > 0 or null")
+        self._check_prediction()
+        self._check_parameters()
+        self._check_base_model()
+        converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
+        _require(
+            converged is None or isinstance(converged, bool), "diagnostics.converged", converged, "true, false or null"
+        )
+        _require(verdict is None or isinstance(verdict, str), "diagnostics.verdict", verdict, "a sentence")
+
+    def _check_prediction(self) -> None:
+        known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
+        fine = isinstance(self.prediction, str) and self.prediction in known
+        _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
+
+    def _check_parameters(self) -> None:
+        _require(
+            isinstance(self.parameters, list) and self.parameters, "parameters", self.parameters, "[name, shape] pairs"
+        )
+        if len(self.parameters) > MAX_TENSORS:
+            raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
+        for pair in self.parameters:
+            fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
+            fine = fine and _is_line(pair[0]) and all(_is_count(n) and n > 0 for n in pair[1])
+            _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
+            if len(pair[0]) > MAX_NAME:
+                raise ValueError(f"a name in parameters has {len(pair[0]):,} characters, expected at most {MAX_NAME:,}")
+        counts = Counter(name for name, _ in self.parameters)
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        _require(not twice, "parameters", twice, "each name once")
+
+    def _check_base_model(self) -> None:
+        keys = {"name_or_path", "revision", "dtype", "fingerprint"}
+        _require(set(self.base_model) == keys, "base_model", sorted(self.base_model), f"the keys {sorted(keys)}")
+        fingerprint = self.base_model["fingerprint"]
+        keys = {"weights", "config", "tokenizer"}
+        fine = isinstance(fingerprint, dict) and set(fingerprint) == keys
+        _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
+        texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
+        for key, value in texts.items():
+            _require(value is None or _is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")
+
+
+def _require(fine: Any, name: str, value: Any, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} must be {expected}, got {json.dumps(value, default=str)[:200]}")
+
+
+_LINE = "a line of text without control characters"
+"""Expected of names: they stand in messages."""
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and is_plain_line(value)
+
+
+def _is_count(value: Any, limit: int = 2**63) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,167 @@
+"""What the files of a posterior's directory hold; which there are, and why: ``artifact``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import mode
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.distributions.approximations import GAUSSIANS, Draws, Gaussian
+from hf_bayes.distributions.covariance import COVARIANCES, check_shapes
+from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
+from hf_bayes.posteriors.lora_adapter import ADAPTER, ADAPTER_CONFIG, adapter_key, plain_adapter_config
+from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
+from hf_bayes.posteriors.storage import Content
+from hf_bayes.posteriors.storage.formats import shown
+
+TENSORS = "model.safetensors"
+GAUSSIAN = "covariance.safetensors"
+TRACE = "trace.json"
+
+
+class Parts(NamedTuple):
+    """What ``artifact.Posterior`` is made of."""
+
+    approximation: Draws | Gaussian
+    config: PosteriorConfig
+    adapter_config: dict[str, Any] | None
+    trace: dict[str, Any] | None
+    sidecars: Sidecars
+
+
+def of_member(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
+    """The files of one model, ``row`` [d] of theta: a plain peft adapter, or plain tensors."""
+    tensors = layout.unflatten(row)
+    if adapter_config is None:
+        return {TENSORS: tensors}
+    return {ADAPTER_CONFIG: adapter_config, ADAPTER: {adapter_key(name): t for name, t in tensors.items()}}
+
+
+def member_folder(index: int) -> str:
+    """The folder of a draw."""
+    return f"members/member_{index:03d}"
+
+
+def gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
+    """name -> [K, ...]"""
+    means = {f"means.{name}": value for name, value in layout.unflatten(gaussian.means).items()}
+    components = [covariance.tensors(layout) for covariance in gaussian.covariances]
+    return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
+
+
+def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors that each safetensors file must hold, as the JSON files say; of a covariance its reader decides.
+
+    Args:
+        contents: the JSON files by name.
+        names: of all files.
+    Raises:
+        ValueError: if files are missing, or do not fit one another.
+    """
+    if CONFIG not in names:
+        raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
+    config = PosteriorConfig.from_dict(contents[CONFIG])
+    if config.approximation == "draws" and not config.member_chains:
+        raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
+    if config.num_members > len(names):
+        raise ValueError(f"{CONFIG} says {config.num_members:,} members, in a directory of {len(names):,} files")
+    adapter_config = contents.get(ADAPTER_CONFIG)
+    expected = _expected_names(config, adapter=adapter_config is not None)
+    own = {name for name in names if not is_sidecar(name)}
+    missing, extra = sorted(expected - own), sorted(own - expected - {TRACE})
+    if missing or extra:
+        raise ValueError(
+            f"the files do not fit {CONFIG} ({config.approximation}, {config.num_members} members): "
+            f"missing {shown(missing)}, extra {shown(extra)}"
+        )
+    found = config.layout.named_shapes
+    if adapter_config is not None:
+        lora_config.explicit(plain_adapter_config(adapter_config), found)
+        for index in range(config.num_members):
+            name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
+            if contents[name] != adapter_config:
+                raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
+        found = {adapter_key(name): shape for name, shape in found.items()}
+    return {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+
+
+def read(contents: Mapping[str, Any]) -> Parts:
+    """The parts of a posterior, from the files that ``storage.read_directory`` has read with ``shapes``.
+
+    Sidecars are bytes.
+
+    Raises:
+        ValueError: if files do not fit one another, naming the first that does not.
+    """
+    sidecars = Sidecars({name: data for name, data in contents.items() if isinstance(data, bytes)})
+    files = {name: content for name, content in contents.items() if name not in sidecars.files}
+    config = PosteriorConfig.from_dict(files[CONFIG])
+    adapter_config = files.get(ADAPTER_CONFIG)
+    theta_of = _reader(files, config, adapter=adapter_config is not None)
+    approximation: Draws | Gaussian
+    if config.approximation == "draws":
+        file = ADAPTER if adapter_config is not None else TENSORS
+        rows = [theta_of(f"{member_folder(i)}/{file}") for i in range(config.num_members)]
+        if len({row.dtype for row in rows}) > 1:
+            raise ValueError(f"members have different dtypes: {[str(row.dtype) for row in rows]}")
+        approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
+    else:
+        approximation = _gaussian(files[GAUSSIAN], config)
+    if adapter_config is not None:
+        first = approximation.theta[0] if isinstance(approximation, Draws) else approximation.means[0]
+        if not torch.equal(theta_of(ADAPTER), first):
+            raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
+    return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
+
+
+def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
+    files = {ADAPTER_CONFIG, ADAPTER} if adapter else {TENSORS}
+    expected = {CONFIG} | (files if adapter else set())
+    if config.approximation in GAUSSIANS:
+        return expected | {GAUSSIAN}
+    return expected | {f"{member_folder(index)}/{name}" for index in range(config.num_members) for name in files}
+
+
+def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Callable[[str], Tensor]:
+    """file name -> row of theta."""
+    layout = config.layout
+    keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
+
+    def theta_of(file: str) -> Tensor:
+        tensors = files[file]
+        _check_dtypes(file, tensors)
+        return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
+
+    return theta_of
+
+
+def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussian:
+    layout = config.layout
+    structure = COVARIANCES[GAUSSIANS[config.approximation]]
+    means = {f"means.{name}": shape for name, shape in layout.named_shapes.items()}
+    _check_dtypes(GAUSSIAN, tensors)
+    try:
+        rest = {name: value for name, value in tensors.items() if name not in means}
+        num_components = mode(value.shape[:1] for value in tensors.values())  # the odd one out is wrong
+        check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
+        rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
+        covariances = [
+            structure.from_tensors({name: value[index] for name, value in rest.items()}, layout)
+            for index in range(len(rows))
+        ]
+        return Gaussian(rows, tuple(covariances))
+    except ValueError as error:
+        raise ValueError(f"{GAUSSIAN}: {error}") from error
+
+
+def _check_dtypes(file: str, tensors: Mapping[str, Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+        odd = {key: str(tensor.dtype) for key, tensor in tensors.items() if tensor.dtype != torch.float32}
+        found = [f"{key} in {dtype}" for key, dtype in odd.items()]
+        raise ValueError(f"{file}: expected all tensors in float32 (or all in float64), got {shown(found)}")

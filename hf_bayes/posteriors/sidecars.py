@@ -1,0 +1,263 @@
+"""Sidecars: the files beside a posterior's tensors that can change an answer.
+
+They are the files of the tokenizer, chat templates, the image processor or processor, and the generation config. A
+posterior carries them as bytes, so that they are saved, verified, read and pushed together with its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hf_bayes.posteriors.chat_templates import check_chat_template
+from hf_bayes.posteriors.storage import disk
+
+GENERATION_CONFIG = "generation_config.json"
+NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    # vocabularies of tokenizers that are not one tokenizer.json
+    "vocab*.json",
+    "*_vocab.json",
+    "vocab*.txt",
+    "*_vocab.txt",
+    "dict.txt",
+    "merges.txt",
+    "bpe.codes",
+    "byte_maps.json",
+    "emoji.json",
+    "normalizer.json",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    # processors of images, sound and several inputs
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    GENERATION_CONFIG,
+)
+"""Patterns of the names that sidecars have. Other files of a directory are never read as one."""
+MAX_FILES = 64
+MAX_BYTES = 64 * 2**20
+"""The largest sidecar; the largest tokenizers in use take about 35 MB."""
+MAX_BYTES_TOGETHER = 128 * 2**20
+
+_TEXTS = (".json", ".jinja", ".txt", ".codes")
+_IGNORED = ("*.py", "README.md", ".*")  # what ``save_pretrained`` may write that a posterior does without
+_PATHS = ("fast_tokenizer_files",)  # keys of a config that name further files to read
+
+
+def is_sidecar(name: str) -> bool:
+    """Return whether a file of this name, relative to the posterior's directory, is a sidecar."""
+    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in NAMES)
+
+
+def sidecars_in(directory: Path) -> list[str]:
+    """The names of all sidecars that lie in a directory, listed by a manifest or not."""
+    found = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    return sorted(name for path in found if is_sidecar(name := path.relative_to(directory).as_posix()))
+
+
+@dataclass(frozen=True)
+class Sidecars:
+    """The sidecars of a posterior, as bytes by name; they do not change.
+
+    Raises:
+        ValueError: for a name that no sidecar has, a text that is none, or files that are too many or too large.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", MappingProxyType(dict(sorted(self.files.items()))))
+        if unknown := [name for name in self.files if not is_sidecar(name)]:
+            raise ValueError(f"{', '.join(unknown)}: not a file that a posterior keeps of a tokenizer or processor")
+        sizes = {name: len(data) for name, data in self.files.items()}
+        if large := [f"{name} ({size:,} bytes)" for name, size in sizes.items() if size > MAX_BYTES]:
+            raise ValueError(f"{', '.join(large)}: a posterior keeps files of at most {MAX_BYTES:,} bytes")
+        if len(sizes) > MAX_FILES or sum(sizes.values()) > MAX_BYTES_TOGETHER:
+            raise ValueError(
+                f"{len(sizes)} files of tokenizer and processor with {sum(sizes.values()):,} bytes: a posterior keeps "
+                f"at most {MAX_FILES} files with {MAX_BYTES_TOGETHER:,} bytes"
+            )
+        for name, data in self.files.items():
+            if name.endswith(_TEXTS):
+                _check_text(data, name)
+        for name, template in _chat_templates(self.files):
+            try:
+                check_chat_template(template)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+
+    @classmethod
+    def of(cls, processor: Any = None, generation_config: Any = None) -> Sidecars:
+        """The files that a tokenizer or processor saves, and the generation config of a model.
+
+        Args:
+            processor: anything with ``save_pretrained`` of transformers, or None.
+            generation_config: a ``GenerationConfig`` of transformers, or None.
+        Raises:
+            ValueError: if the processor cannot be saved, or saves files that a posterior does not keep.
+            OSError: if the temporary directory has no room, naming it.
+        """
+        files = {} if processor is None else _saved_by(processor)
+        if generation_config is not None:
+            files[GENERATION_CONFIG] = generation_config.to_json_string(use_diff=True).encode()
+        return cls(files)
+
+    def __bool__(self) -> bool:
+        return bool(self.files)
+
+    def __or__(self, other: Sidecars) -> Sidecars:
+        """Both, the files of ``other`` before those of the same name here."""
+        return Sidecars({**self.files, **other.files})
+
+    def has(self, *names: str) -> bool:
+        """Return whether there is one of these files."""
+        return any(name in self.files for name in names)
+
+    @property
+    def generation_config(self) -> dict[str, Any] | None:
+        """The fields of the generation config; None if there is none.
+
+        Raises:
+            ValueError: if the file is no JSON object.
+        """
+        data = self.files.get(GENERATION_CONFIG)
+        return None if data is None else _object(data, GENERATION_CONFIG)
+
+    @contextlib.contextmanager
+    def folder(self, *, code_from: str | None = None) -> Iterator[Path]:
+        """A private temporary directory that holds the files while the block runs, for ``from_pretrained``.
+
+        Args:
+            code_from: the one repository, or folder, whose code the files may name (``auto_map``): that of the base
+                model. Names without a repository mean it, too. None leaves the names as they are.
+        Raises:
+            ValueError: if the files name code of another repository than ``code_from``.
+            OSError: if there is no room, naming the file.
+        """
+        with tempfile.TemporaryDirectory(prefix="hf_bayes_", ignore_cleanup_errors=True) as root:
+            for name, data in self.files.items():
+                path = Path(root) / name
+                path.parent.mkdir(exist_ok=True)
+                disk.write(path, _bound(name, data, code_from))
+            yield Path(root)
+
+
+def _saved_by(processor: Any) -> dict[str, bytes]:
+    """Return the files that ``processor.save_pretrained`` writes, without code."""
+    kind = type(processor).__name__
+    if not hasattr(processor, "save_pretrained"):
+        raise ValueError(
+            f"a {kind} cannot be saved with the posterior: it has no save_pretrained. Give a tokenizer or processor of "
+            "transformers as processing_class="
+        )
+    with tempfile.TemporaryDirectory(prefix="hf_bayes_", ignore_cleanup_errors=True) as folder:
+        root = Path(folder)
+        try:
+            processor.save_pretrained(folder)
+        except Exception as error:
+            # where the disk is full the tokenizers library raises Exception itself
+            if not isinstance(error, OSError) and type(error) is not Exception:
+                raise ValueError(f"the {kind} cannot be saved with the posterior: {error}") from error
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(
+                getattr(error, "errno", None) or (int(number[1]) if number else errno.EIO),
+                f"cannot write the files of the {kind} to {folder}: {error}. Free space there, or name another "
+                "directory in the environment variable TMPDIR",
+                folder,
+            ) from error
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        names = {path.relative_to(root).as_posix(): path for path in paths}
+        files = {name: path.read_bytes() for name, path in names.items() if not _is_ignored(name)}
+    if unknown := sorted(name for name in files if not is_sidecar(name)):
+        raise ValueError(
+            f"the {kind} saves {', '.join(unknown)}, which a posterior does not keep: it keeps tokenizers and "
+            "processors as JSON, text and sentencepiece models. Leave processing_class= out and give the tokenizer "
+            "when the posterior is loaded"
+        )
+    for name in files:  # a full disk may cut a file without an error
+        if name.endswith(".json"):
+            _object(files[name], f"{name} of the {kind}, written to {folder},")
+    return files
+
+
+def _is_ignored(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(part, pattern) for part in name.split("/") for pattern in _IGNORED)
+
+
+def _bound(name: str, data: bytes, code_from: str | None) -> bytes:
+    """The bytes of a file with no path in it that leads out, and with code of ``code_from`` only."""
+    if not name.endswith("_config.json"):
+        return data
+    before = _object(data, name)
+    values = {key: value for key, value in before.items() if key not in _PATHS}
+    if code_from is not None:
+        values = _with_code_from(values, code_from, name)
+    return data if values == before else json.dumps(values, ensure_ascii=False).encode()
+
+
+def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = False) -> Any:
+    """JSON values whose ``auto_map`` entries name code of the repository."""
+    if isinstance(values, dict):
+        return {
+            key: _with_code_from(value, repository, where, refers=refers or key == "auto_map")
+            for key, value in values.items()
+        }
+    if isinstance(values, list):
+        return [_with_code_from(value, repository, where, refers=refers) for value in values]
+    if not refers or not isinstance(values, str):
+        return values
+    source, dashes, reference = values.rpartition("--")
+    if dashes and source != repository:
+        raise ValueError(
+            f"{where} names code of {source!r} in auto_map, expected code of the base model {repository!r}: no other "
+            "code runs, also with trust_remote_code=True. Give the tokenizer or processor yourself"
+        )
+    return f"{repository}--{reference}"
+
+
+def _chat_templates(files: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
+    """The name of a file and a chat template in it, for each."""
+    for name, data in files.items():
+        if name.endswith(".jinja"):
+            yield name, data.decode()
+        elif name == "chat_template.json" or name.endswith("_config.json"):
+            found = _object(data, name).get("chat_template")
+            entries = found if isinstance(found, list) else list(found.values()) if isinstance(found, dict) else [found]
+            for entry in entries:
+                template = entry.get("template") if isinstance(entry, dict) else entry
+                if template is not None:
+                    yield name, template
+
+
+def _check_text(data: bytes, where: str) -> None:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not a text in UTF-8: {error}") from error
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""``BayesianTrainer``: a transformers Trainer that ends in a posterior."""

@@ -1,0 +1,142 @@
+"""TrainingArguments whose defaults suit a sampler."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from hf_bayes.core.rng import require_seed
+
+SHARDING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+"""How ``accelerate launch`` tells its processes to take a model apart."""
+PRECISIONS = ("no", "bf16")
+
+
+@dataclass
+class BayesianTrainingArguments(TrainingArguments):
+    """``transformers.TrainingArguments`` with the defaults of a sampler and nine fields of our own.
+
+    Clipping and weight decay are off (both change the stationary law; the prior is part of the method), the schedule
+    is constant, and a NaN is never hidden from the logs.
+    """
+
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the step size."})
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN from the logged loss; we never do."}
+    )
+    num_data: float | None = field(
+        default=None,
+        metadata={"help": "N, the number of likelihood terms; None counts them in the data set."},
+    )
+    data_unit: Literal["token", "sequence"] = field(
+        default="token",
+        metadata={"help": "One likelihood term of a language model; 'sequence' divides by the mean length."},
+    )
+    minibatch: Literal["independent", "shared"] = field(
+        default="independent",
+        metadata={"help": "Whether every chain draws its own minibatches, or all chains see the same rows."},
+    )
+    members_per_pass: int | None = field(
+        default=None,
+        metadata={
+            "help": "Members folded into one pass. None: as many as make about 512 rows in training, 1024 in "
+            "evaluation."
+        },
+    )
+    trunk_memory_gib: float = field(
+        default=0.0,
+        metadata={
+            "help": "GiB of device memory for what the layers before the first random one answered to rows of the "
+            "training data, which come again every epoch: padded as before, so pad all rows to one length (a run that "
+            "does not is warned). A resumed run then agrees to rounding, not bit for bit."
+        },
+    )
+    map_updates: int | None = field(
+        default=None,
+        metadata={
+            "help": "Updates of AdamW from the posterior's first member to the MAP estimate whose held-out NLL is "
+            "saved beside the posterior's. None takes a tenth of the run's gradients; 0 leaves the comparison out."
+        },
+    )
+    probe_steps: int = field(
+        default=100,
+        metadata={
+            "help": "Updates between two looks at the probe, about 256 terms of the training data: R-hat and ESS come "
+            "from their log-likelihoods and logits. 0: none but at the draws."
+        },
+    )
+    noise_std: float | None = field(
+        default=None,
+        metadata={
+            "help": "Standard deviation of the labels' noise, in their units; required for regression heads. Labels "
+            "far from 0 are best standardised: a fresh head begins there."
+        },
+    )
+
+    private_rows: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether every process's train_dataset is its own, of its own size, and its rows stay there: the "
+            "posterior is that of all of them together. For methods that compare batches (penalty)."
+        },
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make ``class Args(BayesianTrainingArguments, SFTConfig)`` take the fields of both without ``@dataclass``.
+
+        A class that adds fields of its own needs the decorator, as every dataclass does.
+        """
+        super().__init_subclass__(**kwargs)
+        if not inspect.get_annotations(cls):
+            dataclass(repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        # before transformers looks: it would ask for a package to be installed that is then refused
+        sharding = [name for variable, name in SHARDING.items() if os.environ.get(variable, "").lower() == "true"]
+        if sharding:
+            raise ValueError(
+                f"the launcher asks for {' and '.join(sharding)}, which would shard or rebuild the parameters that "
+                "are sampled and is not supported: leave it out of accelerate's flags and config file, and quantise a "
+                "base that does not fit one device"
+            )
+        super().__post_init__()
+        for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("learning_rate", "num_data", "noise_std"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+        require_seed(self.seed, largest=2**32 - 1)  # numpy, which transformers seeds, takes no larger one
+        if self.data_seed is not None:
+            require_seed(self.data_seed, name="data_seed")
+        if self.members_per_pass is not None and self.members_per_pass < 1:
+            raise ValueError(f"members_per_pass must be >= 1, got {self.members_per_pass}")
+        if not 0 <= self.trunk_memory_gib < float("inf"):
+            raise ValueError(f"trunk_memory_gib must be a finite number >= 0, got {self.trunk_memory_gib}")
+        if self.map_updates is not None and self.map_updates < 0:
+            raise ValueError(f"map_updates must be >= 0, got {self.map_updates}")
+        if self.private_rows:
+            if self.map_updates:
+                raise ValueError(
+                    f"map_updates must be 0 with private_rows, got {self.map_updates}: the gradients of a MAP estimate "
+                    "would leave their processes. Leave it out"
+                )
+            self.map_updates = 0
+        if self.probe_steps < 0:
+            raise ValueError(f"probe_steps must be >= 0, got {self.probe_steps}")
+        if self.mixed_precision not in PRECISIONS:  # by fp16=True, or by accelerate's flag or config file
+            raise ValueError(
+                f"{self.mixed_precision} is refused: its loss scaling skips updates of the chain, or its layers are "
+                "not the model's own. Use bf16=True (accelerate launch --mixed_precision bf16) or float32"
+            )

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: Trainer's own files, ``chains/`` with one file a chain, and a seal over all of them.
+
+The seal (``SEAL``) is written last. It lists size and sha256 of every file that a resume reads, and of the manifest of
+``chains/``, which lists the chains' files. A checkpoint without a seal is unfinished. A file that differs from what the
+seal lists is refused by name before transformers opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_bayes.posteriors.storage import MANIFEST, Group, check_seal, read_directory, seal, unseal, write_directory
+
+FORMAT = "hf_bayes.chains"
+FORMAT_OF_CHECKPOINT = "hf_bayes.checkpoint"
+FOLDER = "chains"
+SETTINGS = "settings.json"
+SEAL = "checkpoint_manifest.json"
+TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+READ_BY_TRAINER = ("rng_state*.pth", "scaler.pt", "optimizer.bin*")
+"""Further files that Trainer reads at a resume where it finds them."""
+NOT_COMPARED = ("num_updates", "num_processes")
+MAX_DIFFERENCES = 12
+"""Settings that an error lists before it counts the rest."""
+
+
+def begin(checkpoint: str | Path, *, group: Group) -> None:
+    """Break the seal of an earlier save to the same place and remove what the new one may leave standing.
+
+    The first process does; the others write no such file before the chains have been written (``save``).
+    """
+    if group.rank == 0 and Path(checkpoint).is_dir():
+        unseal(checkpoint, file=SEAL)
+        for leftover in _read_by_trainer(Path(checkpoint)):
+            leftover.unlink()
+
+
+def save(
+    checkpoint: str | Path, tensors: dict[int, dict[str, Tensor]], settings: dict[str, Any], *, group: Group
+) -> None:
+    """Write the chains of all processes and the settings they were run with; returns when all have been written.
+
+    Args:
+        tensors: of the chains that this process writes.
+        group: the processes.
+    """
+    files: dict[str, Any] = {_chain_file(chain): content for chain, content in tensors.items()}
+    folder = Path(checkpoint) / FOLDER
+    if group.rank == 0:
+        files[SETTINGS] = {**settings, "num_processes": group.num_processes}
+        if not (folder / MANIFEST).exists():  # what a checkpoint that lost its manifest has left is nobody's
+            for leftover in folder.glob("chain_*.safetensors"):
+                leftover.unlink()
+    write_directory(folder, files, format=FORMAT, group=group)
+
+
+def seal_checkpoint(checkpoint: str | Path, *, group: Group) -> None:
+    """Seal a checkpoint that all processes have written: it is complete from then on.
+
+    Raises:
+        OSError: naming the file that is missing, or the path that cannot be written; on every process.
+    """
+    seal(checkpoint, _sealed_files(group.num_processes), file=SEAL, format=FORMAT_OF_CHECKPOINT, group=group)
+
+
+def load(
+    checkpoint: str | Path, settings: dict[str, Any], *, chains: range
+) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
+    """Return some chains of a checkpoint, and its settings, after every file has been checked.
+
+    Args:
+        settings: of the run that goes on; what may differ (``NOT_COMPARED``) is not compared.
+        chains: those wanted.
+    Raises:
+        FileNotFoundError: naming the file without which a resumed run would not be the same run.
+        ValueError: naming the file that is damaged or exchanged, or listing the settings that differ, as saved and as
+            given.
+    """
+    missing = [name for name in TRAINER_FILES if not (Path(checkpoint) / name).is_file()]
+    missing += [] if list(Path(checkpoint).glob("rng_state*.pth")) else ["rng_state.pth"]
+    if missing:
+        raise FileNotFoundError(
+            f"checkpoint {checkpoint} lacks {', '.join(missing)}: a run resumed without would be another"
+        )
+    _check_files(Path(checkpoint))
+    wanted = {SETTINGS, *map(_chain_file, chains)}
+    files = read_directory(Path(checkpoint) / FOLDER, format=FORMAT, only=wanted.__contains__)
+    saved = files.pop(SETTINGS)
+    lines = _differences(saved, json.loads(json.dumps(settings)))
+    if lines:
+        more = f"; and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
+        raise ValueError(
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(lines[:MAX_DIFFERENCES])}{more}. Resume with "
+            "the saved settings"
+        )
+    return {int(name[6:9]): content for name, content in files.items()}, saved
+
+
+def newest_complete(output_dir: str | Path) -> str | None:
+    """Return the newest checkpoint that can be resumed; an unfinished one (a killed save) is passed over."""
+    found = {
+        int(match[1]): folder
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
+    }
+    return next((str(found[step]) for step in sorted(found, reverse=True) if _is_complete(found[step])), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Return whether the checkpoint is sealed and every file is as the seal and the manifest say."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+        listed = _check_files(checkpoint)
+        settings = read_directory(checkpoint / FOLDER, format=FORMAT, only=SETTINGS.__eq__)[SETTINGS]
+    except (OSError, ValueError):
+        return False
+    return set(_sealed_files(settings["num_processes"])) == set(listed)
+
+
+def _check_files(checkpoint: Path) -> list[str]:
+    """The names of the files that the seal lists; raises where one differs, or where Trainer would read another one."""
+    listed = check_seal(checkpoint, file=SEAL, format=FORMAT_OF_CHECKPOINT)
+    needed = [name for name in (*TRAINER_FILES, f"{FOLDER}/{MANIFEST}") if name not in listed]
+    unlisted = [path.name for path in _read_by_trainer(checkpoint) if path.name not in listed]
+    if needed or unlisted:
+        raise ValueError(
+            f"{checkpoint / SEAL} does not list {', '.join(needed + unlisted)}, which a resume would read: take a "
+            "checkpoint that is as it was saved"
+        )
+    return list(listed)
+
+
+def _sealed_files(num_processes: int) -> list[str]:
+    states = ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]
+    return [*TRAINER_FILES, *states, f"{FOLDER}/{MANIFEST}"]
+
+
+def _read_by_trainer(checkpoint: Path) -> list[Path]:
+    return sorted(path for pattern in READ_BY_TRAINER for path in checkpoint.glob(pattern))
+
+
+def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that must not differ and does, the settings of the run before those of its base."""
+    names = {name for name in saved.keys() | given.keys() if name not in NOT_COMPARED}
+    differing = sorted((name for name in names if saved.get(name) != given.get(name)), key=lambda n: ("." in n, n))
+    return [f"{name}: saved {saved.get(name)!r}, now {given.get(name)!r}" for name in differing]
+
+
+def _chain_file(chain: int) -> str:
+    return f"chain_{chain:03d}.safetensors"

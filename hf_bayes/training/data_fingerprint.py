@@ -1,0 +1,163 @@
+"""A fingerprint of training data, by which a checkpoint recognises the rows it was made with.
+
+It hashes what the model is given: rows as the collator presents them, each one on its own. Of a data set with a length
+these are ``SAMPLED_ROWS`` rows spread evenly over it, the first and the last among them; of a stream, its first
+``STREAM_ROWS`` rows. A change in a row between two sampled ones can go unnoticed, unless it changes a length: counts of
+rows and of likelihood terms, which are compared beside the fingerprint, come from all rows.
+
+Taking a fingerprint consumes no random numbers. The global generators of torch, numpy and Python are seeded for it and
+put back; so is what the data set and the collator hold: generators among their attributes, and the attributes
+themselves. A collator may be random all the same. Every row is presented twice from the same seeds, and of a value that
+differs (a generator out of reach drew it) only the name counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
+
+SAMPLED_ROWS = 64
+STREAM_ROWS = 16
+TOGETHER = 4
+"""Rows that are collated together, to see whether the collator packs them into fewer."""
+DIGITS = 16
+"""Hexadecimal digits kept of a hash: 64 bits."""
+
+
+def describe_rows(dataset: Any, collate: Callable, *, seed: int) -> dict[str, Any]:
+    """Return what tells a data set with a length from another one, JSON-ready.
+
+    Args:
+        dataset: rows by number, without the columns that the model does not take.
+        collate: the collator.
+        seed: of the global generators, while rows are presented.
+    Returns:
+        ``columns``, the names of what the model is given; ``fingerprint``; and ``packs``, whether the collator makes
+        other numbers of rows than it is given.
+    """
+    numbers = torch.linspace(0, len(dataset) - 1, SAMPLED_ROWS, dtype=torch.float64).long().unique().tolist()
+    with undisturbed(dataset, collate):
+        return _describe(lambda: ((number, dataset[number]) for number in numbers), collate, seed)
+
+
+def describe_stream(stream: Iterable[Any], collate: Callable, *, seed: int, count: int = STREAM_ROWS) -> dict[str, Any]:
+    """Return what tells a stream from another one, JSON-ready: as ``describe_rows``, of its first ``count`` rows.
+
+    Rows that come later are not compared, and neither is their number, which is not known. A stream that begins in
+    another way whenever it is iterated over is compared by its columns alone.
+    """
+    with undisturbed(stream, collate):
+        return _describe(lambda: enumerate(itertools.islice(stream, count)), collate, seed)
+
+
+def fingerprint_rows(dataset: Any, collate: Callable, *, seed: int) -> str:
+    """Return the fingerprint alone."""
+    return describe_rows(dataset, collate, seed=seed)["fingerprint"]
+
+
+def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable, seed: int) -> dict[str, Any]:
+    (first, _), (second, together) = (_present(rows(), collate, seed) for _ in range(2))
+    agreed = {name: digest if second.get(name) == digest else None for name, digest in first.items()}
+    columns = sorted({name.split("/", 1)[1] for name in first})
+    _seed_all(seed)
+    packs = bool(together) and _num_rows(collate(together)) not in (None, len(together))
+    return {"columns": columns, "fingerprint": fingerprint_json(agreed)[:DIGITS], "packs": packs}
+
+
+def _present(rows: Iterable[tuple[int, Any]], collate: Callable, seed: int) -> tuple[dict[str, str], list[Any]]:
+    """{"number/name": digest} of what the collator makes of each row alone, and the first rows themselves."""
+    _seed_all(seed)
+    found: dict[str, str] = {}
+    kept: list[Any] = []
+    for number, row in rows:
+        kept += [row] if len(kept) < TOGETHER else []
+        for name, value in collate([row]).items():
+            if isinstance(value, (Tensor, np.ndarray, int, float, str, list, tuple)):
+                found[f"{number}/{name}"] = _digest(value)
+    return found, kept
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return fingerprint_json([str(value.dtype), value.tolist()])
+    return fingerprint_tensors([("value", value)]) if isinstance(value, Tensor) else fingerprint_json(value)
+
+
+def _num_rows(batch: Mapping[str, Any]) -> int | None:
+    labels = batch.get("labels")
+    values = [labels] if isinstance(labels, Tensor) else [v for v in batch.values() if isinstance(v, Tensor)]
+    return len(values[0]) if values and values[0].ndim else None
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too, which are not put back
+
+
+@contextmanager
+def undisturbed(*holders: Any) -> Iterator[None]:
+    """Put all generators back at the end of the block: the global ones, and those that ``holders`` hold.
+
+    Args:
+        holders: a data set, a collator; what they wrap as ``dataset`` or ``data_collator`` is put back, too.
+    """
+    python, numpy_ = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with ExitStack() as after, torch.random.fork_rng(devices=devices):
+        after.callback(np.random.set_state, numpy_)
+        after.callback(random.setstate, python)
+        for holder in _with_wrapped(holders):
+            after.callback(_put_back, holder, dict(vars(holder)), _generator_states(holder))
+        yield
+
+
+def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
+    """The objects that have attributes of their own, and what they wrap."""
+    found: list[Any] = []
+    waiting = list(holders)
+    while waiting:
+        holder = waiting.pop()
+        if not hasattr(holder, "__dict__") or isinstance(holder, type) or any(holder is other for other in found):
+            continue
+        found.append(holder)
+        waiting += [vars(holder)[name] for name in ("dataset", "data_collator") if name in vars(holder)]
+        waiting += [holder.__self__] if hasattr(holder, "__self__") else []
+    return found
+
+
+def _generator_states(holder: Any) -> list[Callable[[], None]]:
+    """For every generator among the attributes, a function that puts its state back."""
+    restore: list[Callable[[], None]] = []
+    for value in vars(holder).values():
+        if isinstance(value, torch.Generator):
+            restore.append(_setter(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            restore.append(_setter(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            restore.append(_setter(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            restore.append(_setter(partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    return restore
+
+
+def _setter(set_state: Callable[[Any], Any], state: Any) -> Callable[[], None]:
+    return lambda: set_state(state)
+
+
+def _put_back(holder: Any, attributes: dict[str, Any], restore: list[Callable[[], None]]) -> None:
+    for name in vars(holder).keys() - attributes.keys():
+        delattr(holder, name)
+    vars(holder).update(attributes)
+    for each in restore:
+        each()

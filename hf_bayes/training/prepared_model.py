@@ -1,0 +1,82 @@
+"""The model as TRL's trainers would make it: loaded by its name, with the adapter of a ``peft_config`` on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedModel, set_seed
+
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading import unwrapped
+
+
+@contextmanager
+def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the model that is to be attached. If the block raises, a model that was given loses its adapter again.
+
+    The random numbers are those that TRL draws, so that the same seed gives the same adapter. Its values stay float32
+    on a quantised base, where TRL rounds them to bfloat16: chains are float32.
+
+    Args:
+        model: a model, or the name or path of one.
+        args: the trainer's arguments; of a named model ``model_init_kwargs`` and ``trust_remote_code`` are used.
+        peft_config: the adapter to put on; None leaves the model as it is.
+        kwargs: the other arguments for the host trainer's ``__init__``. A named model takes ``quantization_config`` out
+            of it, and puts its tokenizer in where none is given.
+    """
+    named = isinstance(model, str | os.PathLike)
+    if peft_config is not None:
+        _refuse_adapter(model, peft_config)
+    settings = getattr(args, "model_init_kwargs", None)
+    if named or peft_config is not None:
+        set_seed(args.seed)
+    if named:
+        model = _load(os.fspath(model), args, kwargs)
+        args.model_init_kwargs = None  # they have been used, and TRL would warn that they are ignored
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        yield model
+    except BaseException:
+        if peft_config is not None and isinstance(model, PeftModel):
+            unwrapped(model)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+        raise
+    finally:
+        if named:
+            args.model_init_kwargs = settings
+
+
+def _refuse_adapter(model: Any, peft_config: Any) -> None:
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(f"peft_config must be a config of peft, such as LoraConfig(...), got {peft_config!r}")
+    if isinstance(model, PeftModel | BayesianModel):
+        raise ValueError(
+            f"peft_config is given with a {type(model).__name__}, expected a transformers model without an adapter. "
+            "Leave peft_config out to sample the adapter that is there, or merge it first (merge_and_unload)"
+        )
+
+
+def _load(name: str, args: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load a model by its name, with the class that its config names, in float32 unless told otherwise."""
+    settings = dict(args.model_init_kwargs or {})
+    quantization = kwargs.pop("quantization_config", None)
+    if quantization is not None:
+        if "quantization_config" in settings:
+            raise ValueError("quantization_config is given twice, also in model_init_kwargs: leave one of them out")
+        settings["quantization_config"] = quantization
+    settings.setdefault("dtype", torch.float32)
+    settings.setdefault("trust_remote_code", getattr(args, "trust_remote_code", False))
+    source = {key: settings[key] for key in ("trust_remote_code", "revision") if key in settings}
+    if kwargs.get("processing_class") is None:
+        kwargs["processing_class"] = AutoProcessor.from_pretrained(name, **source)
+    names = AutoConfig.from_pretrained(name, **source).architectures or [""]
+    return getattr(transformers, names[0], AutoModelForCausalLM).from_pretrained(name, **settings)

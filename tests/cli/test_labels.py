@@ -1,0 +1,146 @@
+"""What a column of labels asks of a head, and the rows that train it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+from hf_bayes.cli.labels import labelled_text
+
+ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in range(20)]
+
+
+def names_of(head: dict[str, Any]) -> list[str]:
+    names = list(head["id2label"].values())
+    assert head["num_labels"] == len(names)
+    assert head["label2id"] == {name: index for index, name in enumerate(names)}
+    return names
+
+
+def columns(**values: list[Any]) -> DatasetDict:
+    return DatasetDict(train=Dataset.from_dict({"text": ["a", "b", "c"][: len(values["label"])], **values}))
+
+
+@pytest.fixture
+def splits() -> DatasetDict:
+    return DatasetDict(train=Dataset.from_list(ROWS[:15]), validation=Dataset.from_list(ROWS[15:]))
+
+
+def test_classes_are_the_sorted_labels_of_the_training_split(
+    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    encoded, head = labelled_text(splits, tokenizer)
+    assert names_of(head) == ["even", "odd"]
+    assert encoded["validation"]["labels"] == [1, 0, 1, 0, 1]
+    assert set(encoded["train"].column_names) == {"input_ids", "attention_mask", "labels"}
+    assert encoded["train"][0]["input_ids"] == tokenizer("text 0")["input_ids"]
+
+
+def test_integer_labels_with_gaps_are_mapped_to_classes(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": "a", "label": 7}, {"text": "b", "label": -1}, {"text": "c", "label": 7}]
+    encoded, head = labelled_text(DatasetDict(train=Dataset.from_list(rows)), tokenizer)
+    assert names_of(head) == ["-1", "7"]
+    assert encoded["train"]["labels"] == [1, 0, 1]
+
+
+def test_the_names_of_a_class_label_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes", "perhaps"])})
+    train = Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    encoded, head = labelled_text(DatasetDict(train=train), tokenizer)
+    assert names_of(head) == ["no", "yes", "perhaps"]
+    assert encoded["train"]["labels"] == [1, 0]
+
+
+def test_texts_are_cut_at_max_length(splits: DatasetDict, tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded, _ = labelled_text(splits, tokenizer, max_length=2)
+    assert {len(ids) for ids in encoded["train"]["input_ids"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("label", "message"), [("neither", "row 0 of the split 'validation' has the label 'neither'"), (None, "label None")]
+)
+def test_a_label_without_a_class_is_refused(
+    splits: DatasetDict, tokenizer: PreTrainedTokenizerFast, label: str | None, message: str
+) -> None:
+    features = Features({"text": Value("string"), "label": Value("string")})
+    splits["validation"] = Dataset.from_list([{"text": "x", "label": label}], features=features)
+    with pytest.raises(ValueError, match=message):
+        labelled_text(splits, tokenizer)
+
+
+@pytest.mark.parametrize("names", [None, ["red", "green", "blue"]])
+def test_lists_are_several_labels_of_each_text(tokenizer: PreTrainedTokenizerFast, names: list[str] | None) -> None:
+    data = columns(label=[[2, 0], [], [0, 0]])
+    if names is not None:
+        data = data.cast_column("label", List(ClassLabel(names=names)))
+    encoded, head = labelled_text(data, tokenizer)
+    assert head["problem_type"] == "multi_label_classification"
+    assert names_of(head) == (names or ["0", "2"])
+    columns_of = [0, 2] if names else [0, 1]
+    expected = [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+    assert [[row[c] for c in columns_of] for row in encoded["train"]["labels"]] == expected
+    assert {len(row) for row in encoded["train"]["labels"]} == {head["num_labels"]}
+
+
+@pytest.mark.parametrize("labels", [[1, 2, 5], [0.5, -1.0, 3.25]])
+def test_numbers_are_kept_where_they_are_asked_for(tokenizer: PreTrainedTokenizerFast, labels: list[Any]) -> None:
+    encoded, head = labelled_text(columns(label=labels), tokenizer, numbers=True)
+    assert head == {"num_labels": 1, "problem_type": "regression"}
+    assert encoded["train"]["labels"] == labels
+    assert {type(label) for label in encoded["train"]["labels"]} == {float}
+
+
+@pytest.mark.parametrize("label", [None, float("nan"), float("inf")])
+def test_a_number_that_is_missing_or_not_finite_is_refused(
+    tokenizer: PreTrainedTokenizerFast, label: float | None
+) -> None:
+    message = f"row 1 of the split 'train' has the label {label}, expected a finite number"
+    with pytest.raises(ValueError, match=message):
+        labelled_text(columns(label=[0.5, label]), tokenizer, numbers=True)
+
+
+def test_words_are_no_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"label '4', expected a finite number: .* leave noise_std out for classes"):
+        labelled_text(columns(label=["4", "5"]), tokenizer, numbers=True)
+
+
+def test_a_list_that_is_missing_or_of_an_unknown_class_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = columns(label=[["a"], ["b"]])
+    for label in (None, ["a", "c"], [None]):
+        features = Features({"text": Value("string"), "label": List(Value("string"))})
+        data["validation"] = Dataset.from_list([{"text": "x", "label": label}], features=features)
+        with pytest.raises(ValueError, match=r"row 0 of the split 'validation' .* a list out of \['a', 'b'\]"):
+            labelled_text(data, tokenizer)
+
+
+def test_pairs_are_encoded_together_and_say_which_text_a_token_is_of() -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
+    tokenizer = BertTokenizerFast(vocab={word: place for place, word in enumerate(words)}, model_max_length=6)
+    data = columns(other=["c", "c d", "d d d d d d d"], label=[0, 1, 0])
+    encoded, _ = labelled_text(data, tokenizer, pair_column="other")
+    assert encoded["train"]["input_ids"][1] == [2, 6, 3, 7, 8, 3]  # [CLS] b [SEP] c d [SEP]
+    assert encoded["train"]["token_type_ids"][1] == [0, 0, 0, 1, 1, 1]
+    assert len(encoded["train"]["input_ids"][2]) == 6
+    alone, _ = labelled_text(data, tokenizer)
+    assert set(alone["train"].column_names) == {"input_ids", "attention_mask", "labels"}
+    with pytest.raises(ValueError, match="the split 'train' has no column 'second'"):
+        labelled_text(data, tokenizer, pair_column="second")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", "a"], "two classes or more"),
+        ([[], []], "two classes or more"),
+        ([0.5, 1.0], "integers or strings. To predict the numbers themselves give noise_std"),
+        ([[0.5], [1.0]], "integers or strings"),
+    ],
+)
+def test_one_class_or_fractions_are_refused(
+    tokenizer: PreTrainedTokenizerFast, labels: list[Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        labelled_text(columns(label=labels), tokenizer)

@@ -1,0 +1,94 @@
+"""F13: the chains of a run, and those of runs with other seeds, draw from streams that know nothing of each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.rng import MAX_SEED, chain_generators, generator, require_seed
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from tests import runs
+
+CHAINS, LENGTH = 4, 1 << 18
+SHARED = (4605, 1774, 1884)
+"""A seed, and two chains of it that a CPU's generator cannot tell apart: found by trying."""
+
+
+def streams(tmp_path: Path) -> Tensor:
+    """[8, n]: what the chains of two trainers will draw, the second of the next seed."""
+    rows = []
+    for seed in (42, 43):
+        trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=CHAINS), seed=seed)
+        trainer.create_optimizer()
+        rows += [torch.randn(LENGTH, generator=rng) for rng in trainer.optimizer_of_chains.rngs]
+    return torch.stack(rows).double()
+
+
+def largest_correlations(noise: Tensor) -> tuple[float, float]:
+    """Of any two rows, in standard errors of 1/sqrt(n): at the same time, and at any lag (circular)."""
+    scaled = (noise - noise.mean(1, keepdim=True)) / noise.std(1, keepdim=True)
+    spectra = torch.fft.rfft(scaled)
+    at_once, at_any_lag = 0.0, 0.0
+    for one, other in itertools.combinations(range(len(noise)), 2):
+        lags = torch.fft.irfft(spectra[one] * spectra[other].conj(), n=noise.shape[1]) / math.sqrt(noise.shape[1])
+        at_once, at_any_lag = max(at_once, float(lags[0].abs())), max(at_any_lag, float(lags.abs().max()))
+    return at_once, at_any_lag
+
+
+@pytest.mark.reliability("F13")
+def test_noise_of_chains_and_seeds_is_uncorrelated_at_every_lag(
+    tmp_path: Path, injected: Callable[[int], None]
+) -> None:
+    injected(28)  # pairs
+    at_once, at_any_lag = largest_correlations(streams(tmp_path))
+    assert at_once < 4
+    # the largest of 28 pairs x 2^18 lags: a normal exceeds 6.5 with probability 8e-11, 6e-4 for any of them
+    assert at_any_lag < 6.5
+
+
+@pytest.mark.reliability("F13", twin=True)
+def test_chains_that_share_a_stream_or_follow_each_other_in_it_are_caught() -> None:
+    one = torch.randn(LENGTH + 1000, generator=torch.Generator().manual_seed(0)).double()
+    assert largest_correlations(torch.stack([one[:LENGTH], one[:LENGTH]]))[0] > 4
+    assert largest_correlations(torch.stack([one[:LENGTH], one[1000:]]))[1] > 6.5
+
+
+def start_trainer(tmp_path: Path, seed: int, num_chains: int) -> None:
+    runs.trainer(tmp_path, SGHMCConfig(num_chains=num_chains), seed=seed).create_optimizer()
+
+
+def start_sampling(tmp_path: Path, seed: int, num_chains: int) -> None:
+    theta, method = torch.zeros(num_chains, 2), SGHMCConfig(num_chains=num_chains)
+    sample(lambda theta, batch: theta.sum(1), theta, method, num_steps=2, learning_rate=0.1, num_data=1, seed=seed)
+
+
+@pytest.mark.reliability("F13")
+@pytest.mark.parametrize("start", [start_trainer, start_sampling])
+def test_two_chains_with_one_stream_are_refused(tmp_path: Path, start: Callable[..., None]) -> None:
+    seed, one, other = SHARED
+    with pytest.raises(ValueError, match=f"chains {one} and {other} .* one stream .* choose another seed"):
+        start(tmp_path, seed, other + 1)
+
+
+def test_that_seed_does_give_two_chains_one_stream() -> None:
+    """Else the refusal would be for nothing."""
+    seed, one, other = SHARED
+    first, second = (torch.randn(100, generator=generator(seed, "chain", chain)) for chain in (one, other))
+    assert torch.equal(first, second)
+    assert len(chain_generators(seed, other)) == other
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "1", True])
+def test_a_seed_that_generators_do_not_take_is_refused(seed: Any) -> None:
+    require_seed(MAX_SEED)
+    torch.Generator().manual_seed(MAX_SEED)
+    with pytest.raises(ValueError, match=r"seed must be an integer from 0 to 2\*\*64 - 1"):
+        require_seed(seed)

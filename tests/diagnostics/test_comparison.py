@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.posteriors.posterior import Posterior
+from tests import runs
+
+
+def test_rows_sum_the_nll_of_their_own_terms() -> None:
+    found = row_scores([1.0, 2.0, 4.0, 8.0], [2, 0, 1, 1])
+    assert (found.nll.tolist(), found.terms.tolist()) == ([3.0, 0.0, 4.0, 8.0], [2, 0, 1, 1])
+
+
+def test_the_standard_error_is_that_of_repeated_data() -> None:
+    """Tokens of a row share an effect; taken as independent (the twin), their error is too small."""
+    rng = np.random.default_rng(0)
+    differences, errors, naive = [], [], []
+    for _ in range(400):
+        terms = rng.choice([5, 50], 60)
+        gaps = np.repeat(rng.normal(0.1, 0.3, 60), terms) + rng.normal(0, 0.3, terms.sum())
+        zeros = row_scores(np.zeros(terms.sum()), terms)
+        differences.append(gaps.mean())
+        errors.append(difference_std_error(row_scores(gaps, terms), zeros))
+        naive.append(gaps.std() / np.sqrt(len(gaps)))
+    spread = np.std(differences)
+    assert np.mean(errors) == pytest.approx(spread, rel=0.12)  # 3 standard errors of a standard deviation at 400
+    assert np.mean(naive) < 0.5 * spread
+
+
+@pytest.mark.parametrize(
+    "other",
+    [RowScores(np.zeros(1), np.ones(1, int)), RowScores(np.zeros(3), np.array([1, 2, 1]))],
+    ids=["one", "other"],
+)
+def test_rows_that_cannot_be_paired_have_no_standard_error(other: RowScores) -> None:
+    rows = RowScores(np.zeros(len(other.nll)), np.ones(len(other.nll), int))
+    assert difference_std_error(rows, other) is None
+
+
+def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
+    rows = runs.token_rows([8, 3, 6, 5], seed=1)
+    options = {"collator": runs.padding_collator(), "eval_dataset": rows, "per_device_eval_batch_size": 3}
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), train=rows, **options)
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate(trainer.eval_dataset.select([0]))  # other rows, which must not stand in for the trainer's own
+    trainer.save_model()
+    metrics = Posterior.from_pretrained(tmp_path).config.metrics
+    point, collate, means = trainer._map_estimate(trainer.posterior), runs.padding_collator(), []
+    for theta in (trainer.bayesian.current, point):
+        with torch.no_grad(), trainer.bayesian.showing(theta):
+            means.append(np.array([float(trainer.bayesian(**collate([row])).loss) for row in rows]))
+    counts = np.array([len(row["labels"]) - 1 for row in rows])
+    gaps = (means[0] - means[1]) * counts
+    mean = gaps.sum() / counts.sum()
+    assert mean == pytest.approx(metrics["nll"] - metrics["map_nll"], abs=1e-5)
+    expected = np.sqrt(4 / 3 * np.square(gaps - mean * counts).sum()) / counts.sum()
+    assert metrics["map_nll_difference_std_error"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("nll", "error", "said", "warned"),
+    [
+        (1.65, 0.1, False, False),
+        (1.65, 0.05, True, True),
+        (1.35, 0.05, True, False),
+        (1.35, 0.1, False, False),
+        (2.0, None, False, False),
+    ],
+)
+def test_a_difference_within_two_standard_errors_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nll: float, error: float | None, said: bool, warned: bool
+) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    trainer._compare("", nll, 1.5, error)
+    assert ("MAP estimate" in caplog.text) == said
+    assert any(record.levelname == "WARNING" for record in caplog.records) == warned
+    assert f"{nll:.4f}" in caplog.text  # the posterior's own figure is said in any case

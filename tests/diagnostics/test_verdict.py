@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from hf_bayes.core.rng import generator
+from hf_bayes.diagnostics.verdict import (
+    Diagnostics,
+    distance_moved,
+    kinetic_temperature_interval,
+    share_within_interval,
+)
+
+
+def test_kinetic_temperature_lies_in_its_interval_as_often_as_promised() -> None:
+    law = 2 / 1.9
+    kinetic = law * torch.randn(20_000, 30, generator=generator("draws"), dtype=torch.float64).square().mean(1)
+    error = math.sqrt(0.9 * 0.1 / 20_000)  # standard error of the share
+
+    def coverage(low: float, high: float) -> float:
+        return ((low < kinetic) & (kinetic < high)).double().mean().item()
+
+    assert abs(coverage(*kinetic_temperature_interval(30, law, confidence=0.9)) - 0.9) < 4 * error
+    # the twins: T in place of the discretisation's law, and one degree of freedom for each pair
+    assert abs(coverage(*kinetic_temperature_interval(30, 1.0, confidence=0.9)) - 0.9) > 4 * error
+    assert abs(coverage(*kinetic_temperature_interval(15, law, confidence=0.9)) - 0.9) > 4 * error
+
+
+def test_the_kinetic_interval_is_that_of_the_tables() -> None:
+    low, high = kinetic_temperature_interval(10, 2.0)
+    assert low == pytest.approx(2.156 / 5, rel=1e-3)  # chi^2(10): 0.005 and 0.995 quantiles 2.156 and 25.188
+    assert high == pytest.approx(25.188 / 5, rel=1e-4)
+    low, high = kinetic_temperature_interval(1_000_000, 1.0)
+    assert high - 1 == pytest.approx(2.5758 * math.sqrt(2e-6), rel=1e-2)  # normal for large d
+
+
+def test_distance_moved_is_in_prior_standard_deviations() -> None:
+    prior_std = torch.tensor([0.1, 10.0])
+    start = torch.zeros(3, 2)
+    theta = torch.tensor([[0.0, 0.0], [0.2, 20.0], [0.2, 0.0]])
+    assert torch.allclose(distance_moved(theta, start, prior_std), torch.tensor([0.0, 2.0, math.sqrt(2)]))
+    assert torch.allclose(distance_moved(theta, start, 0.1)[2], torch.tensor(math.sqrt(2)))
+
+
+GOOD = Diagnostics(
+    dim=1000,
+    distance=[0.3, 0.2, 0.3, 0.4],
+    kinetic_temperature=[1.05, 1.0, 1.1, 1.02],
+    kinetic_temperature_law=2 / 1.9,
+    acceptance=[0.8, 0.79, 0.82, 0.8],
+    divergences=[0, 0, 0, 0],
+    num_moves=1000,
+    rhat=1.01,
+    ess=900.0,
+)
+
+
+def test_a_good_run_has_converged() -> None:
+    assert GOOD.verdict == "converged"
+    assert GOOD.converged
+    assert Diagnostics(dim=3, distance=[0.1, 0.1], rhat=1.0, ess=100.0).verdict == "converged"
+
+
+def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
+    alone = Diagnostics(dim=3, distance=[0.1], rhat=1.0, ess=100.0, num_values=100)
+    assert alone.verdict.startswith("convergence not known: the chain's halves agree (R-hat 1.00), but one chain")
+    assert alone.converged is None
+    moving = dataclasses.replace(alone, rhat=1.4)
+    assert moving.verdict == "R-hat 1.40 between the halves of the chain: longer burn-in"
+    assert moving.converged is False
+    few = dataclasses.replace(alone, rhat=1.4, num_values=8)
+    assert few.verdict.startswith("convergence not known: R-hat 1.40 is within chance for 8 values of each of 1 chain")
+    short = dataclasses.replace(alone, ess=20.0)
+    assert short.verdict.endswith("ESS 20, 50 needed for 1 chain: more draws, or further apart")
+    assert short.converged is False
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"distance": [1e-6] * 4}, "the chains did not move (1e-06 prior std): raise the learning rate or temperature"),
+        ({"distance": [0.1, 1e-6, 0.1, 0.0]}, "chains 1, 3 did not move (1e-06 prior std)"),
+        ({"distance": [0.1, math.nan, 0.1, 0.2]}, "chain 1 not finite: lower the learning rate"),
+        ({"rhat": 1.3}, "R-hat 1.30 over 4 chains: longer burn-in"),
+        ({"rhat": None}, "convergence not measured: no R-hat"),
+        ({"rhat": math.nan}, "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"),
+        ({"rhat": math.inf}, "R-hat inf over 4 chains"),
+        (
+            {"capped": [0.0, 0.4, 0.0, 0.0]},
+            "40% of the coordinates are at the cap of the proposal's standard deviation",
+        ),
+        ({"ess": 20.0}, "ESS 20, 200 needed for 4 chains"),
+        ({"kinetic_temperature": [1.0, 5.0, 1.1, 1.0]}, "kinetic temperature 5 where 1.05 is expected (1 of 4 chains)"),
+        ({"kinetic_temperature": [0.2, 1.0, 1.1, 1.0]}, "kinetic temperature 0.2 where 1.05 is expected"),
+        ({"divergences": [0, 10, 0, 0]}, "10 divergent moves (0.2% of moves): smaller step size"),
+        ({"acceptance": [0.01] * 4}, "acceptance 0.01: longer burn-in, or a smaller step size"),
+        ({"acceptance": [0.8, 0.0, 0.8, 0.8]}, "chain 1 accepted no proposal: a smaller step size, or longer burn-in"),
+        ({"acceptance": [0.0] * 4}, "the chains accepted no proposal: a smaller step size"),
+        (
+            {"beyond_series": [0.0, 0.2, 0.0, 0.0]},
+            "in 20% of the moves the minibatch noise was too large to be",
+        ),
+        ({"noise_ratio": [3.0, 0.25, 3.0, 3.0]}, "the noise of minibatches is 4 times the sampler's own: larger batch"),
+        ({"unmoved": [0.0, 0.3, 0.0, 0.0]}, "rounding took the first update of 30% of the weights: raise the learning"),
+        (
+            {"kinetic_share": [0.05] * 4, "num_tensors": 20},
+            "the kinetic temperature of 76 of 80 tensors is not that of their law, 0.8 by chance: larger batch",
+        ),
+        (
+            {"temperature": 1.0, "configurational_temperature": [20.0, 18.0, 22.0, 20.0]},
+            "configurational temperature 20 where 1 is expected: the positions are far from their law",
+        ),
+        (
+            {"temperature": 1.0, "configurational_temperature": [0.1] * 4},
+            "configurational temperature 0.1 where 1 is expected: the positions are on their way",
+        ),
+        ({"rhat_terms": 1.3}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
+        ({"rhat_terms": 1.3, "rhat_logits": 1.6}, "R-hat 1.60 of logits over 4 chains: longer burn-in"),
+        ({"rhat_terms": 1.3, "rhat_logits": 1.2}, "R-hat 1.30 of single terms over 4 chains: longer burn-in"),
+        (
+            {"rhat_logits": 1.3, "num_values": 4},
+            "convergence not known: R-hat 1.30 of logits is within chance for 4 values of each",
+        ),
+        ({"ess_logits": 15.0}, "ESS 15, 200 needed for 4 chains"),
+        ({"rhat": 1.3, "num_values": 100}, "R-hat 1.30 over 4 chains: longer burn-in"),
+        (
+            {"rhat": 1.3, "num_values": 4},
+            "convergence not known: R-hat 1.30 is within chance for 4 values of each",
+        ),
+        ({"ess": 30.0, "num_values": 10}, "convergence not known: 40 values cannot have an ESS of 200: more draws"),
+        ({"ess": 15.0, "num_values": 10}, "ESS 15, 200 needed for 4 chains"),
+        ({"ess_terms": 15.0}, "ESS 15, 200 needed for 4 chains"),
+        ({"acceptance": [0.999] * 4}, "acceptance 0.999: longer burn-in, or a larger step size"),
+    ],
+)
+def test_the_verdict_says_what_is_wrong(change: dict[str, object], verdict: str) -> None:
+    assert dataclasses.replace(GOOD, **change).verdict.startswith(verdict)
+
+
+def test_all_complaints_are_told_the_gravest_first() -> None:
+    verdict = dataclasses.replace(GOOD, distance=[0.0] * 4, rhat=2.0, ess=5.0).verdict
+    assert [part.split()[0] for part in verdict.split("; ")] == ["the", "R-hat", "ESS"]
+
+
+@pytest.mark.parametrize("change", [{"rhat": math.inf}, {"distance": [0.0] * 4, "rhat": 2.0}])
+def test_chains_that_stand_still_are_not_told_to_burn_in_longer(change: dict[str, object]) -> None:
+    verdict = dataclasses.replace(GOOD, **change).verdict
+    assert f"R-hat {change['rhat']:.2f} over 4 chains" in verdict
+    assert "burn-in" not in verdict
+
+
+def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_could_tell() -> None:
+    warm = [1.05 * 2 / 1.9] * 4
+    assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
+    # with ten coordinates even twice the law is within chance
+    assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
+
+
+def test_temperatures_of_tensors_and_positions_may_be_off_by_chance() -> None:
+    for outside, expected in ((3, "converged"), (5, "the kinetic temperature of 5 of 80")):  # P: 4.7 %, 0.1 %
+        share = [1 - outside / 20, 1.0, 1.0, 1.0]
+        found = dataclasses.replace(GOOD, kinetic_share=share, num_tensors=20).verdict
+        assert found.startswith(expected)
+    for change in (
+        {"configurational_temperature": [1.9] * 4},
+        {"configurational_temperature": [1.0, 1.0, 1.0, 30.0]},  # one chain out of four tells no mean
+        {"configurational_temperature": [0.2] * 4, "dim": 3, "kinetic_temperature": None},
+    ):
+        assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
+
+
+def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
+    cold = dataclasses.replace(GOOD, kinetic_temperature=[0.5] * 4, ramped=True)
+    cold = dataclasses.replace(cold, temperature=1.0, configurational_temperature=[0.3] * 4)
+    kinetic, configurational = cold.verdict.split("; ")
+    assert kinetic.endswith("lag behind the temperature's ramp: shorter ramp_up or longer cycles")
+    assert "shorter ramp_up, longer cycles" in configurational
+
+
+def test_a_run_where_nothing_fits_has_not_converged() -> None:
+    """Means that are right, over tensors that are not."""
+    found = Diagnostics(
+        dim=10**6,
+        distance=[0.3] * 4,
+        kinetic_temperature=[1.05] * 4,
+        kinetic_temperature_law=1.05,
+        kinetic_share=[0.05] * 4,
+        configurational_temperature=[20.0] * 4,
+        temperature=1.0,
+        rhat=1.0,
+        ess=1000.0,
+    ).verdict
+    assert [part.split(" temperature")[0] for part in found.split("; ")] == ["the kinetic", "configurational"]
+
+
+def test_tensors_of_the_wrong_temperature_are_counted_beyond_a_tolerance() -> None:
+    sizes, law = (10, 1_000_000), torch.tensor([2.0])
+    for relative, share in (([0.9, 1.05], 1.0), ([0.9, 1.2], 0.5), ([5.0, 1.05], 0.5)):
+        temperatures = 2 * torch.tensor([relative])
+        assert share_within_interval(temperatures, sizes, law, tolerance=0.1).tolist() == [share]
+    assert share_within_interval(2 * torch.tensor([[0.9, 1.05]]), sizes, law).tolist() == [0.5]
+
+
+def test_summary_is_strict_json() -> None:
+    summary = dataclasses.replace(GOOD, rhat=math.inf, distance=[0.1, math.nan, 0.1, 0.1]).summary()
+    restored = json.loads(json.dumps(summary, allow_nan=False))
+    assert restored == summary
+    assert restored["rhat"] is None
+    assert restored["distance"] == [0.1, None, 0.1, 0.1]
+    assert restored["num_chains"] == 4
+    assert restored["verdict"].startswith("chain 1 not finite")
+
+
+def test_a_number_missing_for_a_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="acceptance needs one number per chain: got 3, distance has 4"):
+        dataclasses.replace(GOOD, acceptance=[0.8] * 3)

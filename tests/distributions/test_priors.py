@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.core.config import PriorName
+from hf_bayes.core.layout import Layout, select
+from hf_bayes.core.rng import generator
+from hf_bayes.core.types import Evaluation, Problem, Rule
+from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior
+from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio
+from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.registry import build
+from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from tests import runs
+from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
+
+LAYOUT = Layout(("block.weight", "block.bias", "head.weight"), ((2, 2), (2,), (3,)))
+START = torch.arange(9.0)
+MODEL = nn.Module()  # no prior but "he" looks into it
+
+
+def test_one_std_holds_everywhere() -> None:
+    prior = build_prior(SGHMCConfig(prior_std=2.0), LAYOUT, START, MODEL)
+    expected = torch.distributions.Normal(0.0, 2.0).log_prob(START).sum()
+    torch.testing.assert_close(prior.log_prob(START[None])[0], expected)
+
+
+def test_each_tensor_has_the_std_of_the_expression_it_matches() -> None:
+    stds = {"head": 3.0, r"^block\.weight": 2.0, r"\.bias$": 1.0}
+    prior = build_prior(SGHMCConfig(prior_std=stds), LAYOUT, START, MODEL)
+    assert prior.std.tolist() == [2.0] * 4 + [1.0] * 2 + [3.0] * 3
+
+
+def test_the_mean_may_be_the_models_own_weights() -> None:
+    prior = build_prior(SGHMCConfig(prior_std=2.0, prior_mean="initial"), LAYOUT, START, MODEL)
+    assert torch.equal(prior.mean, START)
+    assert torch.equal(prior.grad(START[None]), torch.zeros(1, 9))
+    assert torch.equal(build_prior(SGHMCConfig(prior_std=2.0), LAYOUT, START, MODEL).mean, torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("stds", "message"),
+    [
+        ({"weight": 1.0}, r"no expression that matches the random parameter block.bias: got \['weight'\]"),
+        ({".": 1.0, "weight": 2.0}, r"several .* parameter block.weight: got \['.', 'weight'\], expected one"),
+        ({".": 1.0, "haed": 2.0}, r"\['haed'\] match no random parameter \(the first is block.weight\)"),
+    ],
+)
+def test_expressions_and_parameters_must_meet(stds: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_prior(SGHMCConfig(prior_std=stds), LAYOUT, START, MODEL)
+
+
+def test_prior_follows_the_dtype_of_theta() -> None:
+    for std in (1.0, {".": 1.0}):
+        prior = build_prior(SGHMCConfig(prior_std=std), LAYOUT, START.double(), MODEL)
+        assert prior.std.dtype == prior.mean.dtype == torch.float64
+
+
+def test_lora_prior_ratio_is_that_of_draws_from_the_prior() -> None:
+    model = with_lora(
+        tiny_llama(hidden_size=64), r=8, lora_alpha=32, target_modules=["q_proj"], layers_to_transform=[0]
+    )
+    layout = select(model)
+    stds = {"lora_A": 0.5, "lora_B": 0.2}
+    found = lora_prior_ratio(
+        model, layout, build_prior(SGHMCConfig(prior_std=stds), layout, torch.zeros(layout.dim), model)
+    )
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(200, 8, 64, generator=generator) * 0.5, torch.randn(200, 64, 8, generator=generator) * 0.2
+    implied = 32 / 8 * (b @ a).std() / layer.base_layer.weight.square().mean().sqrt()
+    # entries of one draw share A and B: 200 draws of rank 8 pin the standard deviation to about 1 %
+    assert found == pytest.approx(float(implied), rel=0.03)
+
+
+def test_without_lora_there_is_no_ratio() -> None:
+    model = tiny_llama()
+    layout = select(model, "last_layer")
+    assert (
+        lora_prior_ratio(model, layout, build_prior(SGHMCConfig(prior_std=1.0), layout, torch.zeros(layout.dim), model))
+        is None
+    )
+
+
+# ------------------------------------------------------------------------------------------------- other densities
+
+
+def test_every_name_has_a_density() -> None:
+    assert set(PRIORS) == set(get_args(PriorName))
+
+
+@pytest.mark.parametrize(("kind", "distribution"), [(GaussianPrior, "Normal"), (LaplacePrior, "Laplace")])
+def test_density_and_gradient_are_those_of_torch_distributions(kind: type[IndependentPrior], distribution: str) -> None:
+    mean = torch.randn(5, generator=generator("mean"), dtype=torch.float64)
+    std = torch.rand(5, generator=generator("std"), dtype=torch.float64) + 0.1
+    theta = torch.randn(3, 5, generator=generator("theta"), dtype=torch.float64).requires_grad_()
+    scale = std / math.sqrt(2) if distribution == "Laplace" else std
+    reference = getattr(torch.distributions, distribution)(mean, scale)
+    assert torch.allclose(reference.stddev, std)
+    expected = reference.log_prob(theta).sum(1)
+    (gradient,) = torch.autograd.grad(expected.sum(), theta)
+    prior = kind(mean, std)
+    assert torch.allclose(prior.log_prob(theta), expected, rtol=1e-12)
+    assert torch.allclose(prior.grad(theta), gradient, rtol=1e-12)
+    scalar = kind(mean[0], std[0])  # one location and scale for all
+    every = kind(mean[:1].expand(5), std[:1].expand(5))
+    assert torch.allclose(scalar.log_prob(theta), every.log_prob(theta), rtol=1e-12)
+
+
+def kolmogorov_smirnov(draws: Tensor, distribution: torch.distributions.Distribution) -> float:
+    """sqrt(n) times the largest distance of the distribution functions, of n draws in no order."""
+    ordered = draws.flatten().double().sort().values
+    steps = torch.arange(len(ordered) + 1).double() / len(ordered)
+    law = distribution.cdf(ordered)
+    return float(torch.maximum(steps[1:] - law, law - steps[:-1]).max() * math.sqrt(len(ordered)))
+
+
+def laws(std: float) -> dict[str, torch.distributions.Distribution]:
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    return {
+        "gaussian": torch.distributions.Normal(zero, std),
+        "laplace": torch.distributions.Laplace(zero, std / math.sqrt(2)),
+    }
+
+
+LIMIT = 1.95
+"""Of Kolmogorov's statistic at p = 0.001."""
+
+
+@pytest.mark.parametrize("name", ["gaussian", "laplace"])
+def test_draws_from_a_prior_have_its_law(name: str) -> None:
+    prior = PRIORS[name](torch.tensor(0.0), torch.tensor(1.5))
+    draws = prior.sample(100, 200, generator("draws"))
+    other = next(law for kind, law in laws(1.5).items() if kind != name)
+    assert kolmogorov_smirnov(draws, laws(1.5)[name]) < LIMIT
+    assert kolmogorov_smirnov(draws, other) > LIMIT  # the broken twin: of the same variance
+    shifted = PRIORS[name](torch.tensor(4.0), torch.tensor(1.5)).sample(100, 200, generator("draws"))
+    assert torch.allclose(shifted, draws + 4)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "laplace"])
+def test_where_the_likelihood_is_flat_a_sampler_has_the_law_of_the_prior(name: str) -> None:
+    std, rate = math.sqrt(2), 0.04  # h = 0.2 where the double exponential has b = 1
+    prior = PRIORS[name](torch.tensor(0.0), torch.tensor(std))
+    rule = build(BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, shapes={"": (4096,)}))
+    assert isinstance(rule, Rule)
+    rngs = [generator("chain", chain) for chain in range(4)]
+    state = rule.init(torch.zeros(4, 4096), rngs)
+    flat = Evaluation(torch.zeros(4), torch.zeros(4, 4096))
+    for _ in range(300):  # 60 units of time; the slowest mode of the double exponential decays in 4, at high friction
+        _, state = rule.locate(state, rngs)
+        state, _ = rule.update(state, flat, rate, rngs)
+    other = next(law for kind, law in laws(std).items() if kind != name)
+    assert kolmogorov_smirnov(state.theta, laws(std)[name]) < LIMIT
+    assert kolmogorov_smirnov(state.theta, other) > LIMIT  # the broken twin: of the same variance
+    assert kolmogorov_smirnov(state.theta, laws(1.1 * std)[name]) > LIMIT  # and 10 % too wide
+
+
+def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
+    model = tiny_gpt2(n_embd=8)
+    layout = select(model, "last_block")
+    prior = build_prior(SGHMCConfig(prior="he", prior_std=3.0), layout, torch.zeros(layout.dim), model)
+    stds = {name.removeprefix("transformer.h.1."): value for name, value in layout.unflatten(prior.std.clone()).items()}
+    # 8 -> 24 and 32 -> 8, in GPT-2's layers, which hold [in, out]
+    for name, fan_in in (("attn.c_attn.weight", 8), ("mlp.c_proj.weight", 32)):
+        assert torch.allclose(stds[name], torch.tensor(3 * math.sqrt(2 / fan_in)))
+    assert set(torch.cat([stds["attn.c_attn.bias"], stds["ln_1.weight"]]).tolist()) == {3.0}
+    kernel = nn.Sequential(nn.Conv2d(3, 4, 5), nn.Linear(6, 2), nn.Embedding(9, 7))
+    layout = select(kernel, "all")
+    scaled = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), kernel)
+    means = [float(part.unique()) for part in layout.unflatten(scaled.std).values()]
+    assert means == pytest.approx(
+        [math.sqrt(2 / 75), 1.0, math.sqrt(2 / 6), 1.0, math.sqrt(2 / 7)]
+    )  # k^2 d: the paper's footnote 12
+
+
+def test_the_trainer_samples_under_the_prior_that_is_named_and_says_which(tmp_path: object) -> None:
+    run = runs.trainer(f"{tmp_path}/out", SGHMCConfig(prior="laplace", prior_std=0.5, num_chains=2), max_steps=2)
+    run.train()
+    assert isinstance(run.problem.prior, LaplacePrior)
+    assert run.posterior.config.prior == {"name": "laplace", "std": 0.5, "mean": "zero"}
+    scaled = runs.trainer(f"{tmp_path}/he", SGHMCConfig(prior="he", prior_std=0.5, num_chains=2))
+    scaled.create_optimizer()
+    for name, std in scaled.bayesian.layout.unflatten(scaled.prior.std).items():
+        if ".q_proj." in name:  # rank 2 on 16 columns
+            assert torch.allclose(std, torch.tensor(0.5 * math.sqrt(2 / (16 if "lora_A" in name else 2))))
+    with pytest.raises(ValueError, match="laplace: prior must be one of gaussian, he, got 'laplace'"):
+        LaplaceConfig(prior="laplace")

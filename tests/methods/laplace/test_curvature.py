@@ -1,0 +1,202 @@
+"""Posterior covariances, evidence and prior precision against dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.core.rng import generator
+from hf_bayes.distributions.covariance import COVARIANCES, Kronecker, KroneckerBlock, LowRank, dense
+from hf_bayes.methods.laplace.curvature import (
+    Curvature,
+    DiagonalCurvature,
+    FullCurvature,
+    KroneckerCurvature,
+    KroneckerFactors,
+    LowRankCurvature,
+    temper,
+)
+from hf_bayes.methods.laplace.evidence import Expansion, maximise
+from tests.distributions.test_covariance import make
+
+LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
+DIM = LAYOUT.dim
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator(0, *shape), dtype=torch.float64)
+
+
+def basis(size: int) -> Tensor:
+    return torch.linalg.qr(numbers(size, size))[0]
+
+
+KINDS: dict[str, Callable[[], Curvature]] = {
+    "diagonal": lambda: DiagonalCurvature(numbers(DIM).exp()),
+    "kronecker": lambda: KroneckerCurvature((
+        KroneckerFactors(basis(2), basis(3), numbers(2, 3).exp()),
+        numbers(4).exp(),
+        KroneckerFactors(None, basis(2), numbers(3, 2).exp()),
+    )),
+    "low_rank": lambda: LowRankCurvature(numbers(DIM, 3)),
+    "full": lambda: FullCurvature(numbers(DIM, DIM) @ numbers(DIM, DIM).T),
+}  # fmt: skip
+PRECISIONS = {
+    "model": lambda: torch.tensor(0.7, dtype=torch.float64),
+    "tensor": lambda: torch.tensor([0.7] * 6 + [2.0] * 4 + [0.1] * 6, dtype=torch.float64),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+precisions = pytest.mark.parametrize("precision", [make() for make in PRECISIONS.values()], ids=list(PRECISIONS))
+
+
+def matrix(curvature: Curvature, precision: Tensor) -> Tensor:
+    return curvature.dense() + torch.diag(precision.expand(DIM))
+
+
+@kinds
+@precisions
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_covariances_are_tempered_as_documented(kind: str, precision: Tensor, temperature: float) -> None:
+    curvature = KINDS[kind]()
+    both = {"posterior": temperature * torch.linalg.inv(matrix(curvature, precision)),
+            "likelihood": torch.linalg.inv(matrix(curvature.scaled(1 / temperature), precision))}  # fmt: skip
+    for what, expected in both.items():
+        covariance = temper(curvature, precision, temperature=temperature, what=what)
+        found = dense(covariance, expected)
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)  # float64, condition numbers below 1e4
+    if temperature != 1:
+        assert not torch.allclose(*both.values(), rtol=0.1)  # the twin: one in place of the other
+
+
+@kinds
+def test_the_prior_is_counted_once_and_not_per_example(kind: str) -> None:
+    curvature, tau = KINDS[kind](), torch.tensor(0.7, dtype=torch.float64)
+    found = dense(curvature.covariance(tau), tau)
+    assert torch.allclose(torch.linalg.inv(found) - curvature.dense(), torch.diag(tau.expand(DIM)), atol=1e-8)
+    per_example = dense(curvature.covariance(10 * tau), tau)
+    assert not torch.allclose(per_example, found, rtol=0.1)
+
+
+@kinds
+@precisions
+def test_evidence_is_that_of_the_dense_formula(kind: str, precision: Tensor) -> None:
+    curvature, offset = KINDS[kind](), numbers(DIM)
+    found = Expansion(curvature, -12.5, offset).log_evidence(precision)
+    prior = torch.distributions.Normal(0.0, precision.expand(DIM).rsqrt()).log_prob(offset).sum()
+    two_pi = torch.tensor(2 * torch.pi, dtype=torch.float64)
+    expected = -12.5 + prior + DIM / 2 * two_pi.log() - 0.5 * torch.logdet(matrix(curvature, precision))
+    assert float(found) == pytest.approx(float(expected), abs=1e-6)
+
+
+@kinds
+@pytest.mark.parametrize("scope", ["model", "tensor"])
+def test_the_best_precision_satisfies_mackays_equation(kind: str, scope: str) -> None:
+    curvature, offset = KINDS[kind](), numbers(DIM)
+    found = maximise(Expansion(curvature, 0.0, offset), torch.ones(DIM, dtype=torch.float64), scope, LAYOUT)
+    variance = torch.linalg.inv(matrix(curvature, found)).diagonal()
+    parts = [slice(0, DIM)] if scope == "model" else [slice(0, 6), slice(6, 10), slice(10, 16)]
+    for part in parts:
+        tau = found[part][0]
+        assert torch.equal(found[part], tau.expand_as(found[part]))
+        # steps end below 1e-6 in log tau
+        well_determined = len(found[part]) - tau * variance[part].sum()
+        assert float(tau * offset[part].square().sum()) == pytest.approx(float(well_determined), rel=1e-4)
+
+
+def test_the_best_precision_of_an_element_is_in_closed_form() -> None:
+    curvature, offset = KINDS["diagonal"](), numbers(DIM)
+    found = maximise(Expansion(curvature, 0.0, offset), torch.ones(DIM, dtype=torch.float64), "element", LAYOUT)
+    h, square = curvature.diagonal, offset.square()
+    expected = (-square * h + (square**2 * h**2 + 4 * square * h).sqrt()) / (2 * square)  # 1/tau - d^2 - 1/(h+tau) = 0
+    assert torch.allclose(found, expected, rtol=1e-4)
+
+
+def test_an_elementwise_prior_enters_kfac_by_its_diagonal_in_the_basis() -> None:
+    curvature = KINDS["kronecker"]()
+    precision = numbers(DIM).exp()
+    left, right = basis(2), basis(3)
+    rotation = torch.kron(left.contiguous(), right.contiguous())
+    expected = (rotation.T @ torch.diag(precision[:6]) @ rotation).diagonal().view(2, 3)
+    found = 1 / curvature.covariance(precision).blocks[0].variances - numbers(2, 3).exp()  # type: ignore[attr-defined]
+    assert torch.allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_an_indefinite_curvature_is_refused_in_words(kind: str) -> None:
+    values = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    made = DiagonalCurvature(values) if kind == "diagonal" else FullCurvature(torch.diag(values))
+    curvature = replace(made, hessian=True).scaled(1.0)
+    with pytest.raises(ValueError, match=r"not positive definite .*lowest.* -1.*use estimator='ggn'"):
+        curvature.covariance(torch.tensor(1.0, dtype=torch.float64))
+    layout = Layout(("a",), ((3,),))
+    with pytest.raises(ValueError, match=r"the evidence is not defined: H \+ tau is not positive definite.*'ggn'"):
+        maximise(Expansion(curvature, 0.0, torch.ones(3).double()), torch.ones(3).double(), "model", layout)
+    with pytest.raises(ValueError, match="not positive definite"):
+        FullCurvature(torch.full((2, 2), torch.nan)).covariance(torch.tensor(1.0))
+
+
+@kinds
+@pytest.mark.parametrize("prior", COVARIANCES)
+def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> None:
+    curvature, (before, old) = KINDS[kind](), make(prior, seed=3)
+    if isinstance(before, LowRank):  # as a curvature makes them, narrower than their diagonal part
+        before = replace(before, scale=before.scale.clamp(max=0.9))
+        old = torch.linalg.inv(dense(before, old))
+    found = torch.linalg.inv(dense(temper(curvature, before, temperature=1.0, what="posterior"), old))
+    if (kind, prior) == ("kronecker", "kronecker"):
+        expected = curvature.dense() + old  # both have the same eigenbases
+    elif kind in (prior, "full"):
+        expected = curvature.dense() + old
+    else:
+        expected = curvature.dense() + torch.diag(old.diagonal())
+        if kind == "kronecker":  # within a block, of the diagonal what the eigenbasis can hold
+            assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
+            return
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)  # float64, condition numbers below 1e5
+    assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
+
+
+def test_a_low_rank_prior_that_stretches_is_added_by_its_diagonal() -> None:
+    before, old = make("low_rank", seed=3)
+    assert float(before.scale.max()) > 1
+    found = torch.linalg.inv(dense(temper(KINDS["low_rank"](), before, temperature=1.0, what="posterior"), old))
+    expected = KINDS["low_rank"]().dense() + torch.diag(old.diagonal())
+    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_kronecker_blocks_of_two_bases_merge_to_one_that_keeps_the_trace_and_beats_either_basis() -> None:
+    one = KINDS["kronecker"]()
+    turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
+    first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
+    before = Kronecker(
+        (first, numbers(4).exp(), KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()))
+    )
+    old = torch.linalg.inv(dense(before, numbers(1)))
+    expected = one.dense() + old
+    found = torch.linalg.inv(dense(temper(one, before, temperature=1.0, what="posterior"), old))
+    assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
+    # what is not on the diagonal of the sum in a basis is lost: rotate into H's own basis, as if the prior had that one
+    sides = (
+        torch.kron(basis(2), basis(3)),
+        torch.eye(4).double(),
+        torch.kron(torch.eye(3).double(), basis(2).contiguous()),
+    )
+    own = torch.block_diag(*sides)
+    twin = own @ torch.diag((own.T @ expected @ own).diagonal()) @ own.T
+    assert (found - expected).norm() < (twin - expected).norm()
+    assert (found - expected).norm() < 0.5 * (expected - one.dense()).norm()
+
+
+def test_tempering_the_likelihood_leaves_an_inherited_precision_as_it_is() -> None:
+    curvature, (before, old) = KINDS["full"](), make("full", seed=3)
+    for what, expected in (
+        ("posterior", (curvature.dense() + old) / 0.3),
+        ("likelihood", curvature.dense() / 0.3 + old),
+    ):
+        found = torch.linalg.inv(dense(temper(curvature, before, temperature=0.3, what=what), old))
+        assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)

@@ -1,0 +1,549 @@
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, TextGenerationPipeline, TextStreamer
+
+from hf_bayes.core.layout import select
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import fingerprint_tokenizer
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.pipelines import BayesianTextGenerationPipeline, pipeline
+from hf_bayes.pipelines.records import UncertaintyStreamer
+from hf_bayes.posteriors.posterior import Posterior
+from tests import tiny_models as models
+from tests.members.reference import scattered
+from tests.members.subjects import bert_tagger
+
+PROMPTS = ["A chain that has not", "Langevin", "Uncertainty is total, aleatoric"]
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+PARTS = ("total", "aleatoric", "epistemic")
+SEQUENCE = ("sequence_logprob", "sequence_logprob_tokenwise")
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}"
+    "{% if not loop.last or not continue_final_message %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def bayesian(kind: str = "llama", **config: Any) -> BayesianModel:
+    """Three members that disagree."""
+    make = {**models.CAUSAL_LMS, "bert": models.tiny_bert}[kind]
+    model = attach(models.with_lora(make(**config)), num_members=3)
+    with torch.no_grad():
+        model.theta.add_(0.3 * torch.randn(model.theta.shape, generator=torch.Generator().manual_seed(1)))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def generate() -> BayesianTextGenerationPipeline:
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return pipeline("bayesian-text-generation", bayesian(), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def classify() -> Any:
+    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
+
+
+def approximately(record: Any) -> Any:
+    """Equal to 1e-5 (to 1e-6 of sums over a sequence): sums over padded rows round otherwise in float32."""
+    if isinstance(record, dict):
+        return {key: approximately(value) for key, value in record.items()}
+    if isinstance(record, list):
+        return [approximately(value) for value in record]
+    return pytest.approx(record, abs=1e-5, rel=1e-6) if isinstance(record, float) else record
+
+
+def numbers(records: list[dict[str, Any]], name: str) -> Tensor:
+    return torch.tensor([record[name] for record in records], dtype=torch.float64)
+
+
+# -- generation -----------------------------------------------------------------------------------------------------
+
+
+def test_record_holds_what_generate_returns(generate: BayesianTextGenerationPipeline) -> None:
+    (record,) = generate(PROMPTS[0], **GREEDY)
+    inputs = generate.tokenizer(PROMPTS[0], return_tensors="pt")
+    output = generate.model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict_in_generate=True, **GREEDY
+    )
+    new = output.sequences[0, inputs["input_ids"].shape[1] :]
+    assert list(record) == ["generated_text", "tokens", "uncertainty", "num_members"]
+    assert record["generated_text"] == PROMPTS[0] + generate.tokenizer.decode(new)
+    assert [token["id"] for token in record["tokens"]] == new.tolist()
+    for name, field in [("logprob", "logprobs"), *((part, part) for part in PARTS)]:
+        assert torch.equal(numbers(record["tokens"], name).float(), output[field][0]), name
+    for part in PARTS:
+        # a mean in float64 against one in float32
+        assert record["uncertainty"][part] == pytest.approx(output[part][0].mean().item(), abs=1e-6)
+    assert [record["uncertainty"][name] for name in SEQUENCE] == [output[name][0].item() for name in SEQUENCE]
+
+
+@pytest.mark.parametrize("kind", sorted(models.CAUSAL_LMS))
+def test_batch_with_padding_equals_one_at_a_time(kind: str) -> None:
+    generate = pipeline("bayesian-text-generation", bayesian(kind), models.tiny_tokenizer())
+    together = generate(PROMPTS, batch_size=3, **GREEDY)
+    assert together == approximately([generate(prompt, **GREEDY) for prompt in PROMPTS])
+    with pytest.raises(AssertionError):  # its twin: the numbers of the prompts in another order
+        assert together[::-1] == approximately([generate(prompt, **GREEDY) for prompt in PROMPTS])
+
+
+def test_records_are_plain_json(generate: BayesianTextGenerationPipeline) -> None:
+    records = generate(PROMPTS, batch_size=2, **GREEDY)
+    assert json.loads(json.dumps(records, allow_nan=False)) == records
+
+
+def test_generators_and_datasets_are_read_lazily(generate: BayesianTextGenerationPipeline) -> None:
+    taken = []
+
+    def prompts() -> Iterator[str]:
+        for prompt in itertools.cycle(PROMPTS):
+            taken.append(prompt)
+            yield prompt
+
+    first = next(iter(generate(prompts(), **GREEDY)))
+    assert first == generate(PROMPTS[0], **GREEDY)
+    assert len(taken) < 4
+
+
+def test_several_sequences_each_have_their_own_record(generate: BayesianTextGenerationPipeline) -> None:
+    torch.manual_seed(0)
+    records = generate(PROMPTS[:2], batch_size=2, num_return_sequences=3, do_sample=True, max_new_tokens=5)
+    assert [len(each) for each in records] == [3, 3]
+    for prompt, each in zip(PROMPTS, records, strict=False):
+        context = generate.tokenizer(prompt)["input_ids"]
+        for record in each:
+            ids = torch.tensor([context + [token["id"] for token in record["tokens"]]])
+            scores = generate.model.score(ids, first=len(context))
+            assert numbers(record["tokens"], "epistemic").float() == pytest.approx(scores.epistemic[0], abs=1e-5)
+            assert record["uncertainty"]["sequence_logprob"] == pytest.approx(scores.sequence_logprob.item(), abs=1e-4)
+    assert len({record["generated_text"] for record in records[0]}) > 1
+
+
+def test_beams_have_records_of_the_usual_keys(generate: BayesianTextGenerationPipeline) -> None:
+    records = generate(PROMPTS[0], num_beams=3, num_return_sequences=2, **GREEDY)
+    assert [list(record) for record in records] == [["generated_text", "tokens", "uncertainty", "num_members"]] * 2
+
+
+def ending(kind: str, token: int) -> tuple[BayesianTextGenerationPipeline, dict[str, Any]]:
+    """A pipeline and the arguments with which its rows end at ``token``, by an end token or a stop string."""
+    tokenizer = models.tiny_tokenizer()
+    generate = pipeline("bayesian-text-generation", bayesian(), tokenizer)
+    arguments = {"eos_token_id": token} if kind == "end" else {"stop_sequence": tokenizer.decode([token])}
+    return generate, {**GREEDY, **arguments}
+
+
+@pytest.mark.parametrize("kind", ["end", "stop string"])
+@pytest.mark.parametrize("pad", [0, 2], ids=["pad", "pad is eos"])
+def test_rows_are_cut_at_their_end(kind: str, pad: int) -> None:
+    generate, _ = ending("end", 0)
+    full = [record["tokens"] for (record,) in generate(PROMPTS, **GREEDY)]
+    # ends the first row early, at a piece of text of its own, and leaves another row running
+    place, stop = next(
+        (place, token) for place, token in enumerate(full[0]) if token["token"].isascii() and token["token"]
+    )
+    assert any(stop["id"] not in [token["id"] for token in tokens] for tokens in full[1:])
+    generate, arguments = ending(kind, stop["id"])
+    generate.tokenizer.pad_token_id = pad
+    records = generate(PROMPTS, batch_size=3, pad_token_id=pad, **arguments)
+    first = records[0][0]
+    assert [token["id"] for token in first["tokens"]] == [token["id"] for token in full[0][: place + 1]]
+    logprobs = numbers(first["tokens"], "logprob")
+    assert first["uncertainty"]["sequence_logprob_tokenwise"] == pytest.approx(logprobs.sum().item(), abs=1e-4)
+    assert records == approximately([generate(prompt, pad_token_id=pad, **arguments) for prompt in PROMPTS])
+
+
+def test_beams_end_at_a_stop_string() -> None:
+    generate, arguments = ending("stop string", 280)
+    records = generate(PROMPTS, batch_size=3, num_beams=3, **arguments)
+    assert records == approximately([generate(prompt, num_beams=3, **arguments) for prompt in PROMPTS])
+
+
+def test_new_text_and_tensors_as_in_transformers(generate: BayesianTextGenerationPipeline) -> None:
+    (full,) = generate(PROMPTS[0], **GREEDY)
+    (new,) = generate(PROMPTS[0], return_full_text=False, **GREEDY)
+    (tensors,) = generate(PROMPTS[0], return_tensors=True, **GREEDY)
+    assert full["generated_text"] == PROMPTS[0] + new["generated_text"]
+    ids = [token["id"] for token in full["tokens"]]
+    assert tensors["generated_token_ids"] == generate.tokenizer(PROMPTS[0])["input_ids"] + ids
+    assert new["tokens"] == full["tokens"] == tensors["tokens"]
+
+
+def test_an_empty_prompt_begins_with_bos(generate: BayesianTextGenerationPipeline) -> None:
+    (record,) = generate("", **GREEDY)
+    ids = torch.tensor([[models.BOS] + [token["id"] for token in record["tokens"]]])
+    assert len(record["tokens"]) == 6
+    assert numbers(record["tokens"], "logprob").float() == pytest.approx(
+        generate.model.score(ids).logprobs[0], abs=1e-5
+    )
+
+
+def test_chats_are_continued(generate: BayesianTextGenerationPipeline) -> None:
+    chat = [{"role": "user", "content": "What moves?"}]
+    (record,) = generate(chat, **GREEDY)
+    assert record["generated_text"][:1] == chat
+    answer = record["generated_text"][1]
+    assert answer == {"role": "assistant", "content": "".join(token["token"] for token in record["tokens"])}
+    ((same,), (other,)) = generate([chat, [*chat, {"role": "assistant", "content": "A"}]], batch_size=2, **GREEDY)
+    assert same == approximately(record)
+    assert len(other["generated_text"]) == 2
+    assert other["generated_text"][1]["content"] == "A" + "".join(token["token"] for token in other["tokens"])
+
+
+@pytest.mark.parametrize("at", ["construction", "call"])
+def test_a_generation_config_is_honoured(at: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"generation_config": GenerationConfig(max_new_tokens=3, do_sample=False)}
+    tokenizer = models.tiny_tokenizer()
+    generate = pipeline("bayesian-text-generation", bayesian(), tokenizer, **(given if at == "construction" else {}))
+    transformers.logging.enable_propagation()
+    try:
+        (record,) = generate(PROMPTS[0], **(given if at == "call" else {}))
+    finally:
+        transformers.logging.disable_propagation()
+    assert "generation_config" not in caplog.text  # no complaint that arguments are given twice
+    assert len(record["tokens"]) == 3
+    assert given["generation_config"].return_dict_in_generate is not True
+
+
+def test_a_stock_streamer_still_streams(
+    generate: BayesianTextGenerationPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (record,) = generate(PROMPTS[0], streamer=TextStreamer(generate.tokenizer), **GREEDY)
+    assert capsys.readouterr().out == record["generated_text"] + "\n"
+
+
+# -- streaming ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_stream_yields_the_tokens_of_the_record(generate: BayesianTextGenerationPipeline, sampled: bool) -> None:
+    arguments = {"max_new_tokens": 12, "do_sample": sampled}
+    torch.manual_seed(3)
+    (record,) = generate(PROMPTS[0], **arguments)
+    torch.manual_seed(3)
+    streamed, stream = [], generate.stream(PROMPTS[0], **arguments)
+    while True:
+        try:
+            streamed.append(next(stream))
+        except StopIteration as stop:
+            final = stop.value
+            break
+    assert streamed == record["tokens"]
+    assert final == record
+
+
+def test_a_token_is_streamed_when_it_is_drawn(generate: BayesianTextGenerationPipeline) -> None:
+    forwards = []
+    hook = generate.model.register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        arrived = []
+
+        def note(record: dict[str, Any]) -> None:
+            arrived.append((record["id"], len(forwards)))
+
+        streamer = UncertaintyStreamer(generate.tokenizer, note)
+        (record,) = generate("A chain", streamer=streamer, max_new_tokens=8, do_sample=False)
+    finally:
+        hook.remove()
+    assert [token for token, _ in arrived] == [token["id"] for token in record["tokens"]]
+    # a whole character comes before the next forward, bytes of one come with the next token
+    late = [num - place for place, (_, num) in enumerate(arrived, start=1)]
+    whole = [bool(token["token"]) and token["token"].isascii() for token in record["tokens"]]
+    assert [delay for delay, at_once in zip(late, whole, strict=True) if at_once] == [0] * sum(whole)
+    assert sum(whole) > 2
+    assert max(late) <= 1
+
+
+def test_an_abandoned_stream_stops_generating(generate: BayesianTextGenerationPipeline) -> None:
+    forwards = []
+    hook = generate.model.register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        stream = generate.stream(PROMPTS[0], max_new_tokens=100, do_sample=False)
+        next(stream)
+        stream.close()
+    finally:
+        hook.remove()
+    assert len(forwards) < 100
+    assert generate(PROMPTS[0], **GREEDY)  # and leaves the model usable
+
+
+def test_beams_cannot_be_streamed(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match=r"num_beams=2 of a stream\) is not supported .* when all of them have ended"):
+        list(generate.stream(PROMPTS[0], num_beams=2))  # sampled beams, which transformers lets pass
+
+
+def test_a_streamer_serves_one_call(generate: BayesianTextGenerationPipeline) -> None:
+    streamer = UncertaintyStreamer(generate.tokenizer, lambda _: None)
+    generate("the cell", streamer=streamer, max_new_tokens=2)
+    with pytest.raises(ValueError, match="UncertaintyStreamer serves one call: make another"):
+        generate("the cell", streamer=streamer, max_new_tokens=2)
+
+
+def test_errors_in_a_stream_reach_the_reader(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match="one sequence, got 2"):
+        list(generate.stream(PROMPTS[0], num_return_sequences=2, do_sample=True, max_new_tokens=2))
+    with pytest.raises(ValueError, match="one prompt"):
+        generate.stream(PROMPTS)
+
+
+# -- scoring --------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_model_and_of_the_generated_record(generate: BayesianTextGenerationPipeline) -> None:
+    text = models.TEXTS[0]
+    record = generate.score(text)
+    scores = generate.model.score(generate.tokenizer(text, return_tensors="pt")["input_ids"])
+    assert list(record) == ["text", "tokens", "uncertainty", "num_members"]
+    assert record["num_members"] == 3
+    assert record["text"] == text
+    assert text.endswith("".join(token["token"] for token in record["tokens"]))
+    for name, field in [("logprob", "logprobs"), *((part, part) for part in PARTS)]:
+        assert torch.equal(numbers(record["tokens"], name).float(), getattr(scores, field)[0]), name
+    assert [record["uncertainty"][name] for name in SEQUENCE] == [getattr(scores, name).item() for name in SEQUENCE]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_scores_in_batches_equal_those_of_one_text(generate: BayesianTextGenerationPipeline, side: str) -> None:
+    one_by_one = [generate.score(text) for text in models.TEXTS]
+    before, generate.tokenizer.padding_side = generate.tokenizer.padding_side, side
+    try:
+        assert generate.score(iter(models.TEXTS), batch_size=3) == approximately(one_by_one)
+    finally:
+        generate.tokenizer.padding_side = before
+
+
+def test_a_text_of_one_token_cannot_be_scored(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match="two tokens or more to be scored, got 1 in 'A'"):
+        generate.score(["the cell", "A"], batch_size=2)
+
+
+@pytest.mark.parametrize("texts", [None, ["the cell", 7], [["the", "cell"]]])
+def test_what_is_no_text_cannot_be_scored(generate: BayesianTextGenerationPipeline, texts: Any) -> None:
+    with pytest.raises(ValueError, match=r"score takes a string or strings, got (None|7|\['the', 'cell'\])"):
+        generate.score(texts)
+
+
+# -- classification -------------------------------------------------------------------------------------------------
+
+
+def test_classes_have_the_probabilities_of_the_mixture(classify: Any) -> None:
+    records = classify(models.TEXTS[0], top_k=None)
+    inputs = classify.tokenizer(models.TEXTS[0], return_tensors="pt")
+    output = classify.model(**inputs)
+    members = classify.model._member_logits(dict(inputs)).double().softmax(-1).mean(0)[0]
+    found = {record["label"]: record["score"] for record in records}
+    # 1e-6: softmax of log-probabilities in float32
+    assert found == {f"LABEL_{index}": pytest.approx(p, abs=1e-6) for index, p in enumerate(members.tolist())}
+    for record in records:
+        assert record["uncertainty"] == {part: getattr(output, part).item() for part in PARTS}
+    assert json.loads(json.dumps(records, allow_nan=False)) == records
+
+
+def test_classification_returns_the_shapes_of_transformers(classify: Any) -> None:
+    (single,) = classify(models.TEXTS[0])
+    assert list(single) == ["label", "score", "uncertainty"]
+    assert classify(models.TEXTS[0], top_k=1) == [single]
+    several = classify(list(models.TEXTS), batch_size=4)
+    assert several == approximately([classify(text)[0] for text in models.TEXTS])
+    assert len({record["uncertainty"]["epistemic"] for record in several}) == len(models.TEXTS)
+
+
+def test_a_regression_head_is_not_squashed() -> None:
+    model = attach(models.with_lora(models.tiny_bert(num_labels=1)), num_members=2, noise_std=1.0)
+    model.config.problem_type = None  # as in most checkpoints; transformers takes the output for a logit then
+    regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
+    (record,) = regress(models.TEXTS[0])
+    expected = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt")).logits.item()
+    uncertainty = {"predictive_std": pytest.approx(1.0), "epistemic_std": 0.0}  # the members are alike
+    assert record == {"label": "LABEL_0", "score": pytest.approx(expected, abs=1e-6), "uncertainty": uncertainty}
+
+
+def test_each_output_of_a_regression_has_its_own_standard_deviations() -> None:
+    plain = models.tiny_bert(num_labels=2, problem_type="regression")
+    plain.config.label2id = {}  # as checkpoints have it that name outputs by id2label alone
+    model = attach(plain, scattered(plain, select(plain, "last_layer")), subspace="last_layer", noise_std=0.5).eval()
+    regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
+    records = {record["label"]: record for record in regress(models.TEXTS[0], top_k=None)}
+    with torch.no_grad():
+        output = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt"))
+    for index in range(2):
+        record = records[f"LABEL_{index}"]
+        assert record["score"] == pytest.approx(output.logits[0, index].item(), abs=1e-6)
+        assert record["uncertainty"]["predictive_std"] == pytest.approx(output.predictive_std[0, index].item())
+        assert record["uncertainty"]["epistemic_std"] == pytest.approx(output.epistemic_std[0, index].item())
+    assert records["LABEL_0"]["uncertainty"] != records["LABEL_1"]["uncertainty"]
+
+
+# -- construction ---------------------------------------------------------------------------------------------------
+
+
+def test_transformers_own_factory_knows_the_tasks(
+    generate: BayesianTextGenerationPipeline, classify: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            stock = transformers.pipeline(
+                "bayesian-text-generation", model=generate.model, tokenizer=generate.tokenizer
+            )
+            other = transformers.pipeline(
+                "bayesian-text-classification", model=classify.model, tokenizer=classify.tokenizer
+            )
+            assert caplog.records == []
+            TextGenerationPipeline(model=generate.model, tokenizer=generate.tokenizer)
+            assert "is not supported" in caplog.text  # what ours do not log
+    finally:
+        transformers.logging.disable_propagation()
+    assert stock(PROMPTS[0], **GREEDY) == generate(PROMPTS[0], **GREEDY)
+    assert other(models.TEXTS[0]) == classify(models.TEXTS[0])
+
+
+def test_a_model_that_is_not_bayesian_is_refused(generate: BayesianTextGenerationPipeline, classify: Any) -> None:
+    tokenizer, plain = models.tiny_tokenizer(), models.tiny_llama()
+    for factory in (pipeline, transformers.pipeline):
+        with pytest.raises(ValueError, match="needs a BayesianModelForCausalLM, got LlamaForCausalLM"):
+            factory("bayesian-text-generation", model=plain, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match="CausalLM, got BayesianModelForSequenceClassification"):
+            factory("bayesian-text-generation", model=classify.model, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="SequenceClassification, got BayesianModelForCausalLM"):
+        pipeline("bayesian-text-classification", generate.model, tokenizer)
+
+
+def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match="unknown task 'text-generation': expected one of 'bayesian-text-generation'"):
+        pipeline("text-generation", generate.model, generate.tokenizer)
+    with pytest.raises(ValueError, match="give tokenizer="):
+        pipeline("bayesian-text-generation", generate.model)
+    with pytest.raises(ValueError, match="members: the model is loaded already"):
+        pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
+
+
+@pytest.mark.parametrize("inputs", [[], None, 5, ["a text", 5], [None], b"bytes"], ids=repr)
+def test_what_is_no_text_is_refused_in_words(
+    generate: BayesianTextGenerationPipeline, classify: Any, inputs: Any
+) -> None:
+    for call in (generate, classify, generate.score):
+        with pytest.raises(ValueError, match=r"takes a (text|string)|got an empty list"):
+            call(inputs)
+
+
+@pytest.mark.parametrize("keyword", ["prompt", "max_new_tokens", "text_pair", "trunctation"])
+def test_keywords_that_nothing_reads_are_refused(
+    generate: BayesianTextGenerationPipeline, classify: Any, keyword: str
+) -> None:
+    with pytest.raises(ValueError, match=f"takes no {keyword}"):
+        generate.score(models.TEXTS[0], **{keyword: "x"})
+    with pytest.raises(ValueError, match=f"takes no {keyword}"):
+        classify(models.TEXTS[0], **{keyword: "x"})
+    assert generate.score(models.TEXTS[0], truncation=True, max_length=4)
+    assert classify(models.TEXTS[0], truncation=True, max_length=4)
+
+
+def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.add_tokens(["<a>"])
+    with pytest.raises(ValueError, match="token ids up to 320, the model's embedding has rows 0 to 319"):
+        pipeline("bayesian-text-generation", generate.model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("head", "function", "message"),
+    [
+        ({}, "sigmoid", "'sigmoid' has no meaning for a Categorical likelihood: expected 'softmax' or 'none'"),
+        ({"problem_type": "multi_label_classification"}, "softmax", "Bernoulli likelihood: expected 'sigmoid' or"),
+        ({"num_labels": 1, "noise_std": 1.0}, "SIGMOID", "Normal likelihood: expected 'none'"),
+    ],
+)
+def test_functions_that_give_no_quantity_of_the_posterior_are_refused(
+    head: dict[str, Any], function: str, message: str
+) -> None:
+    noise_std, config = head.get("noise_std"), {key: value for key, value in head.items() if key != "noise_std"}
+    model = attach(models.with_lora(models.tiny_bert(**config)), num_members=2, noise_std=noise_std)
+    texts = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
+    with pytest.raises(ValueError, match=message):
+        texts(models.TEXTS[0], function_to_apply=function)
+    assert texts(models.TEXTS[0], function_to_apply="NONE")
+
+
+def test_the_logarithms_of_the_mixture_can_be_had(classify: Any) -> None:
+    found = {record["label"]: record["score"] for record in classify(models.TEXTS[0], top_k=None)}
+    logs = classify(models.TEXTS[0], top_k=None, function_to_apply="none")
+    # 1e-6: softmax of log-probabilities in float32
+    assert {r["label"]: math.exp(r["score"]) for r in logs} == pytest.approx(found, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "task"),
+    [
+        (lambda: models.tiny_llama(), "bayesian-text-generation"),
+        (lambda: models.tiny_bert(), "bayesian-text-classification"),
+        (lambda: bert_tagger(torch.float32), "bayesian-token-classification"),
+    ],
+    ids=["language model", "classifier", "tagger"],
+)
+def test_a_task_that_is_not_named_is_the_models(make: Callable[[], nn.Module], task: str) -> None:
+    model = attach(make(), subspace="last_layer", num_members=2)
+    named, found = (pipeline(each, model, models.tiny_tokenizer()) for each in (task, None))
+    assert type(found) is type(named)
+    assert found.task == named.task == task
+
+
+def test_what_a_pipeline_is_made_of_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match="needs a posterior: give model=, its directory or repository"):
+        pipeline("bayesian-text-generation")
+    with pytest.raises(ValueError, match=r"unknown task 'some/posterior': .* pipeline\(model=...\) finds its task"):
+        pipeline("some/posterior")
+    with pytest.raises(ValueError, match="or a Bayesian model, got LlamaForCausalLM"):
+        pipeline(model=models.tiny_llama(), tokenizer=models.tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A posterior of three adapters on a base model of its own, each in a directory."""
+    root = tmp_path_factory.mktemp("pipelines")
+    models.tiny_llama().save_pretrained(root / "base")
+    models.tiny_tokenizer().save_pretrained(root / "base")
+    for index in range(3):
+        adapted = models.with_lora(models.tiny_llama(), seed=index)
+        adapted.peft_config["default"].base_model_name_or_path = str(root / "base")
+        adapted.save_pretrained(root / f"adapter-{index}")
+    ensemble = Posterior.from_adapters([root / f"adapter-{index}" for index in range(3)])
+    base = {**ensemble.config.base_model, "dtype": "float32"}
+    replace(ensemble, config=replace(ensemble.config, base_model=base)).save_pretrained(root / "posterior")
+    return root / "posterior"
+
+
+def test_a_directory_is_enough(posterior: Path) -> None:
+    generate = pipeline("bayesian-text-generation", posterior)
+    (record,) = generate(PROMPTS[0], **GREEDY)
+    assert generate.model.num_members == 3
+    assert pipeline(model=posterior)(PROMPTS[0], **GREEDY) == [record]
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
+    fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)
+    assert fewer(PROMPTS[0], **GREEDY)[0]["uncertainty"]["epistemic"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_another_tokenizer_is_refused(posterior: Path) -> None:
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    fingerprint = {**model.posterior.config.base_model["fingerprint"]}
+    fingerprint["tokenizer"] = fingerprint_tokenizer(models.tiny_tokenizer())
+    base = {**model.posterior.config.base_model, "fingerprint": fingerprint}
+    model.posterior = replace(model.posterior, config=replace(model.posterior.config, base_model=base))
+    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())
+    with pytest.raises(ValueError, match="is not the one the posterior was made with"):
+        pipeline("bayesian-text-generation", model, models.tiny_tokenizer(["entirely other words, many of them"]))

@@ -1,0 +1,113 @@
+"""Trainers of other libraries after the mixin: what they are handed, and which of them are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import Trainer, default_data_collator
+
+from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConfig
+from tests import runs
+from tests.tiny_models import tiny_llama, with_lora
+
+
+class OrderedOtherwise(Trainer):
+    """A host whose first arguments come in another order, as DPOTrainer's do."""
+
+    def __init__(self, model: Any, reference: Any = None, args: Any = None, **kwargs: Any) -> None:
+        assert reference is None
+        super().__init__(model, args, **kwargs)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("never asked")
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("never asked")
+
+
+class NamedAsIfKnown(OwnLoss): ...
+
+
+NamedAsIfKnown.__name__ = "SFTTrainer"  # of another package than TRL
+
+
+def built(host: type, folder: Path, **changes: Any) -> Any:
+    kind = type("Bayesian", (BayesianTrainerMixin, host), {})
+    rows = Dataset.from_list(runs.token_rows())
+    model, args = with_lora(tiny_llama()), runs.arguments(folder, **changes)
+    return kind(model, SGHMCConfig(), args, train_dataset=rows, data_collator=default_data_collator)
+
+
+def test_a_host_is_handed_model_and_arguments_by_name(tmp_path: Path) -> None:
+    trainer = built(OrderedOtherwise, tmp_path)
+    assert trainer.model is trainer.bayesian
+    assert trainer.args.output_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize(("host", "method"), [(OwnLoss, "compute_loss"), (OwnStep, "training_step")])
+def test_a_host_with_a_loss_of_its_own_is_refused_by_name(tmp_path: Path, host: type, method: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{host.__name__} \(.*\) defines a loss of its own \({method}\).*Use"):
+        built(host, tmp_path)
+
+
+def test_a_known_name_from_another_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"OwnLoss .* defines a loss of its own"):
+        built(NamedAsIfKnown, tmp_path)
+
+
+def test_an_override_before_the_mixin_is_the_callers_own(tmp_path: Path) -> None:
+    class Timed(BayesianTrainer):
+        steps = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().training_step(*args, **kwargs)
+
+    trainer = runs.trainer(tmp_path, MAPConfig(), kind=Timed, max_steps=2, map_updates=0)
+    trainer.train()
+    assert trainer.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_type", "dft", "loss_type='dft' is refused, expected 'nll'"),
+        ("router_aux_loss_coef", 0.1, "router_aux_loss_coef=0.1 is refused, expected None or 0"),
+        ("chat_template_path", "Qwen/Qwen3", r"expected a file .jinja or .j2.*clone_chat_template"),
+    ],
+)
+def test_settings_of_a_host_that_ask_for_another_loss(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    args = runs.arguments(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        BayesianTrainer(with_lora(tiny_llama()), SGHMCConfig(), args)
+
+
+def test_a_host_changes_no_field_of_the_models_config(tmp_path: Path) -> None:
+    class Balancing(Trainer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.model.config.rms_norm_eps = self.model.config.output_router_logits = 0.5
+            self.model.config.pad_token_id = 7
+
+    config = built(Balancing, tmp_path).bayesian.core.config
+    assert config.rms_norm_eps == tiny_llama().config.rms_norm_eps
+    assert not hasattr(config, "output_router_logits")
+    assert config.pad_token_id == 7
+
+
+def test_columns_that_the_host_keeps_for_its_collator_are_kept(tmp_path: Path) -> None:
+    class Packing(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            if self._signature_columns is None:
+                self._signature_columns = ["input_ids", "seq_lengths"]
+
+    trainer = built(Packing, tmp_path)
+    assert {"seq_lengths", "input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)

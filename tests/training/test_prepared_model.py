@@ -1,0 +1,124 @@
+"""A trainer makes the adapter of a ``peft_config``, and loads a model by its name, before it attaches anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM, default_data_collator, set_seed
+
+from hf_bayes import (
+    BayesianModelForCausalLM,
+    BayesianTrainer,
+    BayesianTrainingArguments,
+    SGHMCConfig,
+    attach,
+)
+from tests import runs
+from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
+
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@dataclass
+class NamingArguments(BayesianTrainingArguments):
+    """Arguments of a host that loads models by name, as TRL's do."""
+
+    model_init_kwargs: dict[str, Any] | None = None
+
+
+def trainer(folder: Path, model: Any, *, args: Any = None, **kwargs: Any) -> BayesianTrainer:
+    rows = Dataset.from_list(runs.token_rows())
+    args = runs.arguments(folder, save_strategy="steps", save_steps=3) if args is None else args
+    kwargs = {"train_dataset": rows, "data_collator": default_data_collator} | kwargs
+    return BayesianTrainer(model, SGHMCConfig(num_chains=2, prior_std=0.1), args, **kwargs)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def test_a_peft_config_becomes_the_adapter_and_alone_is_random(tmp_path: Path) -> None:
+    built = trainer(tmp_path, tiny_llama(), peft_config=LoraConfig(**LORA))
+    assert {name.split(".")[-3] for name in built.bayesian.layout.names} == {"lora_A", "lora_B"}
+    assert len(built.bayesian.layout.names) == 2 * 2 * 2
+    set_seed(built.args.seed)
+    expected = get_peft_model(tiny_llama(), LoraConfig(**LORA))
+    with attach(expected) as by_hand:
+        assert torch.equal(built._start, by_hand.theta[0])
+
+
+def test_a_run_of_a_peft_config_is_saved_loaded_and_resumed(tmp_path: Path, base: str) -> None:
+    def run(folder: str, **kwargs: Any) -> Any:
+        model = LlamaForCausalLM.from_pretrained(base)
+        built = trainer(tmp_path / folder, model, peft_config=LoraConfig(**LORA))
+        built.train(**kwargs)
+        return built
+
+    whole = run("whole")
+    whole.save_model(str(tmp_path / "posterior"))
+    ids = torch.arange(3, 12)[None]
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
+    assert torch.equal(loaded(ids).logits, whole.bayesian(ids).logits)
+    resumed = run("resumed", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
+
+
+def test_a_refused_run_gives_the_base_back_without_the_adapter(tmp_path: Path) -> None:
+    model = tiny_llama()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="labels"):
+        trainer(tmp_path, model, peft_config=LoraConfig(**LORA), train_dataset=Dataset.from_list([{"input_ids": [5]}]))
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (lambda: with_lora(tiny_llama()), LoraConfig(**LORA), "peft_config is given with a PeftModel"),
+        (lambda: attach(with_lora(tiny_llama())), LoraConfig(**LORA), "expected a transformers model without"),
+        (tiny_llama, {"r": 2}, "peft_config must be a config of peft"),
+    ],
+    ids=["adapter", "attached", "dict"],
+)
+def test_a_peft_config_that_fits_no_model_is_refused(tmp_path: Path, make: Any, config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, make(), peft_config=config)
+
+
+def test_a_model_is_loaded_by_its_name_where_the_host_does_so(tmp_path: Path, base: str) -> None:
+    args = NamingArguments(**runs.arguments(tmp_path).to_dict() | {"model_init_kwargs": {"dtype": "bfloat16"}})
+    built = trainer(tmp_path, base, args=args, peft_config=LoraConfig(**LORA))
+    assert type(built.bayesian.core) is LlamaForCausalLM
+    assert built.bayesian.core.dtype == torch.bfloat16
+    assert built.bayesian.theta.dtype == torch.float32
+    assert built.processing_class is not None
+    assert args.model_init_kwargs == {"dtype": "bfloat16"}
+
+
+def test_a_name_is_refused_where_the_host_takes_a_model(tmp_path: Path, base: str) -> None:
+    with pytest.raises(ValueError, match="model must be a transformers or peft model, got str"):
+        trainer(tmp_path, base)
+
+
+def test_a_trainer_never_samples_a_whole_base_by_default(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"would sample all .* weights of the base model"):
+        trainer(tmp_path, tiny_llama())
+    assert trainer(tmp_path, tiny_llama(), subspace="all").bayesian.layout.names[0] == "model.embed_tokens.weight"
+
+
+def test_the_names_of_random_parameters_are_said_before_training(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="hf_bayes")
+    built = trainer(tmp_path, tiny_llama(), peft_config=LoraConfig(**LORA))
+    built.create_optimizer()
+    built._announce()
+    assert "random parameters in 8 tensors" in caplog.text
+    assert "random: 2 x model.layers.*.self_attn.q_proj.lora_A.default.weight, " in caplog.text
