@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         BayesianModelForTokenClassification,
     )
     from hf_bayes.models.image_text import BayesianModelForImageTextToText
-    from hf_bayes.pipelines import pipeline
+    from hf_bayes.pipelines.factory import pipeline
     from hf_bayes.pipelines.records import UncertaintyStreamer
     from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
     from hf_bayes.posteriors.posterior import Posterior
@@ -44,7 +44,7 @@ _WHERE = {
     "BayesianModelForTokenClassification": "models.classification",
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
-    "pipeline": "pipelines",
+    "pipeline": "pipelines.factory",
     "print_record": "pipelines.rendering",
     "prior_predictive": "fit.prior_predictive",
     "to_html": "pipelines.rendering",

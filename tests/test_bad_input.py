@@ -32,14 +32,14 @@ from transformers import (
 
 from hf_bayes.fit.laplace import fit_laplace
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import SHARDING
 from hf_bayes.training.trainer import BayesianTrainer

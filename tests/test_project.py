@@ -59,7 +59,8 @@ def test_installed_wheel_works_outside_the_repository(wheel: Path, tmp_path: Pat
 import hf_bayes, importlib.metadata, importlib.resources, sys
 print(hf_bayes.__file__)
 print(importlib.metadata.version("hf-bayes"))
-print(len([t for t in importlib.resources.files("hf_bayes").joinpath("templates").iterdir() if t.read_text().strip()]))
+folder = importlib.resources.files("hf_bayes").joinpath("pipelines", "templates")
+print(len([t for t in folder.iterdir() if t.read_text().strip()]))
 """
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([str(python), "-c", program], cwd=tmp_path, env=clean, capture_output=True, text=True)
@@ -80,7 +81,10 @@ def test_constraints_pin_every_dependency() -> None:
 
 
 def test_importing_the_types_needs_no_transformers() -> None:
-    program = "import hf_bayes.core.types, hf_bayes.core.rng, sys; print([m for m in ('transformers', 'peft') if m in sys.modules])"
+    program = (
+        "import hf_bayes.core.types, hf_bayes.core.rng, sys\n"
+        "print([m for m in ('transformers', 'peft') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
 
@@ -107,6 +111,6 @@ def test_import_linter_catches_a_forbidden_import(line: str, tmp_path: Path) -> 
         ).returncode
 
     assert lint() == 0
-    with (tmp_path / "hf_bayes" / "rng.py").open("a") as file:
+    with (tmp_path / "hf_bayes" / "core" / "rng.py").open("a") as file:
         file.write(line + "\n")
     assert lint() != 0

@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from hf_bayes import MeanFieldConfig, SGHMCConfig, fit_laplace
-from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
 from tests.runs import label_rows, padding_collator, token_rows, trainer
 from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora

@@ -17,7 +17,7 @@ from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
 from hf_bayes.methods.averaging.snapshot import SnapshotConfig
 from hf_bayes.methods.averaging.swa import SWAConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
-from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.metropolis import MetropolisConfig

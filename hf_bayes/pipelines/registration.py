@@ -50,7 +50,7 @@ class RegisteredPipeline:
     _load_processor: ClassVar[bool] = False
 
     def __new__(cls, model: Any, task: str, **settings: Any) -> Any:
-        from hf_bayes.pipelines import pipeline
+        from hf_bayes.pipelines.factory import pipeline
 
         settings.pop("dtype", None)  # the model's, among its own settings
         if isinstance(model, PosteriorToLoad):

@@ -13,7 +13,7 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior
 from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio
-from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig

@@ -14,7 +14,7 @@ import hf_bayes
 from hf_bayes.core.layout import select
 from hf_bayes.members.trunk import _has_dropout
 from hf_bayes.models.attaching import attach
-from hf_bayes.pipelines import BayesianAudioClassificationPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianAudioClassificationPipeline, pipeline
 from tests import multimodal
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.models.test_classification import from_disk, run

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_bayes.models.base_location import locate
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import config, draws
 from tests.models.test_lora_layers import saved

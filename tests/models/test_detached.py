@@ -15,7 +15,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from tests import runs
 from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 

@@ -22,7 +22,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
-from hf_bayes.pipelines import BayesianImageTextToTextPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianImageTextToTextPipeline, pipeline
 from tests import multimodal, runs
 from tests import tiny_models as models
 from tests.members.reference import core_of, entropies, mixture, scattered, separate_logits, showing

@@ -437,7 +437,7 @@ def test_a_loaded_laplace_classifier_predicts_linearised(classifier: Path) -> No
 
 @pytest.mark.parametrize("prediction", [None, "members", "linearised_probit"])
 def test_a_pipeline_predicts_as_stored_or_as_asked(prediction: str | None, classifier: Path) -> None:
-    from hf_bayes.pipelines import pipeline
+    from hf_bayes.pipelines.factory import pipeline
 
     options: dict[str, Any] = {"base_model": tiny_bert(), "tokenizer": models.tiny_tokenizer()}
     classify = pipeline(model=str(classifier / "kronecker"), prediction=prediction, **options)
@@ -481,7 +481,7 @@ def test_members_of_a_wide_laplace_lose_what_linearised_outputs_keep(tmp_path: P
 
 
 def test_the_pipeline_gives_what_is_defined(classifier: Path) -> None:
-    from hf_bayes.pipelines import pipeline
+    from hf_bayes.pipelines.factory import pipeline
 
     bayesian = load(classifier / "diagonal").linearise("probit")
     classify = pipeline("bayesian-text-classification", bayesian, tokenizer=models.tiny_tokenizer())

@@ -20,7 +20,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.loading import load_tokenizer, unwrapped
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars

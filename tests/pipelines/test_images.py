@@ -22,7 +22,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 from hf_bayes.core.layout import select
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.pipelines import BayesianImageClassificationPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianImageClassificationPipeline, pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests import tiny_models as models

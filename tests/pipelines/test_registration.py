@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.pipelines.registration import PosteriorToLoad, register_when_loaded
 from hf_bayes.posteriors.tasks import TASKS
 from tests.models.test_classification import from_disk, run

@@ -20,7 +20,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import fingerprint_tokenizer
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-from hf_bayes.pipelines import BayesianTextGenerationPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.pipelines.records import UncertaintyStreamer
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models

@@ -18,7 +18,7 @@ from hf_bayes import LaplaceConfig, fit_laplace
 from hf_bayes.core.layout import select
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.pipelines import BayesianTokenClassificationPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianTokenClassificationPipeline, pipeline
 from tests import tiny_models as models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.members.subjects import bert_tagger, llama_tagger

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.pipelines import pipeline
+from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars

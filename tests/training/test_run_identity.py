@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorForSeq2Seq
 
-from hf_bayes.methods.laplace.method import LaplaceConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.run_identity import dropout_of, split_matters
