@@ -14,11 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.chains import sampling_plan as plan
+from hf_bayes.chains.energy_objective import EnergyObjective
+from hf_bayes.chains.run import Run
 from hf_bayes.chains.sampling_plan import Batches, Energy
-from hf_bayes.chains.user_energy import UserEnergy
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import chain_generators
-from hf_bayes.core.types import UNNAMED, Approximation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.core.types import UNNAMED, Approximation, Info, Problem
 from hf_bayes.diagnostics.convergence import MAX_RHAT, rhat, rhat_by_chance
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.registry import build
@@ -70,7 +71,7 @@ def sample(
         energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
             ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
             may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
-            the support it is NaN or infinite, or raises an exception of ``user_energy.OUTSIDE_SUPPORT``.
+            the support it is NaN or infinite, or raises an exception of ``energy_objective.OUTSIDE_SUPPORT``.
         theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
             apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
@@ -113,25 +114,23 @@ def sample(
         draw_steps=draw_steps,
         batch_fraction=batch_fraction,
     )
+    objective = EnergyObjective(energy, batched=batches is not None)
     rngs = chain_generators(seed, len(start), device=start.device)
-    run = _Run(build(method, problem), UserEnergy(energy, batched=batches is not None), rngs)
+    run = Run(build(method, problem), objective, start, rngs, problem, draws_on=start.device)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
-    draws = start.new_empty(len(start), len(draw_steps), start.shape[1])
     infos: list[Info] = []
 
-    with torch.no_grad():
-        for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
-            infos.append(run.advance(start, step, rates[step], list(itertools.islice(stream, batches_per_step))))
-            if step == 0:
-                run.energy.check_independent(start)
-            if step + 1 in (draw_steps[0], draw_steps[-1]):  # chains have parted by now, if they started at one point
-                run.energy.check_independent(run.state.theta)
-            if step + 1 in draw_steps:
-                draws[:, draw_steps.index(step + 1)] = run.state.theta
-        approximation = run.method.finish(run.state, draws)
+    for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
+        chosen = list(itertools.islice(stream, batches_per_step))
+        infos.append(run.update(chosen, rates[step]).info)
+        if step == 0:
+            objective.check_independent(start, chosen)
+        if step + 1 in (draw_steps[0], draw_steps[-1]):  # chains have parted by now, if they started at one point
+            objective.check_independent(run.theta, chosen)
+    draws, approximation = torch.stack(run.draws, 1), run.finish()
     info = _stack(infos, len(start))
     _warn_of_refusals(method.name, info, burned)
-    _warn_of_exceptions(method.name, info, run.energy.first_error)
+    _warn_of_exceptions(method.name, info, objective.first_error)
     if method.full_batch:
         _warn_of_disagreement(method.name, draws)
     return SampleResult(draws, approximation, info, run.state)
@@ -182,59 +181,6 @@ def _warn_of_disagreement(name: str, draws: Tensor) -> None:
             "Give them a longer burn-in and more draws (one law in several modes: compare functions that do not tell "
             "modes apart, by hf_bayes.diagnostics.convergence.unconverged)",
             stacklevel=3,
-        )
-
-
-class _Run:
-    """A method, its state and its generators, advanced update by update."""
-
-    def __init__(self, method: Rule | Kernel, energy: UserEnergy, rngs: Rngs) -> None:
-        self.method, self.energy, self.rngs = method, energy, rngs
-        self.state: Any = None
-
-    def advance(self, start: Tensor, step: int, lr: float, batches: list[Any]) -> Info:
-        """One update; the first call starts the chains at ``start``."""
-        self.energy.begin(batches)
-        if isinstance(self.method, Kernel):
-            return self._advance_kernel(self.method, start, step)
-        return self._advance_rule(self.method, start, step, lr)
-
-    def _advance_rule(self, rule: Rule, start: Tensor, step: int, lr: float) -> Info:
-        if self.state is None:
-            self.state = rule.init(start, self.rngs)
-        theta, self.state = rule.locate(self.state, self.rngs)
-        evaluation = self.energy(theta)
-        assert evaluation.grad_log_lik is not None
-        # One number and one device sync per update; only if it is not finite do the chains get looked at.
-        if not math.isfinite((evaluation.log_lik + evaluation.grad_log_lik.sum(1)).sum().item()):
-            _require_finite(evaluation.log_lik[:, None], "energy", step)
-            _require_finite(evaluation.grad_log_lik, "gradient of the energy", step)
-        self.state, info = rule.update(self.state, evaluation, lr, self.rngs)
-        return info
-
-    def _advance_kernel(self, kernel: Kernel, start: Tensor, step: int) -> Info:
-        inside = start if self.state is None else self.state.theta
-        if self.state is None:
-            _require_finite(self.energy.require_start(start)[:, None], "energy", step)
-        self.energy.begin(self.energy.batches, inside)
-        if self.state is None:
-            self.state = kernel.init(start, self.energy, self.rngs)
-            self.energy.begin(self.energy.batches, inside)  # the search for a first step size is no move
-        self.state, info = kernel.step(self.state, self.energy, self.rngs)
-        raised = self.energy.raised
-        info = {**info, "energy_raised": torch.zeros_like(inside[:, 0]) if raised is None else raised.to(inside)}
-        if not math.isfinite(self.state.theta.sum().item()):
-            _require_finite(self.state.theta, "theta", step)
-        return info
-
-
-def _require_finite(values: Tensor, what: str, step: int) -> None:
-    """[M, k], the step counted from 0 in, from 1 in the message, as draws and schedules are spoken of."""
-    bad = (~torch.isfinite(values)).any(1).nonzero().flatten().tolist()
-    if bad:
-        chains = f"chain {bad[0]}" if len(bad) == 1 else f"chains {', '.join(map(str, bad))}"
-        raise FloatingPointError(
-            f"non-finite {what} at update {step + 1} ({chains}): lower learning_rate, or look at the energy there"
         )
 
 

@@ -31,12 +31,14 @@ class Evaluation(NamedTuple):
             the S random tensors; None unless the method has a use for it (``MethodConfig.takes_grad_variance``).
         batch_log_lik: [M, K] an unbiased estimate of the same from each of the K batches, whose mean ``log_lik`` is;
             None where every evaluation sees all data.
+        loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None where there are no terms.
     """
 
     log_lik: Tensor
     grad_log_lik: Tensor | None
     grad_variance: Tensor | None = None
     batch_log_lik: Tensor | None = None
+    loss: Tensor | None = None
 
 
 class State(Protocol):

@@ -337,7 +337,7 @@ FAULTS = (
     Fault("centred variance without its factor", "uncertainty/gaussian_links.py",
           "(size / (size - 1)) ** 2 * centred", "centred",
           ("uncertainty/test_gaussian_links.py::test_probit_of_two_classes_is_mackays",)),
-    Fault("one exception rejects all chains", "chains/user_energy.py",
+    Fault("one exception rejects all chains", "chains/energy_objective.py",
           "outside = outside | self._find_outside(theta, ~outside, chosen, gradient)", "outside = ~outside",
           ("chains/test_sampling.py::test_an_energy_that_raises_rejects_one_chain_as_nan_does",)),
     Fault("step size gain too large", "methods/mcmc/hmc.py",

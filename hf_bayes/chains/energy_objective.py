@@ -1,4 +1,4 @@
-"""The energy that a user gives to ``sample``, called as an ``Evaluate`` (-U and its gradient) and checked.
+"""The energy that a user gives to ``sample``, as the objective of a run: -U and its gradient, with checks.
 
 Three mistakes would end in draws of another law, and are refused: an energy of the wrong shape, an energy that writes
 into theta, and an energy in which one chain's value depends on another chain's theta.
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.sampling_plan import Energy
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Evaluation
+from hf_bayes.core.types import Evaluation, Info
 
 OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)
 """Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
@@ -41,77 +42,41 @@ def is_outside_support(error: Exception) -> bool:
     return str(raised_in.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributions")
 
 
-class UserEnergy:
-    """The user's energy as an ``Evaluate``.
+class EnergyObjective:
+    """The user's energy as an objective of a run.
 
     Attributes:
-        batches: of this update; one, None, where there are none.
-        raised: [M] which chains have been at a point in this update where the energy raised; None if no chain has.
         first_error: the first exception that was taken for a point outside the support.
     """
 
+    words = FailureWords(
+        "energy", "gradient of the energy", "update", "lower learning_rate, or look at the energy there"
+    )
+
     def __init__(self, energy: Energy, *, batched: bool) -> None:
         self.energy, self.batched = energy, batched
-        self.batches: list[Any] = []
-        self.raised: Tensor | None = None
         self.first_error: Exception | None = None
-        self._inside: Tensor | None = None
-        self._refused: Tensor | None = None
+        self._start_is_checked = False
         self._num_checks = 0
 
-    def begin(self, batches: list[Any], inside: Tensor | None = None) -> None:
-        """Start an update.
+    def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> EnergyOfUpdate:
+        """Return the energy on the batches of one update, see ``Objective``.
 
         Args:
             inside: [M, d] points at which the energy does not raise. With them, a point at which it raises is outside
                 the support; without them, an exception ends the run.
         """
-        self.batches, self._inside, self._refused, self.raised = batches, inside, None, None
+        if inside is not None and not self._start_is_checked:
+            self._check_start(inside, batches)
+            self._start_is_checked = True
+        return EnergyOfUpdate(self, batches, inside)
 
-    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
-        chosen = self.batches if batches is None else self.batches[batches]
-        outside = torch.zeros(len(theta), dtype=torch.bool, device=theta.device)
-        if self._refused is not None:  # a trajectory that left the support stands still there
-            outside = (theta == self._refused).all(1)
-        try:
-            found = self._evaluate(self._kept(theta, ~outside), chosen, gradient)
-        except Exception as error:
-            if self._inside is None or not is_outside_support(error):
-                raise
-            self.first_error = self.first_error or error
-            outside = outside | self._find_outside(theta, ~outside, chosen, gradient)
-            found = self._evaluate(self._kept(theta, ~outside), chosen, gradient)
-            self._refused = torch.where(outside[:, None], theta, torch.nan)
-            self.raised = outside if self.raised is None else self.raised | outside
-        if self._refused is None:
-            return found
-        parts = {name: value for name, value in found._asdict().items() if value is not None}
-        return found._replace(**{name: _undefined(value, outside) for name, value in parts.items()})
+    def place_of(self, column: int) -> str:
+        """Return "": the columns of a user's theta have no names."""
+        return ""
 
-    def _find_outside(self, theta: Tensor, among: Tensor, batches: list[Any], gradient: bool) -> Tensor:
-        """Return which of the rows ``among`` [M] raise, by halving: the energy has raised with all of them.
-
-        The other rows stay inside the support, so that energies that expect M rows see M.
-        """
-        rows = among.nonzero().flatten()
-        if len(rows) == 1:
-            return among
-        outside = torch.zeros_like(among)
-        for half in rows.chunk(2):
-            some = torch.zeros_like(among).index_fill(0, half, True)
-            try:
-                self._evaluate(self._kept(theta, some), batches, gradient)
-            except Exception as error:
-                if not is_outside_support(error):
-                    raise
-                outside |= self._find_outside(theta, some, batches, gradient)
-        return outside
-
-    def _kept(self, theta: Tensor, rows: Tensor) -> Tensor:
-        """Return theta in ``rows`` [M], and points inside the support in the other rows."""
-        return theta if self._inside is None else torch.where(rows[:, None], theta, self._inside)
-
-    def _evaluate(self, theta: Tensor, batches: list[Any], gradient: bool) -> Evaluation:
+    def evaluate(self, theta: Tensor, batches: list[Any], *, gradient: bool = True) -> Evaluation:
+        """Return minus the energy at ``theta`` [M, d], the mean over some batches, and its gradient."""
         with torch.set_grad_enabled(gradient):
             leaf = theta.detach().requires_grad_(gradient)
             values = torch.stack([self._value(leaf, batch) for batch in batches], 1)
@@ -145,31 +110,36 @@ class UserEnergy:
             )
         return value
 
-    def require_start(self, theta: Tensor) -> Tensor:
-        """Return U [M] at the chains' starts.
+    def _check_start(self, theta: Tensor, batches: list[Any]) -> None:
+        """Check that chains start where the energy is finite.
 
         Raises:
-            FloatingPointError: for an exception that means a point outside the support, naming chains.
+            FloatingPointError: for a number that is not finite, or an exception that means a point outside the support,
+                naming chains.
         """
         try:
-            return -self._evaluate(theta, self.batches, gradient=False).log_lik
+            energy = -self.evaluate(theta, batches, gradient=False).log_lik
         except Exception as error:
             if not is_outside_support(error):
                 raise
-            bad = [m for m in range(len(theta)) if self._raises_at(theta[m].expand_as(theta))]
+            bad = [m for m in range(len(theta)) if self._raises_at(theta[m].expand_as(theta), batches)]
             raise FloatingPointError(
                 f"energy raised {type(error).__name__} ({error!s:.200}) at the start of chains {bad}: chains must "
                 "start inside the support. Use other starts, or a smaller init_jitter"
             ) from error
+        bad = (~energy.isfinite()).nonzero()[:, 0].tolist()
+        if bad:
+            chains = f"chain {bad[0]}" if len(bad) == 1 else f"chains {', '.join(map(str, bad))}"
+            raise FloatingPointError(f"non-finite energy at update 1 ({chains}): {self.words.advice}")
 
-    def _raises_at(self, theta: Tensor) -> bool:
+    def _raises_at(self, theta: Tensor, batches: list[Any]) -> bool:
         try:
-            self._evaluate(theta, self.batches, gradient=False)
+            self.evaluate(theta, batches, gradient=False)
         except Exception as error:
             return is_outside_support(error)
         return False
 
-    def check_independent(self, theta: Tensor) -> None:
+    def check_independent(self, theta: Tensor, batches: list[Any]) -> None:
         """Raise if the energy of a chain changes with other chains' theta [M, d].
 
         A random half of the chains moves to where its neighbours are, and then the other half. Both times the energies
@@ -179,15 +149,15 @@ class UserEnergy:
         moved = theta.roll(1, 0)
         if torch.equal(moved, theta):
             return
-        before = self._values(theta)
+        before = self._values(theta, batches)
         limit = MAX_COUPLING + 100 * torch.finfo(theta.dtype).eps * before.abs()
         self._num_checks += 1
         order = torch.randperm(len(theta), generator=generator("coupling", self._num_checks)).to(theta.device)
         half = order < len(theta) // 2
         for still in (half, ~half):
-            change = (self._values(torch.where(still[:, None], theta, moved)) - before).abs()
+            change = (self._values(torch.where(still[:, None], theta, moved), batches) - before).abs()
             coupled = still & (change > limit)
-            if bool(coupled.any()) and self._repeats(theta, before, limit):
+            if bool(coupled.any()) and self._repeats(theta, batches, before, limit):
                 worst = int(torch.where(coupled, change, 0).argmax())
                 raise ValueError(
                     f"energy must treat chains independently, got one that changes by {float(change[worst]):.3g} nats "
@@ -195,19 +165,84 @@ class UserEnergy:
                     "theta alone. Sum over everything but the first axis"
                 )
 
-    def _repeats(self, theta: Tensor, before: Tensor, limit: Tensor) -> bool:
+    def _repeats(self, theta: Tensor, batches: list[Any], before: Tensor, limit: Tensor) -> bool:
         """Return whether the energy gives every chain the value again that it gave ``before``, if any (NaN if none)."""
-        again = self._values(theta)
+        again = self._values(theta, batches)
         return bool((((again - before).abs() <= limit) | (again.isnan() & before.isnan())).all())
 
-    def _values(self, theta: Tensor) -> Tensor:
+    def _values(self, theta: Tensor, batches: list[Any]) -> Tensor:
         """Return U [M] at ``theta``, NaN everywhere if the energy raises there."""
         try:
-            return -self._evaluate(theta, self.batches, gradient=False).log_lik
+            return -self.evaluate(theta, batches, gradient=False).log_lik
         except Exception as error:
             if not is_outside_support(error):
                 raise
             return theta.new_full(theta.shape[:1], torch.nan)
+
+
+class EnergyOfUpdate:
+    """A user's energy on the batches of one update, callable as ``core.types.Evaluate``.
+
+    A trajectory that has left the support stands still there until the update is over.
+    """
+
+    def __init__(self, objective: EnergyObjective, batches: list[Any], inside: Tensor | None) -> None:
+        self._objective, self._batches, self._inside = objective, batches, inside
+        self._raised: Tensor | None = None
+        self._refused: Tensor | None = None
+
+    def __call__(
+        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, split_rows: bool = False
+    ) -> Evaluation:
+        """Return minus the energy and its gradient; NaN for chains outside the support."""
+        objective, chosen = self._objective, self._batches if batches is None else self._batches[batches]
+        outside = torch.zeros(len(theta), dtype=torch.bool, device=theta.device)
+        if self._refused is not None:
+            outside = (theta == self._refused).all(1)
+        try:
+            found = objective.evaluate(self._kept(theta, ~outside), chosen, gradient=gradient)
+        except Exception as error:
+            if self._inside is None or not is_outside_support(error):
+                raise
+            objective.first_error = objective.first_error or error
+            outside = outside | self._find_outside(theta, ~outside, chosen, gradient)
+            found = objective.evaluate(self._kept(theta, ~outside), chosen, gradient=gradient)
+            self._refused = torch.where(outside[:, None], theta, torch.nan)
+            self._raised = outside if self._raised is None else self._raised | outside
+        if self._refused is None:
+            return found
+        parts = {name: value for name, value in found._asdict().items() if value is not None}
+        return found._replace(**{name: _undefined(value, outside) for name, value in parts.items()})
+
+    def info(self) -> Info:
+        """Return which chains were at a point where the energy raised, as 0 or 1, where that rejects a proposal."""
+        if self._inside is None:
+            return {}
+        zeros = torch.zeros_like(self._inside[:, 0])
+        return {"energy_raised": zeros if self._raised is None else self._raised.to(zeros)}
+
+    def _find_outside(self, theta: Tensor, among: Tensor, batches: list[Any], gradient: bool) -> Tensor:
+        """Return which of the rows ``among`` [M] raise, by halving: the energy has raised with all of them.
+
+        The other rows stay inside the support, so that energies that expect M rows see M.
+        """
+        rows = among.nonzero().flatten()
+        if len(rows) == 1:
+            return among
+        outside = torch.zeros_like(among)
+        for half in rows.chunk(2):
+            some = torch.zeros_like(among).index_fill(0, half, True)
+            try:
+                self._objective.evaluate(self._kept(theta, some), batches, gradient=gradient)
+            except Exception as error:
+                if not is_outside_support(error):
+                    raise
+                outside |= self._find_outside(theta, some, batches, gradient)
+        return outside
+
+    def _kept(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """Return theta in ``rows`` [M], and points inside the support in the other rows."""
+        return theta if self._inside is None else torch.where(rows[:, None], theta, self._inside)
 
 
 def _undefined(values: Tensor, rows: Tensor) -> Tensor:
