@@ -43,8 +43,9 @@ def measure(settings: Settings) -> list[Line]:
     for name, config in configs.items():
         rule, reference = build(config, _problem(dim)), build(SGHMCConfig(), _problem(dim))
         if isinstance(rule, Rule) and isinstance(reference, Rule):
+            told = config.requirements.gradient_variance == "needed"
             works = {
-                "ours": _update(rule, settings.device, dim, PERIODS.get(name, 1), told=config.needs_grad_variance),
+                "ours": _update(rule, settings.device, dim, PERIODS.get(name, 1), told=told),
                 "single": _update(reference, settings.device, dim),
             }
             seconds = interleave(works, min(settings.rounds, ROUNDS))

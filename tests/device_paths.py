@@ -156,7 +156,7 @@ def classifiers_have_pipelines(folder: Path) -> None:
 def a_run_is_saved_resumed_and_loaded(folder: Path, name: str) -> None:
     config = METHODS[name](**SETTINGS.get(name, SAMPLER))
     options: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    options["gradient_accumulation_steps"] = config.min_batches
+    options["gradient_accumulation_steps"] = config.requirements.min_batches
     whole, again = (trainer(folder / o, config, model=models.with_lora(from_disk(folder)), **options) for o in "ab")
     whole.train()
     again.train(str(folder / "a/checkpoint-2"))
@@ -238,7 +238,7 @@ def chains_of_an_energy_stay_where_they_start(folder: Path, name: str) -> None:
     batched = {"batches": rows.split(2), "batches_per_step": 4, "batch_fraction": 0.25}
     found = hf_bayes.sample(
         energy, torch.zeros(5, device=DEVICE), config, num_steps=8, learning_rate=1e-3, num_data=8, thin=2,
-        **({} if config.full_batch else batched),
+        **({} if config.requirements.all_data_in_every_update else batched),
     )  # fmt: skip
     assert {found.draws.device, *(value.device for value in found.info.values())} == {DEVICE}
 

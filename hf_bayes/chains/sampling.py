@@ -131,7 +131,7 @@ def sample(
     info = _stack(infos, len(start))
     _warn_of_refusals(method.name, info, burned)
     _warn_of_exceptions(method.name, info, objective.first_error)
-    if method.full_batch:
+    if method.requirements.all_data_in_every_update:
         _warn_of_disagreement(method.name, draws)
     return SampleResult(draws, approximation, info, run.state)
 

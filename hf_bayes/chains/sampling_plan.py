@@ -40,7 +40,7 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
             f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
             f"into the energy and leave {setting} out"
         )
-    if method.needs_grad_variance:
+    if method.requirements.gradient_variance == "needed":
         raise ValueError(
             f"sample takes one gradient per update and cannot tell its noise, which {method.name} asks for: use "
             "BayesianTrainer with gradient_accumulation_steps >= 2, or leave measure_gradient_noise and "
@@ -70,7 +70,7 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
             "tensor: its mass is 1, and the updates in which it is measured do not move. Leave preconditioner out",
             stacklevel=3,
         )
-    if method.full_batch and batches is not None:
+    if method.requirements.all_data_in_every_update and batches is not None:
         raise ValueError(
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
             "energy hold the data"
@@ -104,9 +104,10 @@ def check_batches(
         raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
     if batch_fraction is not None and not (_positive(batch_fraction) and batch_fraction <= 1):
         raise ValueError(f"batch_fraction must be a number in (0, 1], got {batch_fraction!r}")
-    if batches_per_step < method.min_batches:
+    least = method.requirements.min_batches
+    if batches_per_step < least:
         raise ValueError(
-            f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
+            f"{method.name} needs at least {least} batches per update to estimate their variance, got "
             f"batches_per_step={batches_per_step}: raise it"
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from hf_bayes.core import schedules
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
 
@@ -54,33 +55,10 @@ class MethodConfig:
     warm_start_steps: int = 0
     warm_start_learning_rate: float = 1e-3
 
-    ends_at_map: ClassVar[bool] = False
-    """True: the posterior's first member (or mean) is itself a MAP estimate."""
-    predicts_linearised: ClassVar[bool] = False
-    """True: the Gaussian is that of a linearised model, whose predictions are better than those of its members."""
-    drops_inputs: ClassVar[bool] = False
-    """True: the method drops inputs by masks of its own."""
-    full_batch: ClassVar[bool] = False
-    """True: every evaluation must see the whole data set (exact kernels)."""
-
-    revises: ClassVar[bool] = False
-    """True: the method passes over the data once more after its last update (``Rule.revise``)."""
-
-    draws_are_states: ClassVar[bool] = True
-    """False: the method ends in something else than states that its chains were in."""
-
-    takes_private_rows: ClassVar[bool] = False
-    """True: batches that every process draws from rows of its own, summed, serve as well."""
-
     @property
-    def batch_order(self) -> Literal["epochs", "independent", "disjoint"]:
-        """Batches are parts of permutations; or each is drawn anew; or each update's are, no row twice among them."""
-        return "epochs"
-
-    @property
-    def min_batches(self) -> int:
-        """Batches that an update needs."""
-        return 1
+    def requirements(self) -> Requirements:
+        """The needs of this method, with these fields, of a run."""
+        return Requirements()
 
     def for_batches(self, batch_fraction: float) -> MethodConfig:
         """The method for batches that hold this share of the data's rows: what is run, and saved."""
@@ -107,31 +85,6 @@ class MethodConfig:
         self._check_choice("prior", self.prior, get_args(PriorName))
         self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
-
-    @property
-    def needs_grad_variance(self) -> bool:
-        """Whether evaluations must come with ``grad_variance``."""
-        return False
-
-    @property
-    def needs_heldout(self) -> bool:
-        """Whether the method, when it revises, asks for held-out rows."""
-        return False
-
-    @property
-    def heldout_halves(self) -> bool:
-        """Whether one half of the held-out rows judges what was fitted on the other."""
-        return False
-
-    @property
-    def joins_chains(self) -> bool:
-        """Whether it revises all chains together, and so in every process the same."""
-        return False
-
-    @property
-    def takes_grad_variance(self) -> bool:
-        """Whether it has a use for ``grad_variance``, where that is to be had."""
-        return self.needs_grad_variance
 
     def build(self, problem: Problem) -> Rule | Kernel:
         """The method's rule or kernel for this problem."""

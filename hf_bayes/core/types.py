@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
             it to kernels in float64, whatever theta is in: they decide by differences.
         grad_log_lik: [M, d] its gradient; None where only the value was asked for.
         grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
-            the S random tensors; None unless the method has a use for it (``MethodConfig.takes_grad_variance``).
+            the S random tensors; None unless the method has a use for it (``Requirements.gradient_variance``).
         batch_log_lik: [M, K] an unbiased estimate of the same from each of the K batches, whose mean ``log_lik`` is;
             None where every evaluation sees all data.
         loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None where there are no terms.

@@ -137,7 +137,7 @@ def _fit(
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
-        count(heldout, name="heldout", halves=config.heldout_halves)
+        count(heldout, name="heldout", halves=config.requirements.heldout == "halves")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)

@@ -62,7 +62,7 @@ def to_posterior(
             data_unit=data_unit,
             base_model=description,
             head=base_model.describe_head(model.core, noise_std),
-            prediction="linearised" if method.predicts_linearised and model.linearises else "members",
+            prediction="linearised" if method.requirements.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,
         ),

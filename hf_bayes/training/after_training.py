@@ -40,7 +40,7 @@ class RevisionMixin(AnyTrainer):
         chains, method = self._chains_optimizer, self._chains_optimizer.method
         if isinstance(method, Rule) and method.revise is not None:
             parts: list[Any]
-            if self.method.joins_chains:
+            if self.method.requirements.all_chains_in_one_pass:
                 parts = [method.revise(chains.state_of_chains, self.mesh.gather_chains(draws), self._look)]
             else:  # for the chains of this process; processes that share chains share the rows and find the same
                 parts = self.mesh.exchange(method.revise(chains.state_of_chains, draws, self._look))
@@ -94,7 +94,7 @@ class RevisionMixin(AnyTrainer):
         dataset, collate = self._without_unused(self._heldout_rows, "evaluation")
         outputs = self.bayesian.num_outputs
         options: dict[str, Any] = {"shift": self.bayesian.shifts_labels, "num_outputs": outputs, "progress": False}
-        options |= {"halves": self.method.heldout_halves, "check": self.bayesian.check_inputs}
+        options |= {"halves": self.method.requirements.heldout == "halves", "check": self.bayesian.check_inputs}
         count_terms(dataset, collate, self.likelihood, name="eval_dataset", **options)
 
     def _heldout_by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:

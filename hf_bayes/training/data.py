@@ -86,13 +86,13 @@ class TrainingDataMixin(AnyTrainer):
         fraction = self._batch_fraction
         assert fraction is not None
         self.method = self.method.for_batches(fraction)
-        if self.method.full_batch:
+        if self.method.requirements.all_data_in_every_update:
             args.gradient_accumulation_steps = len(self._batches(None))
         self._batches(None)  # refuses batches that cannot be drawn
 
     def _no_packing(self) -> str | None:
         """Why a collator may not pack rows into fewer, and what to do, in words; None where it may."""
-        if self.method.revises:
+        if self.method.requirements.one_more_pass:
             return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
         if self._shared or len(self.chains) == 1:
             return None
@@ -135,7 +135,7 @@ class TrainingDataMixin(AnyTrainer):
             self.mesh.rank,
             args.per_device_train_batch_size,
             args.gradient_accumulation_steps,
-            disjoint=self.method.batch_order == "disjoint",
+            disjoint=self.method.requirements.batch_order == "disjoint",
         )
 
     @property
@@ -181,7 +181,7 @@ class TrainingDataMixin(AnyTrainer):
     @property
     def _shared(self) -> bool:
         """Whether all chains see the same rows."""
-        return self.args.minibatch == "shared" or self.method.full_batch
+        return self.args.minibatch == "shared" or self.method.requirements.all_data_in_every_update
 
     def get_train_dataloader(self) -> DataLoader:
         """Rows by chain: no sampler of Trainer's, and not sharded by accelerate."""
@@ -233,7 +233,7 @@ class TrainingDataMixin(AnyTrainer):
         args, num_rows = self.args, len(self.train_dataset)
         share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
         seed = args.seed if args.data_seed is None else args.data_seed
-        if self.method.full_batch:
+        if self.method.requirements.all_data_in_every_update:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
         if self.strata is not None:  # epochs are those of all rows, so that they end together
             rows = self.get_total_train_batch_size(args)
@@ -245,13 +245,13 @@ class TrainingDataMixin(AnyTrainer):
             accumulation=args.gradient_accumulation_steps,
             chains=chains,
             seed=seed,
-            order=self.method.batch_order,
+            order=self.method.requirements.batch_order,
             **share,
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """R: rows of an update, per chain, over all processes that share it."""
-        if self.method.full_batch:
+        if self.method.requirements.all_data_in_every_update:
             return len(self.train_dataset)
         return self._train_batch_size * args.gradient_accumulation_steps * self.mesh.data_size
 

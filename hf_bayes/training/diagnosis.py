@@ -194,7 +194,8 @@ class DiagnosisMixin(AnyTrainer):
         They do not where chains go in cycles, or are not themselves what the run ends in.
         """
         chains, args, method = self._chains_optimizer, self.args, self.method
-        sampled = method.draws_are_states and not method.revises and method.temperature > 0 and method.schedule is None
+        visited = method.requirements.draws_are_chain_states and not method.requirements.one_more_pass
+        sampled = visited and method.temperature > 0 and method.schedule is None
         burned = chains.burn_in // args.probe_steps if args.probe_steps else 0
         return burned if sampled and len(chains.probes) - burned >= 4 else None
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, SchedulerType
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
@@ -113,10 +114,11 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
         raise ValueError(
             "neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled"
         )
-    if args.private_rows and not method.takes_private_rows:
+    if args.private_rows and not method.requirements.allows_private_rows:
+        able = [name for name, kind in METHODS.items() if kind().requirements.allows_private_rows]
         raise ValueError(
-            f"{method.name} does not take private_rows: its gradients are of rows that all processes share. Use "
-            "method='penalty', or give every process all rows"
+            f"{method.name} does not take private_rows: its gradients are of rows that all processes share. Use a "
+            f"method that does ({', '.join(able)}), or give every process all rows"
         )
     if kwargs.get("train_dataset") is not None:
         require_rows(kwargs["train_dataset"], args, method)
@@ -155,15 +157,16 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
     """Chains draw permutations of rows that can be counted and asked for by number; a stream serves all of them."""
     require_dataset(dataset, "train_dataset")
     if is_stream(dataset):
+        needs = method.requirements
         wrong = [
             words
             for missing, words in (
                 (args.num_data is None, "pass num_data=: cannot infer N"),
                 (args.max_steps <= 0, "set max_steps: it has no epochs"),
                 (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
-                (method.full_batch, f"{method.name} needs all rows in every move: materialise it"),
-                (method.revises, f"{method.name} passes over all rows once more at the end: materialise it"),
-                (method.batch_order != "epochs", f"{method.name} draws rows anew for every move: materialise it"),
+                (needs.all_data_in_every_update, f"{method.name} needs all rows in every move: materialise it"),
+                (needs.one_more_pass, f"{method.name} passes over all rows once more at the end: materialise it"),
+                (needs.batch_order != "epochs", f"{method.name} draws rows anew for every move: materialise it"),
             )
             if missing
         ]
@@ -173,7 +176,8 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
 
 def require_heldout(dataset: Any, method: MethodConfig) -> None:
     """A method that fits something by held-out rows needs two of them or more, that can be asked for by number."""
-    what = f"{method.name} with fit_prior='heldout' fits by the rows of eval_dataset"
+    setting = method.requirements.heldout_setting
+    what = f"{method.name} with {setting} fits by the rows of eval_dataset"
     if isinstance(dataset, dict):
         if "heldout" not in dataset:
             raise ValueError(
@@ -182,7 +186,7 @@ def require_heldout(dataset: Any, method: MethodConfig) -> None:
             )
         dataset = dataset["heldout"]
     if dataset is None:
-        raise ValueError(f"{what}, got None: give eval_dataset=, or use fit_prior='evidence'")
+        raise ValueError(f"{what}, got None: give eval_dataset=, or leave {setting} out")
     if is_stream(dataset):
         raise ValueError(f"{what}, and {type(dataset).__name__} has no length: materialise it")
     if len(dataset) < 2:
@@ -195,14 +199,15 @@ def require_batches(method: MethodConfig, count: int) -> None:
     Args:
         count: micro-batches of an update, of all processes that share a chain.
     """
-    if method.needs_grad_variance and count < 2:
+    needs = method.requirements
+    if needs.gradient_variance == "needed" and count < 2:
         raise ValueError(
             f"{method.name} measures the noise of its gradient between the micro-batches of an update and needs at "
             f"least 2 (gradient_accumulation_steps x processes that share a chain), got {count}: split the batch"
         )
-    if count < method.min_batches:
+    if count < needs.min_batches:
         raise ValueError(
-            f"{method.name} needs at least {method.min_batches} batches per update to estimate their variance, got "
+            f"{method.name} needs at least {needs.min_batches} batches per update to estimate their variance, got "
             f"{count} (gradient_accumulation_steps x processes that share a chain): raise gradient_accumulation_steps"
         )
 

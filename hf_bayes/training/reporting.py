@@ -108,7 +108,7 @@ class ReportingMixin(AnyTrainer):
         if config.temperature > 0 and self._varies():
             meaning = (
                 f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
-                if config.full_batch
+                if config.requirements.all_data_in_every_update
                 else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of "
                 "cold_posteriors app. K), and N counts each row once"
             )
@@ -122,7 +122,7 @@ class ReportingMixin(AnyTrainer):
         config = self.method
         if isinstance(self._chains_optimizer.method, Kernel):
             self._say("the model has dropout: %s evaluates it without", config.name)
-        elif config.drops_inputs:
+        elif config.requirements.drops_inputs:
             self._warn(
                 "the model has dropout of its own, besides the masks of %s: inputs are dropped twice. Set it to 0",
                 config.name,

@@ -81,7 +81,7 @@ class ResumingMixin(AnyTrainer):
             packs=data["packs"],
         )
         micro_batches = args.gradient_accumulation_steps * (1 if self.strata else self.mesh.data_size)
-        if self.method.needs_heldout:
+        if self.method.requirements.heldout != "none":
             rows, collate = self._without_unused(self._heldout_rows, "evaluation")
             heldout = {"num_rows": len(rows), **describe_rows(rows, collate, seed=args.seed)}
         return run_identity.identity(

@@ -119,7 +119,9 @@ def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, priva
     Everywhere else ("8 x 1 for 4 x 2") sums round in another way, and dropout masks are other draws of the same law.
     """
     meets = any(isinstance(module, _BatchNorm) for module in model.modules())
-    return method.needs_grad_variance or method.min_batches > 1 or private or stream or packs or meets
+    needs = method.requirements
+    compares = needs.gradient_variance == "needed" or needs.min_batches > 1
+    return compares or private or stream or packs or meets
 
 
 def dropout_of(model: nn.Module) -> dict[str, float]:

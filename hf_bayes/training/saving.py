@@ -179,7 +179,7 @@ class SavingMixin(AnyTrainer):
         """
         args, config, steps = self.args, self.method, self._num_steps()
         start = self.mesh.share(posterior.representative.cpu())[0][None].to(args.device)
-        if config.ends_at_map:
+        if config.requirements.ends_at_map:
             return start
         count = args.map_updates if args.map_updates is not None else -(-steps * config.num_chains // 10)
         count = min(count, steps)

@@ -143,7 +143,7 @@ class BayesianTrainerMixin(
             self._signature_columns = self._columns_to_keep()
             if self.train_dataset is not None:
                 self._prepare_data()
-            if method.needs_heldout:
+            if method.requirements.heldout != "none":
                 self._prepare_heldout()
             if self.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
                 model.show(model.theta.detach(), SpreadMembers(self.mesh.chain_group))
@@ -175,6 +175,7 @@ class BayesianTrainerMixin(
                 seed=args.seed,
             )
             self.prior = prior
+            measure_noise = config.requirements.gradient_variance != "none"
             self.optimizer = self.optimizer_of_chains = ChainOptimizer(
                 bayesian,
                 build(config, self.problem),
@@ -184,8 +185,8 @@ class BayesianTrainerMixin(
                 chains=self.chains,
                 burn_in=burn_in,
                 warm_start=config.warm_start_steps,
-                measure_noise=config.takes_grad_variance and micro_batches > 1,
-                halve=config.takes_grad_variance and micro_batches == 1,
+                measure_noise=measure_noise and micro_batches > 1,
+                halve=measure_noise and micro_batches == 1,
                 probe=self._probe,
                 probe_steps=args.probe_steps,
             )
@@ -359,7 +360,7 @@ class BayesianTrainerMixin(
             scale = scale.view(-1, 1)
             if grad is not None:
                 grad *= scale.to(grad.dtype)
-            columns = None if self.method.full_batch else len(chosen) * scale * log_liks
+            columns = None if self.method.requirements.all_data_in_every_update else len(chosen) * scale * log_liks
             # in float64: a kernel accepts by differences of a nat, and float32 counts energies near 1e7 in whole ones
             return Evaluation(scale[:, 0] * log_liks.sum(1), grad, batch_log_lik=columns)
 

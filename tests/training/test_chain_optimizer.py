@@ -38,7 +38,7 @@ def chains(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int = 2,
         draw_steps=draw_steps,
         chains=range(CHAINS),
         burn_in=burn_in,
-        measure_noise=config.needs_grad_variance,
+        measure_noise=config.requirements.gradient_variance == "needed",
     )
 
 

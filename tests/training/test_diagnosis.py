@@ -211,7 +211,7 @@ def test_looks_that_stand_for_no_draws_have_no_rhat_in_the_logs(tmp_path: Path, 
 @pytest.mark.parametrize("config", [MeanFieldConfig(num_chains=1), SWAGConfig(rank=2), ONE_DRAW])
 def test_methods_that_end_in_states_of_their_chains_say_so(tmp_path: Path, config: Any) -> None:
     approximation = run(tmp_path, config).posterior.approximation
-    assert isinstance(approximation, Draws) == config.draws_are_states
+    assert isinstance(approximation, Draws) == config.requirements.draws_are_chain_states
 
 
 def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:

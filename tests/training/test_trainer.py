@@ -319,7 +319,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
 def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_start_steps):
     config = METHODS[name](**SETTINGS.get(name, SAMPLER), warm_start_steps=warm_start_steps)
-    batches = {"gradient_accumulation_steps": config.min_batches}
+    batches = {"gradient_accumulation_steps": config.requirements.min_batches}
     trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1), **batches)
     output = trainer.train()
     posterior = trainer.posterior

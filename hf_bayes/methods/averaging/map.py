@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import (
     Approximation,
     Evaluate,
@@ -61,7 +62,6 @@ class MAPConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "map"
-    ends_at_map: ClassVar[bool] = True
     num_chains: int = 1
     temperature: float = 0.0
     init_jitter: float = 0.0
@@ -80,6 +80,10 @@ class MAPConfig(MethodConfig):
                 f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one point. Use "
                 "num_chains for more members"
             )
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(ends_at_map=True)
 
     def build(self, problem: Problem) -> Rule:
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import UNNAMED, Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Draws
@@ -61,8 +62,6 @@ class MCDropoutConfig(MAPConfig):
     """
 
     name: ClassVar[str] = "mc_dropout"
-    ends_at_map: ClassVar[bool] = False
-    drops_inputs: ClassVar[bool] = True
     dropout: float = 0.1
     num_masks: int = 8
     targets: str | None = None
@@ -78,6 +77,10 @@ class MCDropoutConfig(MAPConfig):
                 raise ValueError(
                     f"{self.name}: targets must be a regular expression, got {self.targets!r}: {error}"
                 ) from error
+
+    @property
+    def requirements(self) -> Requirements:
+        return replace(super().requirements, ends_at_map=False, drops_inputs=True)
 
     def build(self, problem: Problem) -> Rule:
         masks = self.masks(problem.shapes)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import energy, grad_energy
@@ -67,12 +68,8 @@ class SGDMCConfig(MethodConfig):
             )
 
     @property
-    def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise is True
-
-    @property
-    def takes_grad_variance(self) -> bool:
-        return self.measure_gradient_noise is not False
+    def requirements(self) -> Requirements:
+        return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
 
     def build(self, problem: Problem) -> Rule:
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:

@@ -12,12 +12,13 @@ There is no stationary law of its own: it is a Gaussian through what ``sgd_mc`` 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import LowRank
@@ -84,12 +85,15 @@ class SWAGConfig(SWAConfig):
     """
 
     name: ClassVar[str] = "swag"
-    draws_are_states: ClassVar[bool] = False
     rank: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_count("rank", self.rank, minimum=2)
+
+    @property
+    def requirements(self) -> Requirements:
+        return replace(super().requirements, draws_are_chain_states=False)
 
     def through(self, draws: Tensor) -> Gaussian:
         """SWAG's Gaussian through ``draws`` [S, d] of any method, in their order.

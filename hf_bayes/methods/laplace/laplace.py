@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, HeldOut, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Covariance, LowRank, log_normal
@@ -65,9 +66,6 @@ class LaplaceConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "laplace"
-    ends_at_map: ClassVar[bool] = True
-    predicts_linearised: ClassVar[bool] = True
-    revises: ClassVar[bool] = True
     num_chains: int = 1
     init_jitter: float = 0.0
     estimator: str = "ggn"
@@ -149,16 +147,16 @@ class LaplaceConfig(MethodConfig):
             )
 
     @property
-    def needs_heldout(self) -> bool:
-        return self.fit_prior == "heldout"
-
-    @property
-    def heldout_halves(self) -> bool:
-        return self.needs_heldout and self.prior_scope != "model"
-
-    @property
-    def joins_chains(self) -> bool:
-        return self.fit_noise or self.fit_prior == "heldout"
+    def requirements(self) -> Requirements:
+        by_heldout = self.fit_prior == "heldout"
+        return Requirements(
+            one_more_pass=True,
+            all_chains_in_one_pass=self.fit_noise or by_heldout,
+            heldout="none" if not by_heldout else "whole" if self.prior_scope == "model" else "halves",
+            heldout_setting="fit_prior='heldout'" if by_heldout else "",
+            ends_at_map=True,
+            predicts_linearised=True,
+        )
 
     @property
     def spec(self) -> CurvatureSpec:
@@ -252,7 +250,8 @@ class LaplaceConfig(MethodConfig):
         def ask(draws: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
             return look(draws, HeldOut(part), gradient=gradient)
 
-        return fit_by_heldout(theta, given, index, spread, ask, halves=self.heldout_halves, seed=problem.seed)
+        halves = self.requirements.heldout == "halves"
+        return fit_by_heldout(theta, given, index, spread, ask, halves=halves, seed=problem.seed)
 
     @property
     def _power(self) -> float:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -77,7 +78,6 @@ class GPSConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "gps"
-    full_batch: ClassVar[bool] = True
     max_std: float | None = None
     family: Literal["gaussian", "gamma", "beta"] = "gaussian"
 
@@ -87,6 +87,10 @@ class GPSConfig(MethodConfig):
         if self.max_std is not None:
             self._check_number("max_std", self.max_std, minimum=0.0, strict=True)
         self._check_choice("family", self.family, tuple(FAMILIES))
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(all_data_in_every_update=True)
 
     def build(self, problem: Problem) -> Kernel:
         family, max_std = FAMILIES[self.family], self.max_std or problem.learning_rate

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -95,7 +96,6 @@ class HMCConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "hmc"
-    full_batch: ClassVar[bool] = True
     num_leapfrog: int = 10
     step_size: float | None = None
     target_acceptance: float | None = 0.8
@@ -111,6 +111,10 @@ class HMCConfig(MethodConfig):
         if self.target_acceptance is not None:
             self._check_number("target_acceptance", self.target_acceptance, minimum=0.0, maximum=1.0, strict=True)
         self._check_number("jitter", self.jitter, minimum=0.0, maximum=1.0)
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(all_data_in_every_update=True)
 
     def build(self, problem: Problem) -> Kernel:
         first_size = self.step_size if self.step_size is not None else problem.learning_rate

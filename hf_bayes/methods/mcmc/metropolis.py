@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -50,7 +51,6 @@ class MetropolisConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "metropolis"
-    full_batch: ClassVar[bool] = True
     proposal_std: float | None = None
     target_acceptance: float | None = 0.234
 
@@ -61,6 +61,10 @@ class MetropolisConfig(MethodConfig):
             self._check_number("proposal_std", self.proposal_std, minimum=0.0, strict=True)
         if self.target_acceptance is not None:
             self._check_number("target_acceptance", self.target_acceptance, minimum=0.0, maximum=1.0, strict=True)
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(all_data_in_every_update=True)
 
     def build(self, problem: Problem) -> Kernel:
         first_std = self.proposal_std if self.proposal_std is not None else problem.learning_rate

@@ -33,12 +33,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -81,7 +82,6 @@ class PenaltyConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "penalty"
-    takes_private_rows: ClassVar[bool] = True
     num_leapfrog: int = 0
     proposal_batches: int = 1
     step_size: float | None = None
@@ -110,12 +110,12 @@ class PenaltyConfig(MethodConfig):
             )
 
     @property
-    def batch_order(self) -> Literal["epochs", "independent", "disjoint"]:
-        return "independent" if self.replacement else "disjoint"
-
-    @property
-    def min_batches(self) -> int:
-        return 2 + self._num_proposing
+    def requirements(self) -> Requirements:
+        return Requirements(
+            batch_order="independent" if self.replacement else "disjoint",
+            min_batches=2 + self._num_proposing,
+            allows_private_rows=True,
+        )
 
     @property
     def _num_proposing(self) -> int:
@@ -150,8 +150,9 @@ class PenaltyConfig(MethodConfig):
             """[M, K]: U / T of each of the test's batches."""
             columns = evaluate(theta, gradient=False, batches=testing).batch_log_lik
             if columns is None or columns.shape[1] < 2:
+                least = self.requirements.min_batches
                 raise ValueError(
-                    f"{self.name} needs at least {self.min_batches} batches per update to estimate their variance, got "
+                    f"{self.name} needs at least {least} batches per update to estimate their variance, got "
                     f"{'none' if columns is None else columns.shape[1] + self._num_proposing}"
                 )
             prior = self.prior_weight * problem.prior.log_prob(theta).to(columns.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import per_element
+from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
 from hf_bayes.core.types import Info, Problem
 
 
@@ -40,12 +41,8 @@ class LangevinConfig(MethodConfig):
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
 
     @property
-    def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise is True
-
-    @property
-    def takes_grad_variance(self) -> bool:
-        return self.measure_gradient_noise is not False or self.needs_grad_variance
+    def requirements(self) -> Requirements:
+        return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +60,9 @@ class CorrectedLangevinConfig(LangevinConfig):
         self._check_flag("correct_gradient_noise", self.correct_gradient_noise)
 
     @property
-    def needs_grad_variance(self) -> bool:
-        return self.measure_gradient_noise is True or self.correct_gradient_noise
+    def requirements(self) -> Requirements:
+        requirements = super().requirements
+        return replace(requirements, gradient_variance="needed") if self.correct_gradient_noise else requirements
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:

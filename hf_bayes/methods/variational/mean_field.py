@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
@@ -74,7 +75,6 @@ class MeanFieldConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "mean_field"
-    draws_are_states: ClassVar[bool] = False
     num_chains: int = 1
     init_std: float = 0.01
     std_learning_rate: float = 0.01
@@ -88,6 +88,10 @@ class MeanFieldConfig(MethodConfig):
             )
         self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
         self._check_number("std_learning_rate", self.std_learning_rate, minimum=0.0, strict=True)
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(draws_are_chain_states=False)
 
     def build(self, problem: Problem) -> Rule:
         first_averaged = max(problem.burn_in, problem.num_steps // 2)

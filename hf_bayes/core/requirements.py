@@ -1,0 +1,58 @@
+"""The record of what a method needs of a run, and of what its result is good for.
+
+The trainer, the post-hoc fits and ``sample`` read this record. They never test which method they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Need = Literal["none", "useful", "needed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """The needs of a method. The defaults are those of a stochastic-gradient sampler.
+
+    Attributes:
+        all_data_in_every_update: every evaluation must see the whole data set, as exact kernels need it.
+        batch_order: "epochs": batches are consecutive parts of a permutation of the rows. "independent": each batch is
+            a new random sample of rows. "disjoint": each update takes new random rows, and no row occurs twice in it.
+        min_batches: the smallest number of batches in an update.
+        allows_private_rows: the method also runs where every process holds rows of its own. A batch is then the sum of
+            one batch from each process.
+        gradient_variance: "needed": an evaluation without ``grad_variance`` is refused. "useful": it is estimated where
+            that costs little. "none": it is not estimated.
+        one_more_pass: the method passes over the data once more after its last update (``Rule.revise``).
+        all_chains_in_one_pass: that pass needs the chains of all processes together.
+        heldout: "whole": that pass also uses held-out rows. "halves": it fits on one half of them and judges the fit on
+            the other half. "none": it uses none.
+        heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
+        draws_are_chain_states: the stored draws are states that the chains visited.
+        ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
+        predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
+            predictions of its members.
+        drops_inputs: the method drops inputs by masks of its own.
+    """
+
+    all_data_in_every_update: bool = False
+    batch_order: Literal["epochs", "independent", "disjoint"] = "epochs"
+    min_batches: int = 1
+    allows_private_rows: bool = False
+    gradient_variance: Need = "none"
+    one_more_pass: bool = False
+    all_chains_in_one_pass: bool = False
+    heldout: Literal["none", "whole", "halves"] = "none"
+    heldout_setting: str = ""
+    draws_are_chain_states: bool = True
+    ends_at_map: bool = False
+    predicts_linearised: bool = False
+    drops_inputs: bool = False
+
+
+def need_of_gradient_variance(measure: bool | None) -> Need:
+    """Return the need for a setting such as ``measure_gradient_noise``; None means to measure where that is cheap."""
+    if measure is None:
+        return "useful"
+    return "needed" if measure else "none"

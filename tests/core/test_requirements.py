@@ -1,0 +1,55 @@
+"""What the defaults of ``Requirements`` are, and that nobody changes a record."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
+from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+
+
+def test_a_record_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Requirements().min_batches = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_requirements_are_no_field_of_the_saved_config(name: str) -> None:
+    config = METHODS[name]()
+    assert isinstance(config.requirements, Requirements)
+    assert "requirements" not in config.to_dict()
+
+
+def test_an_unset_measurement_is_made_where_it_is_cheap() -> None:
+    assert [need_of_gradient_variance(measure) for measure in (True, None, False)] == ["needed", "useful", "none"]
+
+
+def test_a_correction_needs_the_gradient_variance_that_is_not_reported() -> None:
+    config = SGHMCConfig(correct_gradient_noise=True, measure_gradient_noise=False)
+    assert config.requirements.gradient_variance == "needed"
+    assert SGHMCConfig(measure_gradient_noise=False).requirements.gradient_variance == "none"
+
+
+def test_a_prior_for_each_tensor_needs_two_halves_of_heldout_rows() -> None:
+    scopes = {"model": "whole", "tensor": "halves", "element": "halves"}
+    for scope, heldout in scopes.items():
+        requirements = LaplaceConfig(fit_prior="heldout", prior_scope=scope).requirements
+        assert (requirements.heldout, requirements.all_chains_in_one_pass) == (heldout, True)
+        assert LaplaceConfig(prior_scope=scope).requirements.heldout == "none"
+
+
+def test_a_child_replaces_only_its_own_requirements() -> None:
+    parent, child = METHODS["map"]().requirements, MCDropoutConfig().requirements
+    assert dataclasses.replace(parent, ends_at_map=False, drops_inputs=True) == child
+
+
+def test_a_leapfrog_proposal_needs_batches_of_its_own() -> None:
+    assert PenaltyConfig().requirements.min_batches == 2
+    assert PenaltyConfig(num_leapfrog=1, proposal_batches=3).requirements.min_batches == 5
+    assert PenaltyConfig(replacement=False).requirements.batch_order == "disjoint"
