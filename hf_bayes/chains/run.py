@@ -107,8 +107,12 @@ class Run:
             learning_rate = None
         self.num_updates += 1
         if self.num_updates in self.problem.draw_steps:
-            self.draws.append(self.state.theta.detach().to(self._draws_on, copy=True))
+            self.take_draw()
         return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss)
+
+    def take_draw(self) -> None:
+        """Keep where the chains are as a draw."""
+        self.draws.append(self.theta.detach().to(self._draws_on, copy=True))
 
     @torch.no_grad()
     def finish(self) -> Approximation:

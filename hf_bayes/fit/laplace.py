@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import require_seed
-from hf_bayes.core.types import HeldOut, Problem
+from hf_bayes.core.types import Problem
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import METHODS
@@ -25,10 +25,11 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.to_posterior import to_posterior
-from hf_bayes.objectives.batches import PAD_ROWS, count_terms
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_rows import is_stream
-from hf_bayes.objectives.heldout import HeldOutRows
+from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.model_objective import DataAccess, ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Normal
 
@@ -142,19 +143,15 @@ def _fit(
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)
     run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
+    data_access = DataAccess(functools.partial(run, data), len(data))
+    if heldout is not None:
+        data_access = data_access._replace(heldout=functools.partial(run, heldout), num_heldout=len(heldout))
+    scale = DataScale(total, len(data), terms, rows_per_update=len(data))
     mesh = ChainMesh(1, torch.device(model.device))
-    held = None if heldout is None else HeldOutRows(model, functools.partial(run, heldout), len(heldout), mesh=mesh)
-
-    def look(theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        if isinstance(what, HeldOut):
-            assert held is not None
-            return held(theta, what, gradient=gradient)
-        options: dict[str, Any] = {"scale": total / terms, "gradient": gradient, "seed": seed, "mesh": mesh}
-        return survey(model, theta.to(model.device), functools.partial(run, data), len(data), what, **options)
-
+    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
     likelihood = model.likelihood
     try:
-        revision = config.revise(theta, look, problem)
+        revision = config.revise(theta, objective.look, problem)
         if revision.noise_std is not None:
             model.likelihood = Normal(revision.noise_std)
         verdict = f"a Gaussian around {len(theta)} given points: not assessed"
@@ -165,8 +162,7 @@ def _fit(
         )  # fmt: skip
     finally:
         model.likelihood = likelihood
-        if held is not None:
-            held.close()
+        objective.close()
 
 
 def _require_rows(name: str, data: Any) -> None:

@@ -102,6 +102,18 @@ def load(
     return {int(name[6:9]): content for name, content in files.items()}, saved
 
 
+def required_newest(output_dir: str | Path) -> str:
+    """Return the newest checkpoint that can be resumed.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = newest_complete(output_dir)
+    if found is None:
+        raise ValueError(f"no complete checkpoint in {output_dir}: there is nothing to resume from")
+    return found
+
+
 def newest_complete(output_dir: str | Path) -> str | None:
     """Return the newest checkpoint that can be resumed; an unfinished one (a killed save) is passed over."""
     found = {

@@ -1,142 +1,130 @@
-"""Evaluation on the mixture: weighted by likelihood terms, streamed, never holding [M, B, T, V]."""
+"""Evaluation on the mixture: weighted by likelihood terms, streamed, never holding [M, B, T, V].
+
+Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,
+``ece``, ``brier``, mean ``total``, ``aleatoric`` and ``epistemic`` uncertainty, and ``member_nll``, the mean NLL of
+single members. Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its
+``predictive_std`` and ``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities (or
+means) as predictions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import DefaultFlowCallback, ProgressCallback
-from transformers.trainer_callback import CallbackHandler
+from torch import Tensor
 
 from hf_bayes.diagnostics.comparison import RowScores, row_scores
+from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 from hf_bayes.distributed.member_sums import SpreadMembers
-from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.distributions.approximations import Draws
 from hf_bayes.metrics import summarise
-from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.classification import Deviations
-from hf_bayes.training.mixin import AnyTrainer
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.decomposition import Uncertainty
 
 MAX_KEPT = 2**17
-"""Numbers: 16 thousand terms of 8 members, from which C(S) is known better than from so many draws."""
+"""Numbers kept of an evaluation: 16 thousand terms of 8 members, more than enough to know C(S)."""
+
+Step = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Loss, predictions and labels of a batch, as Trainer's ``prediction_step`` returns them."""
 
 
-class EvaluationMixin(AnyTrainer):
-    """Trainer's evaluation with the posterior's metrics.
+class Evaluation(NamedTuple):
+    """The numbers of one evaluation.
 
-    Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,
-    ``ece``, ``brier``, mean ``total``, ``aleatoric`` and ``epistemic`` uncertainty, and ``member_nll``, the mean NLL of
-    single members. Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its
-    ``predictive_std`` and ``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities
-    (or means) as predictions.
+    Attributes:
+        metrics: name -> number, without a prefix; empty where no term was evaluated.
+        rows: the NLL of every row.
+        member_log_lik: [n, M] of terms spread evenly over the rows, ``MAX_KEPT`` numbers at most; None of a model
+            without members.
     """
 
-    bayesian: BayesianModel
-    mesh: ChainMesh
-    accelerator: Any
-    callback_handler: CallbackHandler
-    compute_metrics: Any
-    _statistics: list[dict[str, Tensor]] | None = None
-    """Of the batches so far, while an evaluation goes through them."""
-    _member_log_lik: Tensor | None = None
-    """[n, M] of terms spread evenly over the last evaluation, as many as hold ``MAX_KEPT`` numbers."""
-    _mixture_nll: float
-    """Of all its terms, nats per term."""
-    _row_scores: Mapping[str, RowScores] = MappingProxyType({})
-    """The NLL of every row, of the last evaluation under each metric prefix; each evaluation makes a new mapping."""
+    metrics: dict[str, float]
+    rows: RowScores | None = None
+    member_log_lik: Tensor | None = None
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+
+class Evaluator:
+    """Collects the statistics of an evaluation batch by batch, over all processes.
+
+    Attributes:
+        last: the last evaluation under each metric prefix.
+        latest: the evaluation that ended last.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._batches: list[dict[str, Tensor]] | None = None
+        self.last: dict[str, Evaluation] = {}
+        self.latest = Evaluation({})
+
+    def run(self, loop: Callable[[], Any], prefix: str) -> Any:
+        """Run Trainer's evaluation loop, and add the metrics of the mixture to its output.
+
+        Args:
+            loop: calls ``step`` for every batch.
+            prefix: of the metrics' names.
+        """
         batches: list[dict[str, Tensor]] = []
-        self._statistics, self._member_log_lik = batches, None
+        self._batches = batches
         try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = loop()
         finally:
-            self._statistics = None
-        if any(len(batch["nll"]) for batch in batches):  # else nothing can be said: no labels, or all -100
-            self._member_log_lik = _pop_members(batches)
-            terms = torch.cat([batch.pop("terms_of_rows") for batch in batches])
-            metrics = summarise(
-                {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
-            )
-            nll = torch.cat([batch["nll"].cpu() for batch in batches])
-            self._row_scores = {**self._row_scores, metric_key_prefix: row_scores(nll.float(), terms)}
-            metrics["loss"] = self._mixture_nll = metrics["nll"]
-            output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()})
+            self._batches = None
+        self.latest = _evaluation(batches)
+        self.last = {**self.last, prefix: self.latest}
+        output.metrics.update({f"{prefix}_{name}": value for name, value in self.latest.metrics.items()})
         return output
 
-    def _measure(self, prefix: str) -> dict[str, float]:
-        """What ``evaluate`` finds on the trainer's own eval_dataset, told to nobody.
+    def step(
+        self,
+        inputs: dict[str, Any],
+        *,
+        keep_logits: bool,
+        host: TrainerHost,
+        without_labels: Callable[[Any, list[str]], Step],
+    ) -> Step:
+        """Evaluate a batch. Processes hold other members: each batch goes to all of them, and its sums come back.
 
-        A save asks for these figures, and no run: a callback would take them for an evaluation of the run and stop it,
-        log them after its end, or miss the name that it reads, and then nothing would be saved.
+        Args:
+            without_labels: Trainer's own step, for a batch that has no labels and so no likelihood term.
         """
-        several = isinstance(self.eval_dataset, dict)
-        names = list(self.eval_dataset) if several else [None]
-        kept = self.callback_handler, self.compute_metrics
-        # the one that shows how far it is; Trainer's handler warns if the other is not there
-        silent = [DefaultFlowCallback(), *([] if self.args.disable_tqdm else [ProgressCallback()])]
-        self.callback_handler = CallbackHandler(
-            silent, self.model, self.processing_class, self.optimizer, self.lr_scheduler
-        )
-        self.compute_metrics = None
-        metrics: dict[str, float] = {}
-        try:
-            for name in names:
-                output = self.evaluation_loop(
-                    self.get_eval_dataloader(name),
-                    description="Evaluation",
-                    prediction_loss_only=True,
-                    metric_key_prefix=prefix if name is None else f"{prefix}_{name}",
-                )
-                metrics |= output.metrics
-                self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)  # ends the bar
-        finally:
-            self.callback_handler, self.compute_metrics = kept
-        return metrics
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Processes hold other members: each batch goes to all of them, and its sums come back."""
-        results = [
-            self._predict(model, batch, prediction_loss_only, ignore_keys) for batch in self._batches_of_all(inputs)
-        ]
-        statistics, *mine = results[self.mesh.chain_rank if len(results) > 1 else 0]
-        if statistics is not None and self._statistics is not None:
-            self._statistics += self._of_all_processes(statistics)
-        loss, logits, labels = mine
-        return loss, logits, labels
-
-    def _batches_of_all(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        if isinstance(self.bayesian.spread, SpreadMembers):
-            on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            return self.mesh.exchange(on_cpu)
-        return [inputs]
+        mesh = self._setup.mesh
+        batches = [inputs]
+        if isinstance(self._setup.model.spread, SpreadMembers):
+            batches = mesh.exchange({k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()})
+        results = [self._predict(host.prepare(batch), keep_logits, host, without_labels) for batch in batches]
+        statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]
+        if statistics is not None and self._batches is not None:
+            self._batches += self._of_all_processes(statistics, host.gradient_state)
+        return step
 
     def _predict(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
-    ) -> tuple[tuple[dict[str, Tensor], Tensor] | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Statistics of the terms and how many each row has, then what ``prediction_step`` returns."""
-        inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
+        self,
+        inputs: dict[str, Any],
+        keep_logits: bool,
+        host: TrainerHost,
+        without_labels: Callable[[Any, list[str]], Step],
+    ) -> tuple[tuple[dict[str, Tensor], Tensor] | None, Step]:
+        """Return statistics of the terms with the number of terms in each row, and what ``step`` returns."""
+        labels, model = inputs.get("labels"), self._setup.model
         if labels is None:
-            ignore_keys = [*(ignore_keys or []), "past_key_values", *Uncertainty._fields, *Deviations._fields]
-            return None, *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with torch.no_grad(), self.accelerator.autocast():
-            statistics, logits = self.bayesian.evaluate_batch(inputs, keep_logits=not prediction_loss_only)
-        loss = statistics["nll"].float().mean()
-        return (statistics, self.bayesian.terms_per_row(inputs)), loss, logits, None if logits is None else labels
+            return None, without_labels(inputs, ["past_key_values", *Uncertainty._fields, *Deviations._fields])
+        with torch.no_grad(), host.evaluation_autocast():
+            statistics, logits = model.evaluate_batch(inputs, keep_logits=keep_logits)
+        step = statistics["nll"].float().mean(), logits, None if logits is None else labels
+        return (statistics, model.terms_per_row(inputs)), step
 
-    def _of_all_processes(self, mine: tuple[dict[str, Tensor], Tensor]) -> list[dict[str, Tensor]]:
-        """The statistics of every process's batch, without the rows that accelerate repeats to fill the last ones."""
+    def _of_all_processes(self, mine: tuple[dict[str, Tensor], Tensor], state: Any) -> list[dict[str, Tensor]]:
+        """Return the statistics of every process's batch, without the rows that accelerate repeats to fill a batch."""
         statistics, terms = mine
         on_cpu = {name: value.cpu() for name, value in statistics.items()}
-        parts = self.mesh.share((on_cpu, terms.cpu()))
-        state = self.accelerator.gradient_state
+        parts = self._setup.mesh.share((on_cpu, terms.cpu()))
         rows = state.remainder if len(parts) > 1 and state.end_of_dataloader and state.remainder > 0 else None
         kept = []
         for part, counts in parts:
@@ -145,9 +133,34 @@ class EvaluationMixin(AnyTrainer):
             rows = None if rows is None else max(0, rows - len(counts))
         return kept
 
+    def ensemble_limit(self, evaluation: Evaluation, approximation: Any) -> dict[str, Any] | None:
+        """Return C(S) on the data of an evaluation, and its limit; None of an approximation that is no draws.
+
+        A part of the terms shows how C falls with S. All terms show where it stands at S = M.
+        """
+        log_lik = evaluation.member_log_lik
+        if log_lik is None or not isinstance(approximation, Draws):
+            return None
+        chains = [int(chain) for part in self._setup.mesh.exchange(approximation.chain.tolist()) for chain in part]
+        found = risk_asymptote(log_lik, chains)
+        if found is None:
+            return None
+        return {**dataclasses.asdict(found.at(evaluation.metrics["nll"])), "num_terms": len(log_lik)}
+
+
+def _evaluation(batches: list[dict[str, Tensor]]) -> Evaluation:
+    if not any(len(batch["nll"]) for batch in batches):  # no labels, or all of them are -100
+        return Evaluation({})
+    members = _pop_members(batches)
+    terms = torch.cat([batch.pop("terms_of_rows") for batch in batches])
+    columns = {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
+    metrics = {name: float(value) for name, value in summarise(columns).items()}
+    nll = torch.cat([batch["nll"].cpu() for batch in batches])
+    return Evaluation({**metrics, "loss": metrics["nll"]}, row_scores(nll.float(), terms), members)
+
 
 def _pop_members(batches: list[dict[str, Tensor]]) -> Tensor | None:
-    """Take the matrices out of the statistics: what is left are vectors, which metrics are made of."""
+    """Take the matrices out of the statistics: what is left are vectors, of which metrics are made."""
     found = [batch.pop("member_log_lik").cpu() for batch in batches if "member_log_lik" in batch]
     if not found:
         return None

@@ -1,132 +1,130 @@
-"""The trainer's checkpoints: what they are bound to, and the hooks of Trainer that write and read them."""
+"""The checkpoints of a run: the settings they are bound to, and the tensors of its chains.
+
+``checkpoints`` writes and reads the files; ``run_identity`` describes model and data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import SchedulerType
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
-from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.inherited_prior import Inherited
-from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.training import checkpoints, run_identity
-from hf_bayes.training.data_fingerprint import describe_rows
-from hf_bayes.training.mixin import AnyTrainer
-from hf_bayes.training.stratified_rows import Strata
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.heldout_rows import HeldOutData
 
 
-class ResumingMixin(AnyTrainer):
-    """Checkpoints that resume the same run and no other (``checkpoints``, ``run_identity``)."""
+class RunCheckpoints:
+    """Saves a run to checkpoints, and resumes the same run and no other.
 
-    bayesian: BayesianModel
-    method: MethodConfig
-    chains: range
-    mesh: ChainMesh
-    num_data: float
-    num_rows: int | None
-    strata: Strata | None
-    inherited: Inherited | None
-    _start: Tensor
-    _describe_data: Callable[[], dict[str, Any]]
-    _without_unused: Callable[..., tuple[Any, Callable]]
-    _heldout_rows: Any
-    _identity: dict[str, Any] | None = None
-    """What checkpoints of the current ``train`` are bound to, as found before its first update."""
+    Args:
+        active: the run.
+        identified: describe model and data now, before the first update; otherwise at the first save.
+    """
 
-    def _settings(self) -> dict[str, Any]:
+    def __init__(self, active: ActiveRun, *, identified: bool) -> None:
+        self._active = active
+        self._identity = self._identify() if identified else None
+
+    def save(self, folder: str) -> None:
+        """Write the chains of this process; processes that share chains leave it to the first of them."""
+        mesh = self._active.setup.mesh
+        tensors = self._tensors() if mesh.data_rank == 0 else {}
+        checkpoints.save(folder, tensors, self.settings(), group=mesh)
+
+    def check(self, folder: str) -> int:
+        """Refuse a checkpoint of another run, by name; return the number of updates of one of this run."""
+        _, saved = checkpoints.load(folder, self.settings(), chains=self._active.setup.mesh.chains)
+        return saved["num_updates"]
+
+    def load(self, folder: str) -> None:
+        """Go on where a checkpoint was taken."""
+        active, chains = self._active, self._active.setup.mesh.chains
+        found, saved = checkpoints.load(folder, self.settings(), chains=chains)
+        rows = [found[chain] for chain in chains]
+        names = set(rows[0])
+        for chain, row in zip(chains, rows, strict=True):
+            if set(row) != names:
+                raise ValueError(
+                    f"chain {chain} of the checkpoint has tensors {sorted(row)}, expected {sorted(names)}: it was "
+                    "written by another method"
+                )
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in sorted(names)}
+        observed = {name: value for name, value in stacked.items() if active.monitor.holds(name)}
+        run = {name: value for name, value in stacked.items() if name not in observed}
+        active.run.load_state_dict(run, saved["num_updates"])
+        active.monitor.load_state_dict(observed)
+        active.show_chains()
+
+    def _tensors(self) -> dict[int, dict[str, Tensor]]:
+        """Return {chain: all tensors that it needs to go on}."""
+        run = self._active.run.state_dict()
+        if not run:
+            return {}
+        whole = {**run, **self._active.monitor.state_dict()}
+        return {
+            chain: {name: value[row].contiguous() for name, value in whole.items()}
+            for row, chain in enumerate(self._active.setup.mesh.chains)
+        }
+
+    def settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the one that was saved."""
-        args, layout = self.args, self.bayesian.layout
+        active, rows, setup, args = self._active, self._active.rows, self._active.setup, self._active.host.args
         if self._identity is None:
             self._identity = self._identify()
         return {
             **self._identity,
-            "method": self.method.to_dict(),
-            "prior": None if self.inherited is None else self.inherited.record["fingerprint"],
+            "method": active.method.to_dict(),
+            "prior": None if setup.inherited is None else setup.inherited.record["fingerprint"],
             "prior_mean": self._centre(),
-            "num_updates": self._chains_optimizer.num_updates,
-            "num_rows": self.num_rows,
-            "private_rows": None if self.strata is None else list(self.strata.sizes),
-            "num_data": self.num_data,
+            "num_updates": active.run.num_updates,
+            "num_rows": rows.num_rows,
+            "private_rows": None if rows.private is None else list(rows.private.sizes),
+            "num_data": rows.num_data,
             "data_unit": args.data_unit,
-            "rows_per_update": self.get_total_train_batch_size(args),
+            "rows_per_update": rows.scale.rows_per_update,
             "minibatch": args.minibatch,
             "learning_rate": args.learning_rate,
             "lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value,
             "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
             "warmup_steps": args.warmup_steps,
             "noise_std": args.noise_std,
-            "probe_steps": args.probe_steps,  # looks that were kept and new ones are one sequence
-            "num_steps": self._num_steps(),
+            "probe_steps": args.probe_steps,  # probe values that were kept and new ones are one sequence
+            "num_steps": active.problem.num_steps,
             "seed": args.seed,
             "data_seed": args.data_seed,
-            "parameters": [[name, list(shape)] for name, shape in layout.named_shapes.items()],
+            "parameters": [[name, list(shape)] for name, shape in setup.model.layout.named_shapes.items()],
             "device": args.device.type,  # generators of another kind draw other numbers, and take no state from these
         }
 
     def _identify(self) -> dict[str, Any]:
-        """Return what a checkpoint is bound to; all processes call it together (``run_identity``)."""
-        args, data, heldout = self.args, self._describe_data(), None
+        """Return what a checkpoint is bound to of model and data; all processes call it together."""
+        active, rows, setup, host = self._active, self._active.rows, self._active.setup, self._active.host
+        data = rows.describe()
         matters = run_identity.split_matters(
-            self.method,
-            self.bayesian.model,
-            stream=is_stream(self.train_dataset),
-            private=self.strata is not None,
+            active.method,
+            setup.model.model,
+            stream=rows.stream is not None,
+            private=rows.private is not None,
             packs=data["packs"],
         )
-        micro_batches = args.gradient_accumulation_steps * (1 if self.strata else self.mesh.data_size)
-        if self.method.requirements.heldout != "none":
-            rows, collate = self._without_unused(self._heldout_rows, "evaluation")
-            heldout = {"num_rows": len(rows), **describe_rows(rows, collate, seed=args.seed)}
+        micro_batches = host.args.gradient_accumulation_steps * (1 if rows.private else setup.mesh.data_size)
+        fits_on_heldout = active.method.requirements.heldout != "none"
         return run_identity.identity(
-            self.bayesian,
-            tokenizer=self.processing_class,
-            mixed_precision=self.accelerator.mixed_precision,
+            setup.model,
+            tokenizer=host.tokenizer,
+            mixed_precision=host.mixed_precision,
             data=data,
-            heldout=heldout,
+            heldout=HeldOutData(host).describe() if fits_on_heldout else None,
             micro_batches=micro_batches if matters else None,
         )
 
     def _centre(self) -> str:
         """Return a fingerprint of the prior's mean: weights that were drawn anew would be those of another prior."""
-        if self.method.prior_mean == "zero" or self.inherited is not None:
+        setup = self._active.setup
+        if self._active.method.prior_mean == "zero" or setup.inherited is not None:
             return "zero"
-        return fingerprint_tensors([("prior_mean", self._start)])
-
-    # -- private hooks of Trainer, whose signatures a test pins --------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Seal a checkpoint once all of its files are there, and only then remove older ones."""
-        args, run_dir = self.args, self._get_output_dir(trial=trial)
-        limit, args.save_total_limit = args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            args.save_total_limit = limit
-        folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        checkpoints.seal_checkpoint(folder, group=self.mesh)
-        if args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints.begin(output_dir, group=self.mesh)
-        super()._save_optimizer_and_scheduler(output_dir)
-        tensors = self._chains_optimizer.chain_tensors() if self.mesh.data_rank == 0 else {}
-        checkpoints.save(output_dir, tensors, self._settings(), group=self.mesh)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse what cannot go on, before anything runs; the base model is the one given, not a checkpoint's."""
-        checkpoints.load(resume_from_checkpoint, self._settings(), chains=self.chains)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            tensors, saved = checkpoints.load(checkpoint, self._settings(), chains=self.chains)
-            self._chains_optimizer.load_chain_tensors(tensors, saved["num_updates"])
+        return fingerprint_tensors([("prior_mean", setup.start)])

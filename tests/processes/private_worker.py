@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_bayes import PenaltyConfig
-from hf_bayes.training.stratified_rows import Strata
+from hf_bayes.objectives.private_rows import Strata
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.training.test_trainer_law import MeanConfig, MeanForSequenceClassification, Numbers

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_bayes import SGHMCConfig
 from hf_bayes.methods.mcmc.penalty import finite_population_factor
 from hf_bayes.objectives.batches import ChainBatches
-from hf_bayes.training.stratified_rows import Strata
+from hf_bayes.objectives.private_rows import Strata
 from tests import runs
 from tests.processes import private_worker as worker
 

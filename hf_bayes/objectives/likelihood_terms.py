@@ -1,0 +1,85 @@
+"""Counts of likelihood terms: loss tokens after the causal shift, or examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from hf_bayes.objectives.data_rows import in_words, require_dataset
+from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens, refuse_labels
+
+
+class TermCount(NamedTuple):
+    """Likelihood terms of a data set: of all rows, and of the row that has most."""
+
+    total: int
+    most: int
+
+
+def count_terms(
+    dataset: Any,
+    collate: Callable,
+    likelihood: Likelihood,
+    *,
+    shift: bool,
+    num_outputs: int | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+    name: str = "train_dataset",
+    halves: bool = False,
+    by_row: str | None = None,
+    check: Callable[..., None] | None = None,
+) -> TermCount:
+    """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
+
+    Args:
+        dataset: sized; rows that ``collate`` takes.
+        shift: whether labels are those of the next token.
+        num_outputs: of the model, which its labels must fit; None looks at no label's value.
+        name: what the caller calls it.
+        halves: whether its even and its odd rows must each hold terms.
+        by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
+            collator may pack rows.
+        check: of inputs, such as a model's ``InputCheck``.
+    Raises:
+        ValueError: if there is no row, no label, no term at all, a label out of range (naming a row), inputs that
+            ``check`` refuses, a row that the collator cannot read, or a collator that packs rows where it must not.
+    """
+    require_dataset(dataset, name)
+    most, parts = 0, torch.zeros(2, dtype=torch.long)
+    loader: DataLoader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        collate_fn=in_words(collate, name),
+    )
+    for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
+        if batch.get("labels") is None:
+            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
+        labels: Tensor = batch["labels"]
+        if check is not None:
+            check(batch, where=name, first=index * batch_size)
+        if num_outputs is not None:
+            refuse_labels(likelihood, labels, num_outputs, where=name, first=index * batch_size)
+        given = min(batch_size, len(dataset) - index * batch_size)
+        if by_row is not None and len(labels) != given:
+            raise ValueError(f"the data collator made {len(labels)} rows of {given} of {name}, and {by_row}")
+        targets = next_tokens(labels, batch.get("attention_mask")) if shift else labels
+        per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
+        most = max(most, int(per_row.max()))
+        parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
+    total = int(parts.sum())
+    if total == 0:
+        raise ValueError(
+            f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
+        )
+    if halves and not bool(parts.all()):
+        raise ValueError(
+            f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
+            "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"
+        )
+    return TermCount(total, most)

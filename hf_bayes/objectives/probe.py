@@ -1,0 +1,114 @@
+"""A probe: a few likelihood terms of the training data, whose values under every chain show whether chains agree.
+
+The probe is about ``PROBE_TERMS`` likelihood terms. Of rows with one label it holds fewer terms where their forwards
+would cost more than a fiftieth of the run's, and never fewer than ``LEAST_ROWS`` rows. After every ``probe_steps``
+updates and at the draws of every chain, the log-probabilities of its labels are kept, and logits of other classes:
+functions that no symmetry of a LoRA blurs, and nothing of the vocabulary's size.
+
+A term has all its logits where there are at most ``MAX_CLASSES`` of them. Otherwise it has the logits of the
+``MOST_LIKELY`` classes, other than the label, that are largest at the start of the run: what the model took for
+possible before any chain had moved. They are the same for all chains, processes and times, and a resumed run finds
+them again. A chain keeps 8 bytes a term and 4 bytes a logit: at most 256 * (8 + 4 * 8) = 10 kB each time, 80 MB for
+8 chains and 1000 times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.rng import generator
+from hf_bayes.objectives.model_objective import ModelObjective
+
+PROBE_TERMS, LEAST_ROWS = 256, 16
+MAX_CLASSES, MOST_LIKELY = 8, 4
+
+
+class ProbeValues(NamedTuple):
+    """The values of a probe under the chains.
+
+    Attributes:
+        log_lik: [M, n] float64 log-probabilities of the labels of n terms.
+        logits: [M, q] float32 of their outputs; q = 0 where rows are private.
+    """
+
+    log_lik: Tensor
+    logits: Tensor
+
+
+class Probe:
+    """The values of a few terms under theta. Rows and classes are chosen at the first call.
+
+    Args:
+        objective: gives model, mesh, private rows and autocast.
+        choose: (fewest terms) -> prepared batches with labels.
+        start: [d] the start of the run, which decides whose logits are kept.
+        seed: of the choice of classes where the head is drawn anew.
+    """
+
+    def __init__(
+        self, objective: ModelObjective, choose: Callable[[int], list[dict[str, Any]]], start: Tensor, *, seed: int
+    ) -> None:
+        self._objective, self._choose, self._start, self._seed = objective, choose, start, seed
+        self._likelihood = objective.model.likelihood  # a fit at the end of the run may put another one there
+        self.batches: list[dict[str, Any]] | None = None
+        self.columns: Tensor | None = None
+
+    def __call__(self, theta: Tensor) -> ProbeValues:
+        """Return log-probabilities and logits under theta [M, d]; of private rows, their mean in each process."""
+        objective, likelihood = self._objective, self._likelihood
+        if self.batches is None:
+            self.batches = self._choose(PROBE_TERMS)
+            self.columns = self._choose_columns(self.batches)
+        seen, private, columns = 0, objective.private, self.columns
+
+        def of_terms(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal seen
+            first, seen = seen, seen + len(labels)
+            chosen = None if columns is None else columns[first:seen]
+            log_lik = likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape)).double()
+            if private is not None:
+                return log_lik, log_lik.new_zeros(len(logits), 0)
+            return log_lik, likelihood.identified(logits, chosen).float()
+
+        log_liks, logits = zip(*self._each_term(theta, self.batches, of_terms), strict=True)
+        found = torch.cat(log_liks, 1)[:, :PROBE_TERMS]
+        if private is None:
+            return ProbeValues(found.cpu(), torch.cat(logits, 1)[:, :PROBE_TERMS].flatten(1).cpu())
+        # processes that keep their rows exchange a mean, one number a process; a mean logit of each class would show
+        # which classes a process has, and is not sent
+        means = torch.zeros(len(found), len(private.sizes), dtype=found.dtype, device=objective.model.device)
+        means[:, private.rank] = found.mean(1)
+        return ProbeValues(objective.mesh.sum_over_data(means).cpu(), torch.zeros(len(found), 0))
+
+    def _choose_columns(self, batches: list[dict[str, Any]]) -> Tensor | None:
+        """Return the classes of each term whose logits are kept [n, k]; None: all.
+
+        A resumed run finds the same ones: of a vocabulary by a head that comes with the base model, of many classes,
+        whose head may be drawn anew, by the seed.
+        """
+        objective, rng = self._objective, generator(self._seed, "probe")
+        model = objective.model
+
+        def of_terms(logits: Tensor, labels: Tensor) -> Tensor | None:
+            if logits.shape[-1] <= MAX_CLASSES or objective.private is not None:
+                return None
+            drawn = torch.rand(logits.shape[1:], generator=rng).to(logits.device)
+            start = logits[0].float() if model.shifts_labels else drawn
+            if not self._likelihood.labels_per_output:  # log p of the label is kept anyway
+                start = start.scatter(1, labels[:, None], -math.inf)
+            return start.topk(MOST_LIKELY, dim=1).indices
+
+        found = self._each_term(self._start[None], batches, of_terms)
+        columns = [part for part in found if part is not None]
+        return torch.cat(columns) if columns else None
+
+    @torch.no_grad()
+    def _each_term(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable) -> list[Any]:
+        objective, model = self._objective, self._objective.model
+        with model.showing(theta.to(model.device)), objective.context():
+            return [part for batch in batches for part in model.each_term(batch, function)]

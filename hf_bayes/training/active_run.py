@@ -1,0 +1,223 @@
+"""The run of one call of ``train``: what is sampled, the chains, and what is observed of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.run import Run
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.schedules import burn_in_steps, draw_steps
+from hf_bayes.core.types import Approximation, Kernel, Problem, Rule
+from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.distributions.approximations import Draws, joined
+from hf_bayes.distributions.covariance import moved
+from hf_bayes.distributions.priors import build_prior
+from hf_bayes.members.trunk import TrunkMemory
+from hf_bayes.methods.registry import build
+from hf_bayes.objectives.model_objective import DataAccess, ModelObjective
+from hf_bayes.objectives.probe import LEAST_ROWS, Probe
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.training.monitor import Monitor
+from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.setup import Setup, place_chains
+from hf_bayes.uncertainty.likelihoods import Normal
+
+
+class Finished(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        approximation: of several processes, the draws of the chains of this one; anything else is whole everywhere.
+        report: {name: a JSON-ready value for each chain}, the method's own diagnostics.
+        spread: where the other members are.
+    """
+
+    approximation: Approximation
+    report: dict[str, Any]
+    spread: LocalMembers
+
+
+class ActiveRun:
+    """A method on the chains of this process.
+
+    Attributes:
+        method: for batches of this size.
+        problem, prior: what the method was built for.
+        objective: the log-likelihood of the model on the training rows.
+        run: the chains.
+        monitor: what is observed of them.
+        pending: micro-batches of the update that has begun.
+    """
+
+    def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows) -> None:
+        self.host, self.setup, self.rows = host, setup, rows
+        self.method, args, model = rows.method, host.args, setup.model
+        self.pending: list[Any] = []
+        model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
+        self.prior = build_prior(
+            self.method,
+            model.layout,
+            setup.start,
+            model.model,
+            None if setup.inherited is None else setup.inherited.gaussian,
+        )
+        self.problem = self._problem()
+        method = build(self.method, self.problem)
+        exact = isinstance(method, Kernel)
+        watches_noise = self.method.requirements.gradient_variance != "none"
+        self.objective = ModelObjective(
+            model,
+            rows.scale,
+            mesh=setup.mesh,
+            shared=rows.shared,
+            dropout=not exact,  # an exact kernel needs a target that does not change between two evaluations
+            in_float64=exact,
+            returns_batches=exact and not self.method.requirements.all_data_in_every_update,
+            measures_noise=watches_noise,
+            seed=args.seed,
+            members_per_pass=args.members_per_pass,
+            private=rows.private,
+            context=host.autocast,
+            prepare=host.prepare,
+            data=self._data_access(),
+        )
+        self.run = Run(
+            method,
+            self.objective,
+            model.theta.detach().to(args.device, copy=True),
+            chain_generators(args.seed, self.method.num_chains, chains=setup.mesh.chains, device=args.device),
+            self.problem,
+            warm_start=self.method.warm_start_steps,
+            chains=setup.mesh.chains,
+            watch_noise=watches_noise,
+        )
+        self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
+        self.monitor = Monitor(
+            model.layout.sizes,
+            self.problem,
+            self.run.theta.clone(),
+            warm_start=self.method.warm_start_steps,
+            probe=self._probe(args.probe_steps or BayesianTrainingArguments.probe_steps),
+            probe_steps=args.probe_steps,
+        )
+
+    def _problem(self) -> Problem:
+        rows, config, args, model = self.rows, self.method, self.host.args, self.setup.model
+        steps = rows.num_steps
+        burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
+        return Problem(
+            num_data=rows.num_data,
+            prior=self.prior.to(model.theta),
+            learning_rate=args.learning_rate,
+            num_steps=steps,
+            burn_in=burn_in,
+            shapes=model.layout.named_shapes,
+            draw_steps=draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin),
+            batch_fraction=rows.batch_fraction,
+            most_terms=rows.most_terms,
+            root_columns=model.num_root_columns,
+            noise_std=getattr(self.setup.likelihood, "noise_std", None),
+            seed=args.seed,
+        )
+
+    def _data_access(self) -> DataAccess | None:
+        """Return rows by number, for a method that passes over the data once more."""
+        if not self.method.requirements.one_more_pass:
+            return None
+        host = self.host
+        access = DataAccess(self.rows.by_number, len(host.train_dataset))
+        if self.method.requirements.heldout == "none":
+            return access
+        heldout = HeldOutData(host)
+        hide = host.args.disable_tqdm or not host.is_first_process
+        return access._replace(heldout=heldout.by_number, num_heldout=len(heldout.rows), hide=hide)
+
+    def _probe(self, interval: int) -> Probe:
+        """Return a probe whose forwards cost at most a fiftieth of ``interval`` updates."""
+        most = max(LEAST_ROWS, interval * self.rows.scale.rows_per_update // 50)
+        choose = partial(self.rows.first_terms, most_rows=most)
+        return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def update(self, learning_rate: float) -> Tensor:
+        """Advance the chains by one update on the pending micro-batches, and observe it.
+
+        Returns:
+            The mean loss of a term, over the chains here.
+        """
+        batches, self.pending = self.pending, []
+        record = self.run.update(batches, learning_rate)
+        self.monitor.observe(record)
+        self.show_chains()
+        assert record.loss is not None
+        return record.loss.mean().float()
+
+    @contextmanager
+    def trunk_memory(self) -> Iterator[None]:
+        """Keep, until the end of the block, what the trunk answered to rows that come again every epoch."""
+        trunk, budget = self.setup.model.members.trunk, self.host.args.trunk_memory_gib * 2**30
+        trunk.memory = TrunkMemory(budget) if budget else None
+        try:
+            yield
+        finally:
+            trunk.memory = None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return Trainer's estimate for a micro-batch: each member runs the wrapped model."""
+        model = self.setup.model
+        main_input = inputs.get(getattr(model, "main_input_name", "input_ids"))
+        if main_input is None:
+            return 0
+        copies = len(self.run.chains) if self.rows.shared else 1
+        return 6 * copies * main_input.numel() * model.core.num_parameters(exclude_embeddings=True)
+
+    def show_chains(self) -> None:
+        """Let evaluation and generation see where the chains are."""
+        self.setup.model.show(self.run.theta.detach(), self.setup.spread)
+
+    def finish(self) -> Finished:
+        """Return what the method makes of its chains, and leave their last states in the model."""
+        place_chains(self.setup.model, self.run.theta)
+        run, mesh, method = self.run, self.setup.mesh, self.run.method
+        draws = torch.stack(run.draws, 1)
+        if isinstance(method, Rule) and method.revise is not None:
+            return self._revise(method, draws)
+        approximation = run.finish()
+        if isinstance(approximation, Draws):
+            chain = approximation.chain + mesh.chains.start
+            return Finished(dataclasses.replace(approximation, chain=chain), {}, self.setup.spread)
+        state = type(run.state)(**{name: mesh.gather_chains(value) for name, value in run.state._asdict().items()})
+        # on the CPU, as draws are, whatever device the chains are on
+        return Finished(moved(method.finish(state, draws), "cpu"), {}, LocalMembers())
+
+    def _revise(self, rule: Rule, draws: Tensor) -> Finished:
+        """Let a method pass over the data once more.
+
+        A method with a pass for each chain makes it for the chains of this process. Processes that share chains share
+        the rows and find the same.
+        """
+        assert rule.revise is not None
+        mesh, state, look = self.setup.mesh, self.run.state, self.objective.look
+        parts: list[Any]
+        try:
+            if self.method.requirements.all_chains_in_one_pass:
+                parts = [rule.revise(state, mesh.gather_chains(draws), look)]
+            else:
+                parts = mesh.exchange(rule.revise(state, draws, look))
+        finally:
+            self.objective.close()
+        if parts[0].noise_std is not None:
+            self.setup.model.likelihood = Normal(parts[0].noise_std)
+        names = parts[0].report
+        report = {name: [value for part in parts for value in part.report[name]] for name in names}
+        return Finished(joined([part.approximation for part in parts]), report, LocalMembers())

@@ -1,0 +1,144 @@
+"""The announcement of a run, before its first update: sizes, scale, prior, memory, time, and what to look out for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.layout import grouped
+from hf_bayes.core.types import Kernel
+from hf_bayes.distributions.priors import lora_prior_ratio
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.messages import Messages
+
+ROWS_COMPARED, TIMES_COMPARED = 8, 4
+"""Rows, spread over the training data, and how often each is collated to see whether it changes."""
+
+
+def announce(active: ActiveRun, messages: Messages) -> None:
+    """Write what is about to run to the log, and warnings where a setting changes what is sampled."""
+    _announce_sizes(active, messages)
+    messages.say("random: %s", grouped(active.setup.model.layout.names))
+    _announce_prior(active, messages)
+    config = active.method
+    if config.temperature == 0:
+        what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
+        messages.say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
+    if active.setup.model.members.trunk.has_dropout:
+        _announce_dropout(active, messages)
+    if config.temperature > 0 and rows_vary(active):
+        meaning = (
+            f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
+            if config.requirements.all_data_in_every_update
+            else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of "
+            "cold_posteriors app. K), and N counts each row once"
+        )
+        messages.warn(
+            "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
+            meaning,
+        )
+
+
+def _announce_sizes(active: ActiveRun, messages: Messages) -> None:
+    layout, rows, config, args = active.setup.model.layout, active.rows, active.method, active.host.args
+    chains, steps, accumulation = len(active.run.chains), active.problem.num_steps, args.gradient_accumulation_steps
+    size = layout.dim * chains * active.run.theta.element_size()
+    # theta and its gradient beside the state
+    held = 2 * size + sum(value.nbytes for value in active.run.template()._asdict().values())
+    counted = "given" if rows.num_terms is None else f"{rows.num_terms} counted in {rows.num_rows} rows"
+    messages.say(
+        "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
+        "updates of %d micro-batches; %.1f MB of chain state, draws %.1f MB",
+        config.name, chains, f"{layout.dim:,}", len(layout.names), rows.num_data, args.data_unit, counted,
+        _duration(_time_one_micro_batch(active) * steps * accumulation), steps, accumulation, held / 2**20,
+        config.draws_per_chain * size / 2**20,
+    )  # fmt: skip
+
+
+def _announce_prior(active: ActiveRun, messages: Messages) -> None:
+    config, inherited = active.method, active.setup.inherited
+    if inherited is not None:
+        record = inherited.record
+        messages.say(
+            "prior: the posterior %s (%s, fingerprint %s)",
+            record["posterior"] or record["method"], record["used_as"], record["fingerprint"][:12],
+        )  # fmt: skip
+        return  # the ratio below is of a prior around 0
+    ratio = lora_prior_ratio(active.setup.model.model, active.setup.model.layout, active.prior)
+    if ratio is not None and ratio <= 1:
+        messages.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
+    elif ratio is not None:
+        given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
+        narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
+        messages.warn(
+            "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
+            "rank and alpha; %s the ratio is under 1",
+            ratio, given, narrow,
+        )  # fmt: skip
+
+
+def _announce_dropout(active: ActiveRun, messages: Messages) -> None:
+    """Say what the model's own dropout means, which differs between kinds of methods."""
+    config = active.method
+    if isinstance(active.run.method, Kernel):
+        messages.say("the model has dropout: %s evaluates it without", config.name)
+    elif config.requirements.drops_inputs:
+        messages.warn(
+            "the model has dropout of its own, besides the masks of %s: inputs are dropped twice. Set it to 0",
+            config.name,
+        )
+    elif config.temperature == 0:
+        messages.say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
+    else:
+        messages.warn(
+            "the model has dropout: this is the posterior of the dropout-averaged log-likelihood (the Jensen "
+            "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
+        )
+
+
+def rows_vary(active: ActiveRun) -> bool:
+    """Return whether rows of the training data differ from one look to the next, as under augmentation.
+
+    A row that changes half of the time looks alike in all of n looks with probability 2^(1 - n).
+    """
+    if active.rows.stream is not None:
+        return False
+    dataset, collate = active.rows.data()
+    rows = range(0, len(dataset), -(-len(dataset) // ROWS_COMPARED))
+    with torch.random.fork_rng(devices=[]):
+        return any(_differ(collate([dataset[row]]) for _ in range(TIMES_COMPARED)) for row in rows)
+
+
+def _differ(looks: Iterator[dict[str, Any]]) -> bool:
+    first = {name: value for name, value in next(looks).items() if isinstance(value, Tensor)}
+    return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
+
+
+def _time_one_micro_batch(active: ActiveRun) -> float:
+    """Return the seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
+    objective, args = active.objective, active.host.args
+    batch = objective.prepare(next(iter(active.rows.start_loader())))
+    objective.model.train()
+    chunks = objective.member_chunks(batch)
+    with torch.random.fork_rng(devices=[args.device] if args.device.type == "cuda" else []):
+        start = _now(args)
+        for _ in objective.passes(active.run.theta, batch, gradient=True, step=0, micro=0, chunks=chunks[:1]):
+            pass
+        return (_now(args) - start) * len(chunks)
+
+
+def _now(args: Any) -> float:
+    """Return seconds, once the device has done its work: an accelerator works while Python goes on."""
+    if args.device.type != "cpu":
+        torch.accelerator.synchronize(args.device)
+    return time.perf_counter()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,143 @@
+"""The names of transformers' Trainer that are private and that we read or override.
+
+``OVERRIDDEN`` lists the private hooks of Trainer that ``BayesianTrainerMixin`` overrides, with their parameters. A test
+compares them with the installed version. ``TrainerHost`` is the one place that calls private methods of a trainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.training import checkpoints
+
+OVERRIDDEN = {
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
+}
+"""Private hooks of Trainer that we override -> their parameters."""
+
+CALLED = {
+    "_prepare_inputs": ("self", "inputs"),
+    "_remove_unused_columns": ("self", "dataset", "description"),
+    "_get_collator_with_removed_columns": ("self", "data_collator", "description"),
+    "_set_signature_columns_if_needed": ("self",),
+    "_get_output_dir": ("self", "trial"),
+    "compute_loss_context_manager": ("self",),
+}
+"""Hooks of Trainer that ``TrainerHost`` calls -> their parameters."""
+
+
+class TrainerHost:
+    """A transformers Trainer, as our objects see it: its arguments, data sets and a few of its private methods."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = cast(Any, trainer)
+
+    @property
+    def args(self) -> Any:
+        """The training arguments."""
+        return self._trainer.args
+
+    @property
+    def train_dataset(self) -> Any:
+        """The training data."""
+        return self._trainer.train_dataset
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation data; of several, a mapping by name."""
+        return self._trainer.eval_dataset
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer or processor of the run."""
+        return self._trainer.processing_class
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self._trainer.state.global_step
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """The logs so far."""
+        return self._trainer.state.log_history
+
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._trainer.is_world_process_zero()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of autocast, "no" or "bf16"."""
+        return self._trainer.accelerator.mixed_precision
+
+    def prepare(self, batch: Any) -> Any:
+        """Move a batch to the device, as Trainer does."""
+        return self._trainer._prepare_inputs(batch)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward in training."""
+        return self._trainer.compute_loss_context_manager()
+
+    @property
+    def gradient_state(self) -> Any:
+        """Accelerate's place in the current data loader."""
+        return self._trainer.accelerator.gradient_state
+
+    def evaluation_autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward in evaluation."""
+        return self._trainer.accelerator.autocast()
+
+    def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable]:
+        """Return a data set and its collator without columns that the model does not take, as Trainer leaves them out.
+
+        A stream that was mapped names its columns only as its rows come by: the collator leaves them out.
+        """
+        trainer = self._trainer
+        if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) and dataset.column_names is not None:
+            return trainer._remove_unused_columns(dataset, description=what), trainer.data_collator
+        return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=what)
+
+    def keep_columns(self, core: nn.Module) -> None:
+        """Keep the columns that the wrapped model takes, and labels.
+
+        A host such as TRL's SFTTrainer keeps other columns for its collator, such as the lengths of packed documents.
+        """
+        trainer = self._trainer
+        columns = [*inspect.signature(core.forward).parameters, *trainer.label_names, "label", "label_ids"]
+        if type(trainer)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
+            trainer._signature_columns = None
+            trainer._set_signature_columns_if_needed()
+            columns += trainer._signature_columns or []
+        trainer._signature_columns = columns
+
+
+@contextmanager
+def sealed_checkpoint(trainer: Trainer, trial: Any, *, group: ChainMesh) -> Iterator[None]:
+    """Seal the checkpoint that Trainer writes in the block, and only then remove older ones."""
+    args, run_dir = trainer.args, cast(Any, trainer)._get_output_dir(trial=trial)
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+    folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    checkpoints.seal_checkpoint(folder, group=group)
+    if args.should_save:
+        best = trainer.state.best_model_checkpoint
+        rotate_checkpoints(run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)

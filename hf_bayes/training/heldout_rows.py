@@ -1,0 +1,56 @@
+"""The held-out rows of a trainer by which a method fits something: its eval_dataset, of several the one "heldout"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.data_fingerprint import describe_rows
+from hf_bayes.training.refusals import require_heldout
+
+
+class HeldOutData:
+    """Held-out rows, in batches of an evaluation."""
+
+    def __init__(self, host: TrainerHost) -> None:
+        self._host = host
+
+    @property
+    def rows(self) -> Any:
+        """The data set."""
+        found = self._host.eval_dataset
+        return found["heldout"] if isinstance(found, dict) else found
+
+    def check(self, model: BayesianModel, method: MethodConfig) -> None:
+        """Check that the rows can be counted and have labels, before anything runs."""
+        require_heldout(self._host.eval_dataset, method)
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        count_terms(
+            dataset,
+            collate,
+            model.likelihood,
+            name="eval_dataset",
+            shift=model.shifts_labels,
+            num_outputs=model.num_outputs,
+            progress=False,
+            halves=method.requirements.heldout == "halves",
+            check=model.check_inputs,
+        )
+
+    def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield these rows, in this order, in batches."""
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        size = self._host.args.per_device_eval_batch_size
+        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
+            yield self._host.prepare(batch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a checkpoint is bound to of these rows."""
+        dataset, collate = self._host.without_unused(self.rows, "evaluation")
+        return {"num_rows": len(dataset), **describe_rows(dataset, collate, seed=self._host.args.seed)}

@@ -1,0 +1,51 @@
+"""The step size of a run behind the interface of a torch optimizer, for Trainer's schedulers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import SchedulerType
+
+from hf_bayes.methods.registry import rate_factor
+from hf_bayes.training.active_run import ActiveRun
+
+
+class LearningRate(torch.optim.Optimizer):
+    """An optimizer that holds a learning rate and nothing else: ``Run.update`` moves the chains."""
+
+    def __init__(self, theta: torch.nn.Parameter, learning_rate: float) -> None:
+        super().__init__([theta], {"lr": learning_rate})
+
+    @property
+    def value(self) -> float:
+        """The learning rate of the next update."""
+        return float(self.param_groups[0]["lr"])
+
+    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+        """Do nothing: the update is over when Trainer calls this."""
+
+
+def method_schedule(optimizer: torch.optim.Optimizer, active: ActiveRun) -> LambdaLR:
+    """Return the method's own schedule."""
+    return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
+
+
+def require_schedule_below_peak(scheduler: Any, num_steps: int, args: Any) -> None:
+    """Check every step of Trainer's schedule.
+
+    Raises:
+        ValueError: naming the step at which it leaves [0, learning_rate].
+    """
+    for factor in getattr(scheduler, "lr_lambdas", ())[:1]:
+        for step in range(num_steps):
+            if not 0 <= factor(step) <= 1 + 1e-9:
+                raise ValueError(
+                    f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} gives a learning rate of "
+                    f"{factor(step) * args.learning_rate:g} at step {step + 1}: it must stay within 0 and "
+                    f"learning_rate={args.learning_rate:g}, the peak that frictions are fixed for. Change "
+                    "lr_scheduler_kwargs"
+                )

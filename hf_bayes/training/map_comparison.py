@@ -1,0 +1,74 @@
+"""A posterior beside a MAP estimate on held-out rows: what averaging over weights is worth."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.methods.registry import map_rule
+from hf_bayes.objectives.map_estimate import map_estimate
+from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.messages import Messages
+
+
+def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
+    """Return a MAP estimate [1, d]: the posterior's first member, or mean, polished by AdamW on its own energy.
+
+    By default that takes a tenth of the gradients that the run took, but no more updates than it had. All processes
+    find the same. None where no update is wanted, or the optimiser diverges.
+    """
+    args, method, setup = active.host.args, active.method, active.setup
+    steps = active.problem.num_steps
+    start = setup.mesh.share(posterior.representative.cpu())[0][None].to(args.device)
+    if method.requirements.ends_at_map:
+        return start
+    count = args.map_updates if args.map_updates is not None else -(-steps * method.num_chains // 10)
+    count = min(count, steps)
+    if count == 0:
+        return None
+    objective = ModelObjective(
+        setup.model,
+        active.rows.scale,
+        mesh=setup.mesh,
+        chains=range(1),
+        seed=args.seed,
+        members_per_pass=args.members_per_pass,
+        context=active.host.autocast,
+        prepare=active.host.prepare,
+    )
+    try:
+        with evaluating(setup.model):
+            return map_estimate(
+                map_rule(method, active.problem),
+                objective,
+                start,
+                active.problem,
+                active.rows.updates_for_point(),
+                learning_rate=method.warm_start_learning_rate,
+                num_updates=count,
+                progress=not args.disable_tqdm and active.host.is_first_process,
+            )
+    except FloatingPointError as error:  # a comparison that fails must not lose a finished run
+        Messages(active.host).warn("the MAP estimate for comparison diverged and is left out: %s", error)
+        return None
+
+
+def compare(messages: Messages, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
+    """Say the held-out NLL, and how it differs from a MAP estimate's if that is more than two standard errors.
+
+    Args:
+        name: of the data set, with an underscore at its end; "" of the only one.
+    """
+    of = f" ({name[:-1]})" if name else ""
+    if std_error is None or abs(nll - map_nll) <= 2 * std_error:
+        messages.say("held-out NLL%s: %.4f", of, nll)
+    elif nll < map_nll:
+        messages.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
+    else:
+        messages.warn(
+            "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
+            "difference %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
+            of, nll, map_nll, std_error,
+        )  # fmt: skip

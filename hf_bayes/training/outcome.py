@@ -1,0 +1,207 @@
+"""The outcome of a run: its posterior, what was measured of it on held-out rows, and how both are saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import CommitInfo, HfApi
+
+from hf_bayes.core.rng import generator
+from hf_bayes.diagnostics.comparison import difference_std_error
+from hf_bayes.diagnostics.plausibility import has_strayed
+from hf_bayes.models.to_posterior import sidecars_of, to_posterior
+from hf_bayes.posteriors import storage
+from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.diagnosis import Diagnosis
+from hf_bayes.training.evaluation import Evaluation, Evaluator
+from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.messages import Messages
+from hf_bayes.training.setup import Setup
+
+KEPT_METRICS = (
+    "nll", "accuracy", "ece", "brier", "total", "aleatoric", "epistemic", "member_nll", "perplexity", "ace", "mse",
+    "predictive_std", "epistemic_std",
+)  # fmt: skip
+"""Metrics of an evaluation that are saved with the posterior."""
+
+Measure = Callable[[str], dict[str, float]]
+"""A metric prefix -> the metrics of the trainer's own eval_dataset, without callbacks."""
+
+
+class HeldOut(NamedTuple):
+    """An evaluation of the finished posterior on the trainer's own eval_dataset.
+
+    Attributes:
+        metrics: as ``evaluate`` returned them.
+        evaluations: of each of its data sets, by metric prefix.
+        limit: the limit of an infinite ensemble; None of an approximation that is no draws.
+    """
+
+    metrics: dict[str, float]
+    evaluations: dict[str, Evaluation]
+    limit: dict[str, Any] | None
+
+
+class Outcome:
+    """The posterior of a trainer's last run, with its held-out evaluation and the author's fields of its card.
+
+    Attributes:
+        evaluator: of the trainer.
+        posterior: of several processes, the draws of the chains of this one; None before a run has ended.
+        sidecars: the files of tokenizer or processor, as they were before the first step: a tokenizer needs room on
+            the disk to be written, which must not lose a finished run.
+        heldout: None before the posterior was evaluated.
+        card: fields of the model card that only an author can give.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.evaluator = Evaluator(setup)
+        self.sidecars = Sidecars()
+        self.card: CardFields | None = None
+        self.posterior: Posterior | None = None
+        self.heldout: HeldOut | None = None
+
+    def begin(self, active: ActiveRun) -> None:
+        """Forget an earlier run."""
+        self.posterior = self.heldout = None
+        self.sidecars = sidecars_of(active.setup.model, active.host.tokenizer)
+
+    def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
+        """Make the posterior of a run that has ended, say how good its chains were, and show its members."""
+        setup, host, messages = active.setup, active.host, Messages(active.host)
+        if not active.run.draws:
+            messages.warn("training stopped before the first draw: the chains' current states are taken as draws")
+            active.run.take_draw()
+        finished = active.finish()
+        summary, trace = diagnosis.summary()
+        # an optimiser may well stay where it began, but not leave every plausible place
+        judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
+        tell = messages.warn if summary["converged"] is False and judged else messages.say
+        tell("%s: %s", active.method.name, summary["verdict"])
+        self.posterior = to_posterior(
+            setup.model,
+            finished.approximation,
+            active.method,
+            subspace=setup.subspace,
+            num_data=active.rows.num_data,
+            data_unit=host.args.data_unit,
+            tokenizer=host.tokenizer,
+            seed=host.args.seed,
+            diagnostics={**summary, **finished.report},
+            trace=trace,
+            prior=None if setup.inherited is None else setup.inherited.record,
+            sidecars=sidecars_of(setup.model, None, self.sidecars),
+        )
+        if finished.approximation.num_stored == 1 and setup.mesh.chain_size == 1:
+            messages.warn(
+                "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
+                "num_chains or draws_per_chain"
+            )
+        members = self.posterior.sample(None, generator(host.args.seed, "members")).to(host.args.device)
+        setup.model.show(members, finished.spread)
+
+    def required(self) -> Posterior:
+        """Return the posterior.
+
+        Raises:
+            ValueError: before a run has ended.
+        """
+        if self.posterior is None:
+            raise ValueError("there is no posterior yet: call train() first")
+        return self.posterior
+
+    def keep_evaluation(self, metrics: dict[str, float]) -> None:
+        """Keep what the next save writes: metrics, the ensemble's limit, and the rows that MAP is compared on."""
+        evaluator = self.evaluator
+        limit = evaluator.ensemble_limit(evaluator.latest, self.required().approximation)
+        self.heldout = HeldOut(metrics, evaluator.last, limit)
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, active: ActiveRun, directory: str, measure: Measure) -> None:
+        """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset."""
+        posterior, host, mesh = self.required(), active.host, active.setup.mesh
+        if host.eval_dataset is not None and not posterior.config.metrics:
+            posterior = self.posterior = self._with_metrics(posterior, active, measure)
+        sidecars = sidecars_of(active.setup.model, host.tokenizer)
+        posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
+        first, card = mesh.data_rank == 0, self.card or CardFields()
+        posterior.save_pretrained(directory, repo_id=host.args.hub_model_id, group=mesh, contributes=first, **card)
+
+    def push(self, active: ActiveRun, *, blocking: bool, **settings: Any) -> CommitInfo | Future[CommitInfo]:
+        """Upload the saved posterior's own files: never training_args.bin, checkpoints or tokens."""
+        args, whole = active.host.args, active.setup.mesh.chain_size == 1
+        posterior = self.required() if whole else Posterior.from_pretrained(args.output_dir)
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        defaults = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
+        given = {key: value for key, value in settings.items() if value is not None}
+        push = partial(posterior.push_to_hub, name, **{**defaults, **given}, **(self.card or CardFields()))
+        return push() if blocking else HfApi().run_as_future(push)
+
+    def write_card(self, host: TrainerHost, fields: dict[str, Any]) -> None:
+        """Keep the author's fields of the card; write the card anew if a posterior is saved.
+
+        A run that has not ended has no posterior and gets no card; TRL asks for one at every checkpoint.
+        """
+        self.card, args = author_fields(self.card, fields), host.args
+        if args.should_save and (Path(args.output_dir) / storage.MANIFEST).exists():
+            write_card(args.output_dir, repo_id=args.hub_model_id, **self.card)
+
+    def _with_metrics(self, posterior: Posterior, active: ActiveRun, measure: Measure) -> Posterior:
+        """Add held-out metrics of the posterior, beside the NLL of a MAP estimate."""
+        if self.heldout is None:
+            self.keep_evaluation(measure("eval"))
+        assert self.heldout is not None
+        metrics, messages, several = self.heldout.metrics, Messages(active.host), active.host.eval_dataset
+        sets = [f"{name}_" for name in several] if isinstance(several, dict) else [""]
+        if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
+            messages.warn(
+                "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "
+                "(dataloader_drop_last leaves out a batch that is not full), no labels, or all of them are -100",
+                "".join(f" {name[:-1]!r}" for name in empty if name),
+            )
+        sets = [name for name in sets if name not in empty]
+        if not sets:
+            return posterior
+        names = [name + metric for name in sets for metric in KEPT_METRICS]
+        found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+        found |= self._beside_map(posterior, active, measure, sets, found)
+        config = dataclasses.replace(posterior.config, metrics=found)
+        limit = self.heldout.limit
+        if limit is None:
+            return dataclasses.replace(posterior, config=config)
+        last = sets[-1]  # of several, the one that was evaluated last
+        limits = {f"{last}limit_nll": limit["limit"], f"{last}limit_nll_std_error": limit["std_error"]}
+        config = dataclasses.replace(config, metrics=found | limits)
+        risk = {**limit, "eval_set": last[:-1]} if last else limit
+        return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
+
+    def _beside_map(
+        self, posterior: Posterior, active: ActiveRun, measure: Measure, sets: list[str], found: dict[str, float]
+    ) -> dict[str, float]:
+        """Return the NLL of a MAP estimate on each data set, and the standard error of the difference."""
+        point = map_of_run(posterior, active)
+        if point is None:
+            return {}
+        assert self.heldout is not None
+        with active.setup.model.showing(point):
+            alone = measure("map")
+        figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
+        for name in sets:
+            of = f"_{name[:-1]}" if name else ""
+            rows, map_rows = self.heldout.evaluations[f"eval{of}"].rows, self.evaluator.last[f"map{of}"].rows
+            assert rows is not None
+            assert map_rows is not None
+            error = difference_std_error(rows, map_rows)
+            figures |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
+            compare(Messages(active.host), name, found[f"{name}nll"], figures[f"{name}map_nll"], error)
+        return figures

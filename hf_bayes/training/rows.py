@@ -1,0 +1,268 @@
+"""The training rows: how many likelihood terms they hold, and which of them each chain sees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import seed_of
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.packing import first_documents, is_flattened, refuse_mixed_documents
+from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.private_rows import Strata
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.data_fingerprint import describe_rows, fingerprint_rows
+from hf_bayes.training.refusals import refuse_other_rows, require_batches, require_rows
+from hf_bayes.training.settings_of_processes import meet
+from hf_bayes.training.streams import Stream
+
+
+class TrainingRows:
+    """The rows of a run: a permutation for each chain, or a stream in the order in which its rows come.
+
+    Args:
+        host: the trainer.
+        model: attached.
+        method: as the user gave it; ``method`` of the object is the method for batches of this size.
+        mesh: the processes.
+    Attributes:
+        stream: the training data where they have no length, else None.
+        num_rows: rows of all processes; None for a stream.
+        num_terms: likelihood terms counted in them; None for a stream.
+        most_terms: the largest number of likelihood terms in one row; None for a stream.
+        num_data: N.
+        private: the place of this process among processes that keep their rows; None where rows are common.
+    Raises:
+        ValueError: for data that cannot be counted, or batches that cannot be drawn.
+    """
+
+    def __init__(self, host: TrainerHost, model: BayesianModel, method: MethodConfig, mesh: ChainMesh) -> None:
+        self.host, self.model, self.method, self.mesh = host, model, method, mesh
+        args, dataset = host.args, host.train_dataset
+        self.stream: Stream | None = None
+        self.num_rows: int | None = None
+        self.num_terms: int | None = None
+        self.most_terms: int | None = None
+        self.private: Strata | None = None
+        require_rows(dataset, args, method)
+        own = args.private_rows
+        require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
+        if is_stream(dataset):
+            self.stream = Stream(host, model, mesh)
+            self.num_data = float(args.num_data)
+            return
+        self._count(own)
+        natural = self.num_rows if args.data_unit == "sequence" else self.num_terms
+        assert natural is not None
+        self.num_data = float(args.num_data or natural)
+        assert self.batch_fraction is not None
+        self.method = method.for_batches(self.batch_fraction)
+        if self.method.requirements.all_data_in_every_update:
+            args.gradient_accumulation_steps = len(self._batches(None))
+        self._batches(None)  # refuses batches that cannot be drawn
+
+    def _count(self, own: bool) -> None:
+        """Count rows and likelihood terms, and check that all processes have the same ones, or rows of their own."""
+        args, mesh, model = self.host.args, self.mesh, self.model
+        dataset, collate = self.data()
+        self.num_rows = len(dataset)
+        if own:
+            self.private = meet(self.host, self.method, mesh)
+            self.num_rows = self.private.num_rows
+        self.num_terms, self.most_terms = count_terms(
+            dataset,
+            collate,
+            model.likelihood,
+            shift=model.shifts_labels,
+            num_outputs=model.num_outputs,
+            progress=not args.disable_tqdm,
+            by_row=self._reason_not_to_pack(),
+            check=model.check_inputs,
+        )
+        if own:
+            self.num_terms = sum(mesh.share(self.num_terms))
+            self.most_terms = max(mesh.share(self.most_terms))
+        elif mesh.num_processes > 1:
+            rows = {"rows": self.num_rows, "likelihood terms": self.num_terms}
+            some = fingerprint_rows(dataset, collate, seed=args.seed)
+            refuse_other_rows(mesh.share({**rows, "fingerprint of some rows": some}))
+
+    def _reason_not_to_pack(self) -> str | None:
+        """Return why a collator may not pack rows into fewer, and what to do; None where it may."""
+        if self.method.requirements.one_more_pass:
+            return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
+        if self.shared or len(self.mesh.chains) == 1:
+            return None
+        return f"minibatch='independent' deals rows to chains by number: {PAD_ROWS}, or set minibatch='shared'"
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> bool:
+        """Whether all chains see the same rows."""
+        return self.host.args.minibatch == "shared" or self.method.requirements.all_data_in_every_update
+
+    @property
+    def batch_fraction(self) -> float | None:
+        """The share of all rows in a batch: the batches of all processes where these have rows of their own."""
+        if self.num_rows is None:
+            return None
+        processes = 1 if self.private is None else len(self.private.sizes)
+        return processes * self.host.args.per_device_train_batch_size / self.num_rows
+
+    def rows_per_update(self, batch_size: int) -> int:
+        """Return R: rows of an update, per chain, over all processes that share it."""
+        if self.method.requirements.all_data_in_every_update:
+            return len(self.host.train_dataset)
+        return batch_size * self.host.args.gradient_accumulation_steps * self.mesh.data_size
+
+    @property
+    def scale(self) -> DataScale:
+        """The size of the data and of an update."""
+        rows = self.rows_per_update(self.host.args.per_device_train_batch_size)
+        return DataScale(self.num_data, self.num_rows, self.num_terms, rows)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole run."""
+        args = self.host.args
+        if args.max_steps >= 0:
+            return args.max_steps
+        if self.stream is not None:
+            raise ValueError("train_dataset has no length, and max_steps is not set: an endless run. Set max_steps")
+        assert self.num_rows is not None
+        updates = -(-self.num_rows // self.scale.rows_per_update)
+        return math.ceil(args.num_train_epochs * updates)
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def data(self) -> tuple[Any, Callable]:
+        """Return the data set and its collator, without columns that the model does not take."""
+        return self.host.without_unused(self.host.train_dataset, "training")
+
+    def loader(self, *, for_point: bool = False) -> DataLoader:
+        """Return batches for the chains of this process.
+
+        Args:
+            for_point: the same rows for all, as for one chain.
+        """
+        dataset, collate = self.data()
+        if self.stream is not None:
+            return self.stream.loader(collate)
+        args, chains = self.host.args, None if for_point or self.shared else self.mesh.chains
+        return DataLoader(
+            dataset,
+            batch_sampler=self._batches(chains),
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+        )
+
+    def start_loader(self) -> DataLoader:
+        """Return the batches of a run that begins."""
+        if self.stream is not None:
+            self.stream.keep_first()
+        return self.loader()
+
+    def take(self, batches: Iterator[Any], count: int) -> list[Any]:
+        """Return the next micro-batches; those of a stream are checked."""
+        found = list(itertools.islice(batches, count))
+        if self.stream is not None:
+            for batch in found:
+                self.stream.check(batch)
+        return found
+
+    def _batches(self, chains: range | None) -> ChainBatches | FullPasses:
+        args, num_rows = self.host.args, len(self.host.train_dataset)
+        share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        if self.method.requirements.all_data_in_every_update:
+            return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
+        if self.private is not None:  # epochs are those of all rows, so that they end together
+            assert self.num_rows is not None
+            share = {"updates_per_epoch": -(-self.num_rows // self.scale.rows_per_update)}
+            seed = seed_of(seed, "process", self.mesh.rank)
+        return ChainBatches(
+            num_rows,
+            batch_size=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            chains=chains,
+            seed=seed,
+            order=self.method.requirements.batch_order,
+            **share,
+        )
+
+    def updates_for_point(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the batches of one update after another, the same for every chain, without end."""
+        loader, accumulation = self.loader(for_point=True), self.host.args.gradient_accumulation_steps
+        for epoch in itertools.count():
+            if isinstance(loader.batch_sampler, (ChainBatches, FullPasses)):
+                loader.batch_sampler.set_epoch(epoch)
+            batches = iter(loader)
+            while update := list(itertools.islice(batches, accumulation)):
+                yield update
+
+    def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield these rows of the training data, in this order, in batches of its size."""
+        dataset, collate = self.data()
+        size = self.host.args.per_device_train_batch_size
+        for batch in DataLoader(dataset, batch_size=size, sampler=rows, collate_fn=collate):
+            yield self.host.prepare(batch)
+
+    def first(self) -> dict[str, Any]:
+        """Return a micro-batch that every process finds alike."""
+        if self.stream is not None:
+            return self.stream.first()
+        dataset, collate = self.data()
+        count = min(len(dataset), self.host.args.per_device_train_batch_size)
+        return self.host.prepare(collate([dataset[row] for row in range(count)]))
+
+    def first_terms(self, num_terms: int, most_rows: int) -> list[dict[str, Any]]:
+        """Return the first rows until they hold ``num_terms`` likelihood terms, at most ``most_rows`` of them."""
+        if self.stream is not None:
+            return [self.first()]
+        dataset, collate = self.data()
+        rows: list[Any] = []
+        terms = 0
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            while terms < num_terms and len(rows) < min(most_rows, len(dataset)):
+                rows.append(dataset[len(rows)])
+                terms += int(self.model.terms_per_row(collate(rows[-1:])))
+            size = self.host.args.per_device_eval_batch_size
+            return [self.host.prepare(collate(rows[i : i + size])) for i in range(0, len(rows), size)]
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def refuse_mixed_documents(self) -> None:
+        """Check, on the first rows, that the model keeps packed documents apart."""
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            inputs = self.first()
+            if is_flattened(inputs) and first_documents(inputs) is None and self.stream is None:
+                dataset, collate = self.data()  # a batch of one row may hold one document
+                inputs = self.host.prepare(collate([dataset[row] for row in range(min(2, len(dataset)))]))
+        with self.host.autocast():
+            refuse_mixed_documents(self.model, self.model.theta.detach()[:2], inputs)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a checkpoint is bound to of the training data; of private rows, a hash for each process."""
+        dataset, collate = self.data()
+        if self.stream is not None:
+            return self.stream.describe(collate)
+        found = describe_rows(dataset, collate, seed=self.host.args.seed)
+        if self.private is not None:
+            parts = self.mesh.share(found)
+            found = {name: [part[name] for part in parts] for name in ("columns", "fingerprint")}
+            found["packs"] = any(part["packs"] for part in parts)
+        return {**found, "num_terms": self.num_terms}

@@ -1,0 +1,96 @@
+"""A trainer's settings that do not change after it is made: the attached model, the method, the mesh and the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from peft import PeftConfig
+from torch import Tensor
+
+from hf_bayes.chains.starting_points import initial_members
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.distributed.member_sums import LocalMembers, SpreadMembers
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.models.attaching import attach, refuse_frozen_adapter
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.host_trainers import config_kept
+from hf_bayes.training.prepared_model import prepared
+from hf_bayes.training.refusals import refuse_other_weights
+from hf_bayes.uncertainty.likelihoods import Likelihood
+
+
+class Setup(NamedTuple):
+    """The settings of a trainer.
+
+    Attributes:
+        model: attached.
+        method: as the user gave it.
+        subspace: see ``hf_bayes.core.layout.select``.
+        mesh: the processes.
+        inherited: the posterior that is the prior; None under the method's own prior.
+        start: [d], the weights that chains start around.
+        origin: [M, d], where the chains of this process start.
+        likelihood: of the labels, as it is before anything is fitted to it.
+    """
+
+    model: BayesianModel
+    method: MethodConfig
+    subspace: str
+    mesh: ChainMesh
+    inherited: Inherited | None
+    start: Tensor
+    origin: Tensor
+    likelihood: Likelihood
+
+    @property
+    def spread(self) -> LocalMembers:
+        """Where the members of a prediction are while chains run."""
+        return SpreadMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
+
+
+@contextmanager
+def set_up(
+    model: Any,
+    method: MethodConfig,
+    args: BayesianTrainingArguments,
+    *,
+    subspace: str,
+    prior: Any,
+    peft_config: PeftConfig | None,
+    kwargs: dict[str, Any],
+) -> Iterator[Setup]:
+    """Yield the settings of a trainer. If the block raises, the model is given back as it was.
+
+    Args:
+        kwargs: the other arguments for the host trainer's ``__init__``. A model given by name adds its tokenizer.
+    Raises:
+        ValueError: for a model, prior or launch under which the method would not sample the posterior of this model.
+    """
+    mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
+    with prepared(model, args, peft_config, kwargs) as ready, ExitStack() as on_error:
+        if not isinstance(ready, BayesianModel):
+            ready = attach(ready, subspace=subspace, noise_std=args.noise_std)
+            on_error.callback(ready.detach)
+        bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
+        refuse_frozen_adapter(bayesian)
+        refuse_other_weights(bayesian, mesh)
+        # every process has drawn a fresh adapter or head for itself: all take the first one's
+        start = mesh.from_first(bayesian.theta.detach()[0].clone())
+        inherited = None if prior is None else inherit(prior, bayesian, method, data_unit=args.data_unit)
+        if inherited is not None:
+            start = inherited.gaussian.mean.to(start)
+        origin = initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains)
+        place_chains(bayesian, origin)
+        bayesian.members_per_pass = args.members_per_pass
+        with config_kept(bayesian.core.config):
+            yield Setup(bayesian, method, subspace, mesh, inherited, start, origin, bayesian.likelihood)
+        on_error.pop_all()
+
+
+def place_chains(model: BayesianModel, theta: Tensor) -> None:
+    """Put chains [M, d] into the model: the next run starts there. Nothing else writes theta into a model."""
+    model.theta.data = theta.detach().clone()
