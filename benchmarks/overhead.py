@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from benchmarks.harness import Line, Settings, compare, synchronize, timed
 from benchmarks.models import WHERE
 from benchmarks.training import make_trainer
 from hf_bayes import BayesianTrainer
-from hf_bayes.training.chain_optimizer import NOISE_PERIOD
+from hf_bayes.chains.run import NOISE_PERIOD
+from hf_bayes.objectives.gradient_variance import between_halves
 
 
 def measure(settings: Settings) -> list[Line]:
@@ -34,8 +36,8 @@ def measure(settings: Settings) -> list[Line]:
 
 def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
     """A look at the probe every 100 steps, spread over them."""
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    looks = [timed(lambda: trainer._probe(theta), settings.device) for _ in range(len(gradients) + 1)]
+    theta = trainer.run.state.theta
+    looks = [timed(lambda: trainer.monitor.probe(theta), settings.device) for _ in range(len(gradients) + 1)]
     interval = trainer.args.probe_steps
     work = f"the probe of the diagnostics every {interval} steps, LoRA on the last layer, M={settings.num_members}"
     seconds = {"ours": looks[1:], "single": gradients}
@@ -44,13 +46,13 @@ def _probe(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
 
 def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float]) -> Line:
     """The gradient of half of a micro-batch's rows, spread over the steps from one to the next."""
-    trainer.bayesian.show(None)
     trainer.bayesian.train()
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    chains = trainer.optimizer_of_chains
-    for members, grad in trainer._gradients_of(trainer.model, inputs, trainer._member_chunks(inputs), 0):
-        chains.accumulate(members, grad.new_zeros(len(grad)), grad)
-    seconds = [timed(lambda: trainer._observe_halves(trainer.model, inputs), settings.device) for _ in gradients]
+    objective, theta = trainer.active.objective, trainer.run.theta
+    batch = objective.prepare(next(iter(trainer.get_train_dataloader())))
+    grad = torch.zeros_like(theta)
+    for members, _, part in objective.passes(theta, batch, gradient=True, step=0, micro=0):
+        grad[members] += part
+    seconds = [timed(lambda: between_halves(objective, theta, batch, grad, step=0), settings.device) for _ in gradients]
     work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
     times = {"ours": seconds, "single": gradients}
     return compare("overhead", work, times, unit="% of a step", limit=1.0, times=100 / NOISE_PERIOD)

@@ -160,7 +160,7 @@ def a_run_is_saved_resumed_and_loaded(folder: Path, name: str) -> None:
     whole, again = (trainer(folder / o, config, model=models.with_lora(from_disk(folder)), **options) for o in "ab")
     whole.train()
     again.train(str(folder / "a/checkpoint-2"))
-    states = [run.optimizer_of_chains.state_of_chains._asdict() for run in (whole, again)]
+    states = [run.run.state._asdict() for run in (whole, again)]
     for field, value in states[0].items():
         assert value.device == states[1][field].device == DEVICE, field
         assert torch.equal(value, states[1][field]), field

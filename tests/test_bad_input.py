@@ -772,8 +772,8 @@ def test_b16_estimates_of_a_preconditioner_are_no_updates_lost(tmp_path, warning
 def test_b16_a_bf16_base_keeps_its_chains_in_float32(tmp_path):
     trainer = run(tmp_path, model=with_lora(tiny_llama(dtype=torch.bfloat16)), learning_rate=1e-5, max_steps=2)
     assert trainer.bayesian.theta.dtype == torch.float32
-    assert all(draw.dtype == torch.float32 for draw in trainer.optimizer_of_chains.draws)
-    assert float((trainer.optimizer_of_chains.draws[-1] == trainer._origin).double().mean()) < 1e-2
+    assert all(draw.dtype == torch.float32 for draw in trainer.run.draws)
+    assert float((trainer.run.draws[-1] == trainer.setup.origin).double().mean()) < 1e-2
 
 
 def test_b22_padding_enters_neither_n_nor_the_loss(tmp_path):

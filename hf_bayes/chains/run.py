@@ -224,7 +224,7 @@ class Run:
             )
         self.state = type(template)(**{name: tensors[f"state.{name}"].to(device) for name in template._fields})
         for rng, state in zip(self.rngs, tensors["generator"], strict=True):
-            rng.set_state(state.contiguous())
+            rng.set_state(state.clone())  # a view of the stack is read from its first row
         self.draws = list(tensors["draws"].unbind(1))
         held = tensors.get("held.loss")
         self.loss = None if held is None else held.to(device)

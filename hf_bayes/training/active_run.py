@@ -109,6 +109,7 @@ class ActiveRun:
             probe=self._probe(args.probe_steps or BayesianTrainingArguments.probe_steps),
             probe_steps=args.probe_steps,
         )
+        self.show_chains()
 
     def _problem(self) -> Problem:
         rows, config, args, model = self.rows, self.method, self.host.args, self.setup.model

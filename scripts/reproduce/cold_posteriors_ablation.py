@@ -56,13 +56,12 @@ class EndsOfCycles(TrainerCallback):
         self.configurational: list[Tensor] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        chains, heat = self.trainer.optimizer_of_chains, self.trainer.method.temperature
-        assert chains is not None
-        if chains.num_updates in chains.draw_steps:
-            momentum = chains.state_of_chains.momentum
+        run, info, heat = self.trainer.run, self.trainer.monitor.info, self.trainer.method.temperature
+        if run.num_updates in run.problem.draw_steps:
+            momentum = run.state.momentum
             self.kinetic.append(per_tensor_mean(momentum.square(), self.trainer.bayesian.layout.sizes) / heat)
-            self.law.append(chains.info["kinetic_temperature_law"] / heat)
-            self.configurational.append(chains.info["configurational_temperature"] / heat)
+            self.law.append(info["kinetic_temperature_law"] / heat)
+            self.configurational.append(info["configurational_temperature"] / heat)
 
 
 def variant(problem: Problem, *, temperature: float, preconditioned: bool, cyclical: bool) -> dict[str, Any]:

@@ -207,7 +207,6 @@ def fine_tuned(
             data_collator=default_data_collator,
         )  # fmt: skip
         trainer.train()
-        trainer.optimizer_of_chains.eval()
     return trainer.bayesian, account(trainer.posterior.config.diagnostics)
 
 

@@ -28,7 +28,7 @@ def streams(tmp_path: Path) -> Tensor:
     for seed in (42, 43):
         trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=CHAINS), seed=seed)
         trainer.create_optimizer()
-        rows += [torch.randn(LENGTH, generator=rng) for rng in trainer.optimizer_of_chains.rngs]
+        rows += [torch.randn(LENGTH, generator=rng) for rng in trainer.run.rngs]
     return torch.stack(rows).double()
 
 

@@ -216,7 +216,7 @@ def test_the_trainer_follows_the_schedule_and_draws_at_the_end_of_each_cycle(tmp
     trainer = runs.trainer(tmp_path, method, max_steps=10, callbacks=[rates])
     trainer.train()
     assert rates.seen == pytest.approx([0.01, 0.01] + [0.01 * cosine(step, 4) for step in range(8)])
-    assert list(trainer.optimizer_of_chains.draw_steps) == [6, 10]
+    assert list(trainer.run.problem.draw_steps) == [6, 10]
     assert trainer.posterior.approximation.num_stored == 4
     assert from_dict(trainer.posterior.config.method) == method
 

@@ -10,6 +10,9 @@ import torch
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.messages import Messages
 from tests import runs
 
 
@@ -53,7 +56,7 @@ def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
     trainer.evaluate(trainer.eval_dataset.select([0]))  # other rows, which must not stand in for the trainer's own
     trainer.save_model()
     metrics = Posterior.from_pretrained(tmp_path).config.metrics
-    point, collate, means = trainer._map_estimate(trainer.posterior), runs.padding_collator(), []
+    point, collate, means = map_of_run(trainer.posterior, trainer.active), runs.padding_collator(), []
     for theta in (trainer.bayesian.current, point):
         with torch.no_grad(), trainer.bayesian.showing(theta):
             means.append(np.array([float(trainer.bayesian(**collate([row])).loss) for row in rows]))
@@ -80,7 +83,7 @@ def test_a_difference_within_two_standard_errors_is_not_told(
 ) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    trainer._compare("", nll, 1.5, error)
+    compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
     assert ("MAP estimate" in caplog.text) == said
     assert any(record.levelname == "WARNING" for record in caplog.records) == warned
     assert f"{nll:.4f}" in caplog.text  # the posterior's own figure is said in any case

@@ -370,7 +370,7 @@ def test_the_trainer_ends_in_the_fit_around_its_map(structure: str, tmp_path: Pa
     run.train()
     run.save_model()
     found = run.posterior.approximation
-    theta = run.optimizer_of_chains.state_of_chains.theta
+    theta = run.run.state.theta
     assert torch.equal(found.means, theta)
     notes = run.posterior.config.diagnostics["laplace"]
     assert len(notes) == 2

@@ -9,7 +9,8 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, default_data_collator
 
-from hf_bayes.objectives.batches import ChainBatches, FullPasses, WholeUpdates, count_terms
+from hf_bayes.objectives.batches import ChainBatches, FullPasses, WholeUpdates
+from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
 from tests import runs
 

@@ -17,7 +17,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.model_card import card_fields, markdown, render_card, write_card
 from hf_bayes.posteriors.model_card_words import DIAGNOSTICS, METHODS, METRICS, explanation
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.training.saving import _KEPT_METRICS
+from hf_bayes.training.outcome import KEPT_METRICS
 from tests import runs
 from tests.faults.posteriors import config, draws, gaussian
 
@@ -303,7 +303,7 @@ def test_a_single_member_is_one_and_disagrees_with_nobody() -> None:
 def test_every_figure_is_explained() -> None:
     fields = set(Diagnostics(dim=1, distance=[1.0]).summary()) - {"verdict", "converged"}
     assert fields - DIAGNOSTICS.keys() == set()
-    assert {*_KEPT_METRICS, "map_nll", "map_nll_difference_std_error", "limit_nll"} - METRICS.keys() == set()
+    assert {*KEPT_METRICS, "map_nll", "map_nll_difference_std_error", "limit_nll"} - METRICS.keys() == set()
     assert hf_bayes.METHODS.keys() - METHODS.keys() == set()
     assert explanation(METRICS, "far_map_nll") == METRICS["map_nll"]
     assert explanation(METRICS, "mine") == ""

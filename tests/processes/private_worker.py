@@ -95,7 +95,7 @@ class Worker:
     def law(self, name: str) -> None:
         trainer = self.trainer(name)
         trainer.train()
-        self.tensors[f"{name}/draws"] = torch.stack(trainer.optimizer_of_chains.draws, 1)[..., 0].contiguous()
+        self.tensors[f"{name}/draws"] = torch.stack(trainer.run.draws, 1)[..., 0].contiguous()
         self.numbers[f"{name}/beyond"] = trainer.posterior.config.diagnostics.get("beyond_series")
 
     def twins(self) -> None:
@@ -126,14 +126,14 @@ class Worker:
         whole.save_model()
         checkpoint = str(self.out / "whole" / "checkpoint-4")
         resumed.train(resume_from_checkpoint=checkpoint)
-        states = [t.optimizer_of_chains.state_of_chains._asdict() for t in (whole, resumed)]
+        states = [t.run.state._asdict() for t in (whole, resumed)]
         same = [torch.equal(value, states[1][field]) for field, value in states[0].items()]
         same.append(runs.equal(whole.posterior.approximation, resumed.posterior.approximation))
-        same += map(torch.equal, whole.optimizer_of_chains.probes, resumed.optimizer_of_chains.probes)
+        same += map(torch.equal, whole.monitor.probes, resumed.monitor.probes)
         self.numbers["resume/same"] = all(same)
-        self.tensors["whole/theta"] = whole.optimizer_of_chains.state_of_chains.theta
-        self.numbers["whole/logits"] = [look.numel() for look in whole.optimizer_of_chains.probe_logits]
-        self.tensors["whole/probes"] = torch.stack(whole.optimizer_of_chains.probes)
+        self.tensors["whole/theta"] = whole.run.state.theta
+        self.numbers["whole/logits"] = [look.numel() for look in whole.monitor.probe_logits]
+        self.tensors["whole/probes"] = torch.stack(whole.monitor.probes)
         self.refused("sizes", lambda: self.trainer("resumed", sizes=self.sizes[::-1], **settings).train(checkpoint))
         last = 0.1 * (self.rank == dist.get_world_size() - 1)
         self.refused("rows", lambda: self.trainer("resumed", shift=last, **settings).train(checkpoint))

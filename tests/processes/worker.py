@@ -41,7 +41,7 @@ from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import survey
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.training.chain_optimizer import ChainOptimizer
+from hf_bayes.objectives.model_objective import ModelOfUpdate
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
@@ -51,16 +51,22 @@ MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcas
          "all_to_all", "all_gather_into_tensor", "reduce_scatter_tensor", "gather_object", "scatter")  # fmt: skip
 
 
-class Watched(ChainOptimizer):
-    """Keeps the first gradient."""
+class FirstGradient:
+    """Keeps the first gradient of a run."""
 
-    first: Tensor | None = None
+    value: Tensor | None = None
 
-    def _take_evaluation(self) -> Evaluation:
-        evaluation = super()._take_evaluation()
-        if Watched.first is None:
-            Watched.first = evaluation.grad_log_lik.clone()
-        return evaluation
+    @classmethod
+    def watch(cls) -> None:
+        evaluate = ModelOfUpdate.__call__
+
+        def watched(self: ModelOfUpdate, *args: Any, **options: Any) -> Evaluation:
+            evaluation = evaluate(self, *args, **options)
+            if cls.value is None and evaluation.grad_log_lik is not None:
+                cls.value = evaluation.grad_log_lik.clone()
+            return evaluation
+
+        ModelOfUpdate.__call__ = watched  # type: ignore[method-assign]
 
 
 class Stream(IterableDataset):
@@ -129,9 +135,9 @@ class Worker:
 
     def keep(self, name: str, trainer: BayesianTrainer) -> None:
         """theta of every chain here, also of replicas; the logs; the saved posterior."""
-        state = trainer.optimizer_of_chains.state_of_chains
+        state = trainer.run.state
         for field, value in state._asdict().items():
-            for chain, row in zip(trainer.chains, value, strict=True):
+            for chain, row in zip(trainer.run.chains, value, strict=True):
                 self.tensors[f"{name}/{field}/{chain}"] = row.cpu().clone()
         self.numbers[f"{name}/logs"] = trainer.state.log_history
         trainer.save_model()
@@ -167,9 +173,9 @@ class Worker:
     def first_gradient(self, chains: int) -> None:
         method, size = SGHMCConfig(num_chains=chains), max(1, dist.get_world_size() // chains)
         trainer = self.trainer(f"single{chains}", method, data_size=size, dtype=torch.float32, max_steps=1)
-        Watched.first = None
+        FirstGradient.value = None
         trainer.train()
-        for chain, row in zip(trainer.chains, Watched.first, strict=True):
+        for chain, row in zip(trainer.run.chains, FirstGradient.value, strict=True):
             self.tensors[f"gradient{chains}/{chain}"] = row.contiguous()
 
     def resume(self, chains: int) -> None:
@@ -183,7 +189,7 @@ class Worker:
         whole.train()
         resumed = self.trainer(f"resumed{chains}", method, dropout=0.1, **settings)
         resumed.train(resume_from_checkpoint=str(self.out / f"whole{chains}" / "checkpoint-4"))
-        states = [t.optimizer_of_chains.state_of_chains._asdict() for t in (whole, resumed)]
+        states = [t.run.state._asdict() for t in (whole, resumed)]
         same = [torch.equal(value, states[1][name]) for name, value in states[0].items()]
         same.append(runs.equal(whole.posterior.approximation, resumed.posterior.approximation))
         self.numbers[f"resume{chains}/same"] = all(same)
@@ -373,9 +379,7 @@ class Worker:
 
 def main() -> None:
     torch.set_num_threads(1)
-    import hf_bayes.training.trainer as module
-
-    module.ChainOptimizer = Watched
+    FirstGradient.watch()
     worker = Worker(Path(sys.argv[1]), None if sys.argv[2] == "none" else Path(sys.argv[2]))
     worker.train()
     for chains in (CHAINS, 2):

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from hf_bayes.chains.run import Run
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.training import checkpoints
-from hf_bayes.training.chain_optimizer import ChainOptimizer
 from tests import runs
 from tests.faults.attacks import MARKER, payload
 from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
@@ -42,13 +42,13 @@ def trainer(output_dir: Any, method: Any, **changes: Any) -> Any:
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     """All that a run has to show: state, generators, draws, diagnostics, posterior."""
-    optimizer, scheduler = trainer.optimizer_of_chains, trainer.lr_scheduler
+    run, scheduler = trainer.run, trainer.lr_scheduler
     rates = {} if scheduler is None else {"lr": torch.tensor(scheduler.get_last_lr())}  # none: it was finished already
     return {
-        **{f"state.{name}": value for name, value in optimizer.state_of_chains._asdict().items()},
-        **{f"generator.{chain}": rng.get_state() for chain, rng in enumerate(optimizer.rngs)},
-        **{f"draw.{index}": draw for index, draw in enumerate(optimizer.draws)},
-        **{f"mean.{name}": value for name, value in optimizer.mean_info().items()},
+        **{f"state.{name}": value for name, value in run.state._asdict().items()},
+        **{f"generator.{chain}": rng.get_state() for chain, rng in enumerate(run.rngs)},
+        **{f"draw.{index}": draw for index, draw in enumerate(run.draws)},
+        **{f"mean.{name}": value for name, value in trainer.monitor.mean_info().items()},
         "members": trainer.bayesian.current,
         **rates,
     }
@@ -182,13 +182,13 @@ def test_a_generator_that_is_not_restored_is_caught(tmp_path, monkeypatch):
     method, changes = RUNS["sghmc"]
     whole = trainer(tmp_path, method, save_strategy="steps", save_steps=4, **changes)
     whole.train()
-    load = ChainOptimizer.load_chain_tensors
+    load = Run.load_state_dict
 
-    def forgetful(self: ChainOptimizer, *args: Any) -> None:
+    def forgetful(self: Run, *args: Any) -> None:
         load(self, *args)
         self.rngs[0].manual_seed(0)
 
-    monkeypatch.setattr(ChainOptimizer, "load_chain_tensors", forgetful)
+    monkeypatch.setattr(Run, "load_state_dict", forgetful)
     resumed = trainer(tmp_path / "resumed", method, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     with pytest.raises(AssertionError, match=r"generator\.0"):

@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,14 @@ from hf_bayes.cli.diagnose import main, plot, table
 from hf_bayes.diagnostics.convergence import ess, rhat
 from hf_bayes.diagnostics.verdict import share_within_interval
 from hf_bayes.distributions.approximations import Draws
+from hf_bayes.objectives.model_objective import ModelObjective, Pass
+from hf_bayes.objectives.probe import PROBE_TERMS
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training import evaluation
-from hf_bayes.training.chain_optimizer import ChainOptimizer
-from hf_bayes.training.diagnosis import _thinned
-from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.announcement import announce, rows_vary
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.messages import Messages
+from hf_bayes.training.trace import thinned
 from tests import runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
@@ -80,24 +84,24 @@ def all_words(rows: list[dict[str, Any]], theta: Tensor) -> list[Tensor]:
 
 def test_the_probe_holds_log_probabilities_of_the_first_rows(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=900, train=token_rows(40))
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    found = trainer._probe(theta)
-    assert [len(batch["input_ids"]) for batch in trainer._probe_inputs] == [3] * 12  # those of evaluation
+    theta = trainer.run.state.theta
+    found = trainer.monitor.probe(theta)
+    assert [len(batch["input_ids"]) for batch in trainer.monitor.probe.batches] == [3] * 12  # those of evaluation
     # 900 updates of 2 rows allow for 36 rows of 7 terms
     torch.testing.assert_close(found.log_lik, direct(token_rows(40)[:36], theta), rtol=1e-4, atol=1e-4)
 
 
 def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, max_steps=1, probe_steps=100, train=token_rows(10, length=100))
-    assert trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta).log_lik.shape == (3, 256)
-    assert sum(len(batch["input_ids"]) for batch in trainer._probe_inputs) == 3  # of 99 terms
+    assert trainer.monitor.probe(trainer.run.state.theta).log_lik.shape == (3, 256)
+    assert sum(len(batch["input_ids"]) for batch in trainer.monitor.probe.batches) == 3  # of 99 terms
 
 
 def test_of_a_vocabulary_the_words_are_looked_at_that_were_likely_at_the_start(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, learning_rate=0.3, train=token_rows(10))
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    look = trainer._probe(theta)
-    (start,) = all_words(token_rows(10), trainer._start[None])
+    theta = trainer.run.state.theta
+    look = trainer.monitor.probe(theta)
+    (start,) = all_words(token_rows(10), trainer.setup.start[None])
     labels = torch.tensor([row["input_ids"] for row in token_rows(10)])[:, 1:, None]
     words = start.scatter(2, labels, -1.0e9).topk(4).indices  # beside the label, whose log p is known
     expected = torch.stack([found.gather(2, words).flatten() for found in all_words(token_rows(10), theta)])
@@ -105,19 +109,21 @@ def test_of_a_vocabulary_the_words_are_looked_at_that_were_likely_at_the_start(t
     torch.testing.assert_close(look.logits, expected, rtol=1e-4, atol=1e-4)
     other = all_words(token_rows(10), theta)[0].scatter(2, labels, -1.0e9).topk(4).indices
     assert not torch.equal(words, other)  # the chain's own favourites are others by now
-    assert torch.equal(look.logits, trainer.optimizer_of_chains.probe_logits[-1])  # of the last update
+    assert torch.equal(look.logits, trainer.monitor.probe_logits[-1])  # of the last update
 
 
 def test_of_few_classes_all_logits_are_looked_at_less_their_mean(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(10)}
     trainer = run(tmp_path, ONE_DRAW, max_steps=2, **fields)
     trainer.bayesian.show(None)
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    (batch, *_) = trainer._probe_inputs
+    theta = trainer.run.state.theta
+    (batch, *_) = trainer.monitor.probe.batches
     logits = torch.stack([_member(trainer.bayesian, row, batch) for row in theta])
     expected = (logits - logits.mean(-1, keepdim=True)).flatten(1)
-    torch.testing.assert_close(trainer._probe(theta).logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
-    found = trainer._probe(theta + 0).logits.unflatten(1, (-1, 3))
+    torch.testing.assert_close(
+        trainer.monitor.probe(theta).logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5
+    )
+    found = trainer.monitor.probe(theta + 0).logits.unflatten(1, (-1, 3))
     assert found.sum(2).abs().max() < 1e-5  # a softmax does not see what is added to all of them
 
 
@@ -128,9 +134,9 @@ def test_of_many_classes_four_are_looked_at_whatever_head_was_drawn(tmp_path: Pa
         torch.nn.init.normal_(model.classifier.weight, std=5.0)
         fields = {"model": model, "subspace": "last_layer", "train": runs.label_rows(10)}
         trainer = run(tmp_path / folder, ONE_DRAW, max_steps=2, **fields)
-        trainer._probe(trainer.optimizer_of_chains.state_of_chains.theta)
-        assert trainer._probe_columns is not None
-        return trainer._probe_columns
+        trainer.monitor.probe(trainer.run.state.theta)
+        assert trainer.monitor.probe.columns is not None
+        return trainer.monitor.probe.columns
 
     found = columns("one", 1)
     assert found.shape == (10, 4)
@@ -153,9 +159,9 @@ def test_of_a_regression_the_predicted_means_are_looked_at(tmp_path: Path) -> No
     rows = [{**row, "label": float(row["label"])} for row in runs.label_rows(10)]
     model = tiny_bert(num_labels=1, problem_type="regression")
     trainer = run(tmp_path, ONE_DRAW, max_steps=2, noise_std=0.5, model=model, subspace="last_layer", train=rows)
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    expected = [_member(trainer.bayesian, theta[0], batch)[:, 0] for batch in trainer._probe_inputs]
-    torch.testing.assert_close(trainer._probe(theta).logits[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
+    theta = trainer.run.state.theta
+    expected = [_member(trainer.bayesian, theta[0], batch)[:, 0] for batch in trainer.monitor.probe.batches]
+    torch.testing.assert_close(trainer.monitor.probe(theta).logits[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_chains_that_differ_in_the_wrong_classes_only_are_told_by_their_logits(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ def test_chains_that_differ_in_the_wrong_classes_only_are_told_by_their_logits(t
         share += 0.2 * torch.arange(1, 5)[:, None] if apart else 0.5
         probs = torch.stack([0.5 + label, (0.5 - label) * share, (0.5 - label) * (1 - share)], 2)
         draws[..., -3:] = probs.log()  # biases, beside weights of 0
-        found, trace = trainer._diagnose(draws)
+        found, trace = trainer.diagnosis.summary()
         assert found["values"] == "draws"
         assert max(found["rhat"], found["rhat_terms"]) < 1.05
         assert min(found["ess"], found["ess_terms"]) > 200
@@ -185,7 +191,7 @@ def test_logs_tell_rhat_of_the_looks_so_far(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries if "probe_rhat" in entry] == [21, 24]  # looks at 14, 16, 18, 20
-    looks = torch.stack(trainer.optimizer_of_chains.probes[6:], 1).sum(2, keepdim=True)
+    looks = torch.stack(trainer.monitor.probes[6:], 1).sum(2, keepdim=True)
     for entry, count in zip(entries[-2:], (4, 6), strict=True):
         assert entry["probe_rhat"] == pytest.approx(float(rhat(looks[:, :count])))
         assert entry["probe_ess"] == pytest.approx(float(ess(looks[:, :count])))
@@ -219,7 +225,7 @@ def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
     for probe_steps in (0, 1):
         model = with_lora(tiny_llama(), lora_dropout=0.3)
         trainer = run(tmp_path, max_steps=6, probe_steps=probe_steps, model=model)
-        assert len(trainer.optimizer_of_chains.probes) == 6 * probe_steps
+        assert len(trainer.monitor.probes) == 6 * probe_steps
         draws.append(trainer.posterior.approximation.theta)
     assert torch.equal(*draws)
 
@@ -227,7 +233,7 @@ def test_looking_does_not_change_the_chains(tmp_path: Path) -> None:
 def test_rhat_and_ess_are_those_of_the_looks_after_burn_in(tmp_path: Path) -> None:
     trainer = run(tmp_path)
     found = trainer.posterior.config.diagnostics
-    looks = torch.stack(trainer.optimizer_of_chains.probes[6:], 1)  # burn-in: 12 of 24 updates
+    looks = torch.stack(trainer.monitor.probes[6:], 1)  # burn-in: 12 of 24 updates
     assert looks.shape == (3, 6, 70)  # ten rows: all there are, and fewer than the least
     total = looks.sum(2, keepdim=True)
     assert found["rhat"] == pytest.approx(float(rhat(total)))
@@ -278,8 +284,8 @@ def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path:
     config = dataclasses.replace(CONFIG, preconditioner="layerwise", preconditioner_batches=2)
     trainer = run(tmp_path, config, gradient_accumulation_steps=2)
     moved = 24 - 6 * 2  # six cycles of four updates, two of them an estimate
-    assert trainer.optimizer_of_chains.totals["rates"].tolist() == pytest.approx([moved * 1e-2] * 3)
-    assert trainer.optimizer_of_chains.sums["noise_ratio"][:, 1].tolist() == [moved / 2] * 3  # after burn-in
+    assert trainer.monitor.totals["rates"].tolist() == pytest.approx([moved * 1e-2] * 3)
+    assert trainer.monitor.sums["noise_ratio"][:, 1].tolist() == [moved / 2] * 3  # after burn-in
 
 
 @pytest.mark.parametrize(
@@ -325,7 +331,7 @@ def test_measuring_noise_by_halves_does_not_change_the_chains(tmp_path: Path, mi
         config = dataclasses.replace(CONFIG, measure_gradient_noise=wanted, burn_in=2)
         model = with_lora(tiny_llama(), lora_dropout=dropout)
         trainer = run(tmp_path, config, max_steps=6, model=model, minibatch=minibatch, collator=collate)
-        assert ("noise_ratio" in trainer.optimizer_of_chains.noise_info) == (wanted is None)
+        assert ("noise_ratio" in trainer.monitor.noise_info) == (wanted is None)
         draws.append(trainer.posterior.approximation.theta)
         drawn.append(seen)
     assert torch.equal(*draws)
@@ -338,43 +344,45 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch: str, subspace: str, dropout: float
 ) -> None:
     """Rows of many lengths, an odd number of them, chains in passes of two."""
-    found, seen = [], []
+    seen: list[tuple[int, Pass, Any]] = []
+    passes = ModelObjective.passes
 
-    def watch(self: ChainOptimizer, members: slice, halves: Any, rows: tuple[int, int]) -> None:
-        found.append((members, self._grad[members].clone(), halves, rows))
+    def watch(self: ModelObjective, theta: Any, batch: Any, **options: Any) -> Iterator[Pass]:
+        groups = 1 if self.shared else len(self.chains)
+        for one in passes(self, theta, batch, **options):
+            assert one.grad is not None
+            seen.append((len(batch["input_ids"]) // groups, one._replace(grad=one.grad.clone()), batch))
+            yield one
 
-    halve = BayesianTrainer._observe_halves
-
-    def whole(self: Any, model: Any, inputs: Any) -> None:
-        seen.append((model, inputs))
-        halve(self, model, inputs)
-
-    monkeypatch.setattr(ChainOptimizer, "observe_halves", watch)
-    monkeypatch.setattr(BayesianTrainer, "_observe_halves", whole)
+    monkeypatch.setattr(ModelObjective, "passes", watch)
     model = tiny_llama() if subspace == "last_block" else with_lora(tiny_llama(), lora_dropout=dropout)
     changes: dict[str, Any] = {
         "subspace": subspace, "minibatch": minibatch, "train": token_rows([8, 5, 7, 8, 3, 8, 6]), "members_per_pass": 2,
         "collator": runs.padding_collator(), "per_device_train_batch_size": 5, "model": model, "max_steps": 1,
     }  # fmt: skip
-    trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0), **changes)
-    assert [members for members, *_ in found] == [slice(0, 2), slice(2, 3)]
-    assert all(rows == (2, 3) for *_, rows in found)
-    # masks differ: neither is what the other leaves
-    assert all(len(halves) == (2 if dropout else 1) for *_, halves, _ in found)
+    trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0), map_updates=0, **changes)
+    update = seen[1:]  # after the one that is timed
+    firsts = [one for rows, one, _ in update if rows == 2]
+    assert [one.members for one in firsts] == [slice(0, 2), slice(2, 3)]
+    # masks differ: neither half is what the other leaves
+    assert [one.members for rows, one, _ in update if rows == 3] == ([one.members for one in firsts] if dropout else [])
     if dropout:
         return
-    ((module, inputs),) = seen
-    trainer.bayesian.theta.data = trainer._origin.clone()
-    trainer.bayesian.show(None)
+    wholes = [(one, batch) for rows, one, batch in update if rows == 5]
+    objective = trainer.active.objective
+    groups = 1 if objective.shared else 3
+    chosen = (torch.arange(5).repeat(groups) >= 2).nonzero()[:, 0]
+    second = trainer.bayesian.take_rows(wholes[0][1], chosen)
+    theta, chunks = trainer.setup.origin, [one.members for one in firsts]
     trainer.bayesian.train()
-    chunks = [members for members, *_ in found]
-    second = trainer._halves(inputs)[1]
-    for (_, gradient, (first,), _), (_, rest) in zip(
-        found, trainer._gradients_of(module, second, chunks, 1), strict=True
-    ):
-        assert float(rest.norm()) > 0.1 * float(gradient.norm()) > 0
+    rests = passes(objective, theta, second, gradient=True, step=0, micro=1, chunks=chunks)
+    for (whole, _), first, rest in zip(wholes, firsts, rests, strict=True):
+        assert whole.grad is not None
+        assert float(rest.grad.norm()) > 0.1 * float(whole.grad.norm()) > 0
         # float32, sums of 35 terms in another order
-        torch.testing.assert_close(first + rest, gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            first.grad + rest.grad, whole.grad, rtol=1e-4, atol=1e-4 * float(whole.grad.abs().max())
+        )
 
 
 def test_a_resumed_run_logs_the_noise_that_was_told_before_it_was_cut(tmp_path: Path) -> None:
@@ -389,7 +397,7 @@ def test_a_resumed_run_logs_the_noise_that_was_told_before_it_was_cut(tmp_path: 
     ]
     assert told[0] == told[1]
     assert "noise_ratio/chain_0" in told[0][1]  # update 6
-    looks = [trainer.optimizer_of_chains.probe_logits for trainer in (whole, resumed)]
+    looks = [trainer.monitor.probe_logits for trainer in (whole, resumed)]
     assert torch.equal(*map(torch.stack, looks))
 
 
@@ -422,7 +430,7 @@ def test_the_limit_of_a_part_of_the_terms_stands_beside_the_nll_of_all(
     risk, metrics = trainer.posterior.trace["risk"], trainer.posterior.config.metrics
     assert risk["num_terms"] == 8  # of 56
     assert risk["risks"][-1] == pytest.approx(metrics["nll"], rel=1e-6)
-    whole = trainer._member_log_lik
+    whole = trainer.outcome.evaluator.latest.member_log_lik
     assert abs(float(-(whole.logsumexp(1) - math.log(9)).mean()) - metrics["nll"]) > 1e-3  # these 8 are not all
     assert metrics["limit_nll"] < metrics["nll"]
 
@@ -491,8 +499,8 @@ def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pyte
 
 
 def test_curves_are_thinned_to_what_a_plot_shows_and_keep_their_end() -> None:
-    assert _thinned(list(range(200))) == list(range(200))
-    thin = _thinned(list(range(1, 1002)))
+    assert thinned(list(range(200))) == list(range(200))
+    thin = thinned(list(range(1, 1002)))
     assert len(thin) <= 200
     assert thin[-1] == 1001
 
@@ -541,7 +549,7 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
     trainer.create_optimizer()
     with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer._announce()
+        announce(trainer.active, Messages(TrainerHost(trainer)))
     assert words in caplog.text
     assert ("Jensen" in caplog.text) == ("MCDropoutConfig" in caplog.text) == (config is ONE_DRAW)
 
@@ -556,25 +564,25 @@ class Reversed(Augmented):
 
 def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
-    assert all(trainer._varies() for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
+    assert all(rows_vary(trainer.active) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
 
 
 def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:
     """A fiftieth of the rows since the last look, 16 at least and 256 at most."""
     fields: dict[str, Any] = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(300)}
     trainer = run(tmp_path, ONE_DRAW, probe_steps=700, max_steps=1, **fields)
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
-    assert trainer._probe(theta).log_lik.shape == (3, 28)
-    assert trainer._probe_of_draw(theta).log_lik.shape == (3, 16)  # of a run of one update
+    theta = trainer.run.state.theta
+    assert trainer.monitor.probe(theta).log_lik.shape == (3, 28)
+    assert trainer.active.probe_of_draws(theta).log_lik.shape == (3, 16)  # of a run of one update
     for interval, rows in ((5, 16), (5000, 200), (10_000, 256)):
-        found = trainer._choose_probe(interval)
+        found = trainer.active._probe(interval)._choose(PROBE_TERMS)
         assert sum(len(batch["input_ids"]) for batch in found) == rows
 
 
 def test_the_halves_of_a_single_chain_are_compared(tmp_path: Path) -> None:
     trainer = run(tmp_path, dataclasses.replace(CONFIG, num_chains=1), max_steps=38)
     found = trainer.posterior.config.diagnostics
-    looks = torch.stack(trainer.optimizer_of_chains.probes[9:], 1)  # burn-in: 19 of 38 updates
+    looks = torch.stack(trainer.monitor.probes[9:], 1)  # burn-in: 19 of 38 updates
     assert looks.shape == (1, 10, 70)
     halves = looks.view(2, 5, 70).sum(2, keepdim=True)
     assert found["rhat"] == pytest.approx(float(rhat(halves)))
@@ -584,9 +592,9 @@ def test_the_halves_of_a_single_chain_are_compared(tmp_path: Path) -> None:
 
 def test_temperatures_are_compared_update_by_update_as_the_paper_does(tmp_path: Path) -> None:
     trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0.0), max_steps=1)
-    state, layout = trainer.optimizer_of_chains.state_of_chains, trainer.bayesian.layout
+    state, layout = trainer.run.state, trainer.bayesian.layout
     kinetic = torch.stack([part.square().mean(1) for part in state.momentum.split(layout.sizes, 1)], 1)
-    law = trainer.optimizer_of_chains.info["kinetic_temperature_law"]
+    law = trainer.monitor.info["kinetic_temperature_law"]
     share = share_within_interval(kinetic, layout.sizes, law)
     assert trainer.posterior.config.diagnostics["kinetic_inside"] == pytest.approx(share.tolist())
     hot = run(tmp_path, ONE_DRAW, learning_rate=0.3, max_steps=20, num_data=1e5)  # heated by minibatches
@@ -624,7 +632,7 @@ def test_a_long_verdict_stays_within_the_figure(length: int) -> None:
 def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) -> None:
     trainer = run(tmp_path / "run")
     acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{$ \n"
-    found, trace = trainer._diagnose(torch.stack(trainer.optimizer_of_chains.draws, 1))
+    found, trace = trainer.diagnosis.summary()
     found |= {"verdict": acting, "values": acting}
     metrics = {f"{acting}_nll": 1.0, f"{acting}_member_nll": 1.0}
     config = dataclasses.replace(trainer.posterior.config, diagnostics=found, metrics=metrics)

@@ -33,6 +33,9 @@ from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training import trainer as trainer_module
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.messages import Messages
 from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
 from tests import runs
 from tests.tiny_models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
@@ -67,7 +70,7 @@ def evaluations(monkeypatch) -> list[Evaluation]:
 def full_data(build: Any, trainer: BayesianTrainer, rows: list[dict]) -> Evaluation:
     """Log-likelihood of all rows and its gradient for every chain, by a plain model for each."""
     layout, values, grads = trainer.bayesian.layout, [], []
-    for theta in trainer._origin:
+    for theta in trainer.setup.origin:
         model = build()
         parameters = dict(model.named_parameters())
         for name, value in layout.unflatten(theta).items():
@@ -254,9 +257,9 @@ def test_draws_of_a_chain_do_not_depend_on_how_many_chains_there_are(tmp_path, d
 @pytest.mark.parametrize("changes", [{"num_chains": 3}, {"num_chains": 3, "prior_mean": "initial"}])
 def test_chains_start_in_different_places_around_the_model(tmp_path, changes):
     trainer = runs.trainer(tmp_path, SGHMCConfig(init_jitter=0.1, **changes))
-    distance = (trainer._origin - trainer._start).norm(dim=1) / trainer._start.norm()
+    distance = (trainer.setup.origin - trainer.setup.start).norm(dim=1) / trainer.setup.start.norm()
     assert ((distance > 0.05) & (distance < 0.2)).all()
-    assert all(not torch.equal(a, b) for a, b in pairwise(trainer._origin))
+    assert all(not torch.equal(a, b) for a, b in pairwise(trainer.setup.origin))
 
 
 def test_workers_of_the_data_loader_change_nothing(tmp_path):
@@ -327,7 +330,7 @@ def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_sta
     assert output.global_step == 6
     assert members.isfinite().all()
     if name not in ("metropolis", "hmc", "penalty", "gps"):  # these may have refused all six moves
-        assert (members - trainer._start).abs().max() > 0
+        assert (members - trainer.setup.start).abs().max() > 0
     expected = config.num_chains * config.draws_per_chain
     assert posterior.config.num_members == (0 if name in ("mean_field", "laplace", "swag") else expected)
     metrics = trainer.evaluate()
@@ -438,8 +441,8 @@ def test_epochs_may_be_fractions(tmp_path, epochs, updates):
         gradient_accumulation_steps=2,
     )
     assert trainer.train().global_step == updates
-    assert trainer.optimizer_of_chains.num_updates == updates
-    assert len(trainer.optimizer_of_chains.draws) == 1
+    assert trainer.run.num_updates == updates
+    assert len(trainer.run.draws) == 1
 
 
 def test_exact_kernels_see_all_data_in_every_move(tmp_path):
@@ -477,7 +480,7 @@ def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minib
     loader = list(itertools.islice(trainer.get_train_dataloader(), 4))
     trainer.train()
     every, some = told
-    theta = trainer.optimizer_of_chains.state_of_chains.theta
+    theta = trainer.run.state.theta
     for place, batch in enumerate(loader):
         copies = {k: torch.cat([v, v]) for k, v in batch.items()} if minibatch == "shared" else batch
         expected = -9 / 2 * trainer.bayesian(**copies, theta=theta, folded=True).loss  # 9 rows, 2 in a batch
@@ -587,7 +590,7 @@ def test_training_twice_starts_a_new_run_where_the_first_ended(tmp_path, bf16):
     first = trainer.posterior.approximation.theta.clone()
     trainer.train()
     second = trainer.posterior.approximation.theta
-    assert trainer.optimizer_of_chains.num_updates == 6
+    assert trainer.run.num_updates == 6
     assert second.shape == first.shape
     assert not torch.equal(first, second)
     assert trainer.bayesian.num_members == 4
@@ -683,7 +686,7 @@ def test_metrics_at_save_set_the_posterior_beside_a_map_estimate(tmp_path):
     trainer.save_model()
     kept = trainer.posterior.config.metrics
     assert kept["nll"] == trainer.evaluate()["eval_nll"]  # and the posterior is what is shown afterwards
-    point = trainer._map_estimate(trainer.posterior)
+    point = map_of_run(trainer.posterior, trainer.active)
     with torch.no_grad():
         trainer.bayesian.show(point)
         batch = default_data_collator(rows)
@@ -699,7 +702,7 @@ def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
         map_updates=300,
     )
     trainer.train()
-    start, point = trainer.posterior.representative[None], trainer._map_estimate(trainer.posterior)
+    start, point = trainer.posterior.representative[None], map_of_run(trainer.posterior, trainer.active)
     batch = default_data_collator(runs.token_rows())
 
     def energy(theta: Tensor, prior_weight: float) -> tuple[float, Tensor]:
@@ -724,7 +727,7 @@ def test_an_iterate_of_sgd_is_no_map_estimate_until_it_is_polished(tmp_path, nam
     trainer = runs.trainer(tmp_path, METHODS[name](burn_in=0.5), max_steps=40)
     trainer.train()
     posterior = trainer.posterior
-    assert torch.equal(trainer._map_estimate(posterior)[0], posterior.representative) is not polished
+    assert torch.equal(map_of_run(posterior, trainer.active)[0], posterior.representative) is not polished
 
 
 def test_a_map_estimate_may_be_left_out(tmp_path):
@@ -745,10 +748,10 @@ def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatc
 
 def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
-    trainer._compare("", 2.0, 1.5, 0.1)
+    compare(Messages(TrainerHost(trainer)), "", 2.0, 1.5, 0.1)
     assert "worse than a MAP estimate's 1.5000" in caplog.text
     caplog.clear()
-    trainer._compare("", 1.5, 2.0, 0.1)
+    compare(Messages(TrainerHost(trainer)), "", 1.5, 2.0, 0.1)
     assert not caplog.records
 
 
@@ -795,7 +798,7 @@ def test_a_stream_that_was_mapped_loses_the_columns_not_taken(tmp_path):
     stream = Dataset.from_list(runs.token_rows(6)).to_iterable_dataset().map(named)
     assert stream.column_names is None
     trainer = runs.trainer(tmp_path, MAPConfig(), train=stream, minibatch="shared", num_data=50.0, map_updates=0)
-    assert set(trainer._first_rows()) == {"input_ids", "attention_mask", "labels"}
+    assert set(trainer.rows.first()) == {"input_ids", "attention_mask", "labels"}
 
 
 def test_every_update_of_a_stream_is_scaled_by_its_own_micro_batches(tmp_path, evaluations):
@@ -895,7 +898,7 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path, accumulation, kind, don
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{done}"))
     assert again == shown[done:]
     assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
-    assert torch.equal(resumed.optimizer_of_chains.probes[-1], whole.optimizer_of_chains.probes[-1])
+    assert torch.equal(resumed.monitor.probes[-1], whole.monitor.probes[-1])
 
 
 @pytest.mark.parametrize("kind", STREAMS)

@@ -24,8 +24,9 @@ from torch.utils.data import Dataset
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.objectives import model_objective
+from hf_bayes.objectives.model_objective import ModelOfUpdate
 from hf_bayes.training import trainer as trainer_module
-from hf_bayes.training.chain_optimizer import ChainOptimizer
 from tests import runs
 
 COORDINATES, CHAINS = 512, 16
@@ -86,7 +87,7 @@ def measure(
 ) -> float:
     """Variance of theta over chains and draws, averaged over coordinates."""
     trainer = train(tmp_path, num_rows, batch, accumulation, correct_gradient_noise=correct, **changes)
-    draws = torch.stack(trainer.optimizer_of_chains.draws).double()
+    draws = torch.stack(trainer.run.draws).double()
     mode = 0.5 * outcomes(num_rows).double().mean(0)  # prior and likelihood weigh the same
     return float((draws - mode).square().mean())
 
@@ -226,15 +227,15 @@ def test_what_is_set_behind_the_trainers_back_does_not_change_the_law(tmp_path, 
 
 @pytest.mark.reliability("F12", twin=True)
 def test_clipped_gradients_are_caught(tmp_path, monkeypatch):
-    take = ChainOptimizer._take_evaluation
+    evaluate = ModelOfUpdate.__call__
 
-    def clipped(self: ChainOptimizer, *args: Any) -> Any:
-        evaluation = take(self, *args)
+    def clipped(self: ModelOfUpdate, *args: Any, **options: Any) -> Any:
+        evaluation = evaluate(self, *args, **options)
         norm = evaluation.grad_log_lik.norm(dim=1, keepdim=True)
         # half of the norm: a bound that is always active
         return evaluation._replace(grad_log_lik=evaluation.grad_log_lik * (0.5 * norm.mean() / norm))
 
-    monkeypatch.setattr(ChainOptimizer, "_take_evaluation", clipped)
+    monkeypatch.setattr(ModelOfUpdate, "__call__", clipped)
     assert abs(measure(tmp_path, 192, 8, 2) / law(192, 16) - 1) > 0.1
 
 
@@ -247,7 +248,7 @@ def test_noise_of_the_gradient_is_measured(tmp_path):
     trainer = train(tmp_path, 192, 4, 4, correct_gradient_noise=False)
     ratios = trainer.posterior.config.diagnostics["noise_ratio"]
     assert len(ratios) == CHAINS
-    inverse = 1 / trainer.optimizer_of_chains.info["noise_ratio"].double()
+    inverse = 1 / trainer.monitor.info["noise_ratio"].double()
     injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
     # 512 coordinates x 3 degrees of freedom x 16 chains: 4 standard errors are 4 * sqrt(2 / 24576) = 3.6 %
     assert float(inverse.mean()) == pytest.approx(gradient_variance(192, 16) / injected, rel=0.036)
@@ -260,7 +261,7 @@ def inverse_ratio(tmp_path: Any, batch: int, minibatch: str) -> float:
     """h^2 V over what is injected, as the halves of the last update's micro-batches tell it."""
     trainer = train(tmp_path, 192, batch, 1, correct_gradient_noise=False, minibatch=minibatch)
     assert len(trainer.posterior.config.diagnostics["noise_ratio"]) == CHAINS
-    return float((1 / trainer.optimizer_of_chains.noise_info["noise_ratio"].double()).mean())
+    return float((1 / trainer.monitor.noise_info["noise_ratio"].double()).mean())
 
 
 @pytest.mark.parametrize(("batch", "minibatch"), HALVES)
@@ -275,13 +276,12 @@ def test_noise_of_the_gradient_is_measured_by_halves_of_a_micro_batch(tmp_path, 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
 def test_a_variance_of_halves_and_not_of_the_batch_is_caught(tmp_path, monkeypatch, factor):
-    observe = ChainOptimizer.observe_halves
+    right = model_objective.between_halves
 
-    def wrong(self: ChainOptimizer, *args: Any) -> None:
-        observe(self, *args)
-        self._of_halves *= factor
+    def wrong(*args: Any, **options: Any) -> Any:
+        return factor * right(*args, **options)
 
-    monkeypatch.setattr(ChainOptimizer, "observe_halves", wrong)
+    monkeypatch.setattr(model_objective, "between_halves", wrong)
     expected = gradient_variance(192, 8) / (2 * (1 - MOMENTUM) * 192 / LEARNING_RATE)
     assert abs(inverse_ratio(tmp_path, 8, "shared") / expected - 1) > 4 * math.sqrt(2 / COORDINATES)
 

@@ -17,6 +17,7 @@ from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.mc_dropout import Masks
 from hf_bayes.methods.registry import build
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.map_comparison import map_of_run
 from tests.faults import posteriors
 from tests.methods.test_registry import problem
 from tests.runs import token_rows, trainer
@@ -153,7 +154,7 @@ def test_a_run_ends_in_masked_rows_that_save_load_and_predict(tmp_path: Path) ->
     run.save_model()
     draws, layout = run.posterior.approximation, run.posterior.layout
     assert draws.chain.tolist() == [0, 0, 0, 1, 1, 1]
-    trained = run.optimizer_of_chains.state_of_chains.theta.repeat_interleave(3, 0)
+    trained = run.run.state.theta.repeat_interleave(3, 0)
     for name, tensor in layout.unflatten(draws.theta).items():
         whole = layout.unflatten(trained)[name]
         dropped = (tensor == 0).all(-2, keepdim=True).expand_as(tensor)
@@ -161,7 +162,7 @@ def test_a_run_ends_in_masked_rows_that_save_load_and_predict(tmp_path: Path) ->
         assert bool(dropped.any()) == ("lora_A" in name)
     metrics = run.posterior.config.metrics
     assert math.isfinite(metrics["map_nll"])
-    point = run._map_estimate(run.posterior)
+    point = map_of_run(run.posterior, run.active)
     assert not torch.equal(point[0], draws.theta[0])  # a member with inputs dropped is no MAP estimate
     assert posteriors.equal(Posterior.from_pretrained(tmp_path), run.posterior)
 

@@ -181,7 +181,7 @@ def test_a_trainer_estimates_the_masses_of_its_tensors_and_resumes_within_an_est
     config = layerwise(3, num_chains=2, draws_per_chain=2, burn_in=0)
     whole = runs.trainer(tmp_path, config, max_steps=10, save_strategy="steps", save_steps=6)
     whole.train()
-    mass = whole.optimizer_of_chains.state_of_chains.mass
+    mass = whole.run.state.mass
     assert mass.shape == (2, len(whole.bayesian.layout.names))
     assert mass.amin(1).tolist() == [1.0, 1.0]
     assert mass.amax() > 1.5

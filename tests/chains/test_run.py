@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.run import NOISE_PERIOD, Run
+from hf_bayes.core.types import Kernel
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from tests.chains.normal_objective import CHAINS, normal_run
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in run.state._asdict().items()}
+
+
+def test_a_rule_locates_once_an_update_whatever_its_batches() -> None:
+    one, four = normal_run(MeanFieldConfig()), normal_run(MeanFieldConfig())
+    for _ in range(3):
+        one.update([None], 0.01)
+        four.update([None] * 4, 0.01)
+    for a, b in zip(one.rngs, four.rngs, strict=True):
+        assert torch.equal(a.get_state(), b.get_state())
+    for name, value in state(one).items():
+        torch.testing.assert_close(value, state(four)[name])
+
+
+def test_theta_is_the_state_and_not_where_the_gradient_was() -> None:
+    run = normal_run(MeanFieldConfig())
+    run.update([None], 0.01)
+    assert torch.equal(run.theta, run.state.theta)
+    assert not torch.equal(run.theta, run.objective.last_theta)  # a draw from q
+
+
+def test_draws_are_taken_at_their_steps_and_stay() -> None:
+    run, seen = normal_run(SGHMCConfig()), []
+    for _ in range(5):
+        run.update([None], 0.01)
+        seen.append(run.theta.clone())
+    assert len(run.draws) == 2
+    assert torch.equal(run.draws[0], seen[2])
+    assert torch.equal(run.draws[1], seen[4])
+
+
+def test_a_zero_learning_rate_moves_nothing_a_negative_one_raises() -> None:
+    run = normal_run(SGHMCConfig())
+    before = run.theta.clone()
+    assert not run.update([None], 0.0).moved
+    assert torch.equal(run.theta, before)
+    for learning_rate in (-1e-3, float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match="learning rate of step 2 is"):
+            run.update([None], learning_rate)
+
+
+def test_a_record_holds_the_update_and_does_not_change() -> None:
+    run = normal_run(SGHMCConfig())
+    start = run.theta.clone()
+    record = run.update([None], 0.01)
+    kept = record.state.theta.clone()
+    run.update([None], 0.01)
+    assert record.step == 1
+    assert record.moved
+    assert torch.equal(record.before, start)
+    assert torch.equal(record.state.theta, kept)
+    assert torch.allclose(record.loss, 0.5 * start.double().square().sum(1))
+
+
+def test_a_refused_proposal_keeps_the_loss_of_its_chain() -> None:
+    run = normal_run(METHODS["metropolis"](proposal_std=1e3, target_acceptance=None))
+    losses = [run.update([None]).loss for _ in range(3)]
+    assert torch.equal(losses[0], losses[2])
+    assert torch.allclose(losses[0], 0.5 * run.theta.double().square().sum(1))
+
+
+@pytest.mark.parametrize("warm_start_steps", [0, 2])
+@pytest.mark.parametrize("name", METHODS, ids=str)
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_chains_go_on_bitwise_from_their_tensors(name: str, warm_start_steps: int, cut: int) -> None:
+    own = {
+        "snapshot": {"schedule": None},  # five updates leave no room for cycles
+        "mc_dropout": {"targets": "weight"},
+    }
+    config = METHODS[name](num_chains=CHAINS, warm_start_steps=warm_start_steps, **own.get(name, {}))
+    whole, losses = normal_run(config), []
+    for step in range(5):
+        if step == cut:
+            saved = {name: value.clone() for name, value in whole.state_dict().items()}
+        losses.append(whole.update([None] * 4, 0.01).loss)
+    resumed = normal_run(config, seed=7)  # generators come from the tensors
+    resumed.load_state_dict(saved, cut)
+    for step in range(cut, 5):
+        assert torch.equal(resumed.update([None] * 4, 0.01).loss, losses[step])
+    assert all(torch.equal(value, state(whole)[name]) for name, value in state(resumed).items())
+    assert all(torch.equal(a, b) for a, b in zip(resumed.draws, whole.draws, strict=True))
+    assert all(torch.equal(a.get_state(), b.get_state()) for a, b in zip(resumed.rngs, whole.rngs, strict=True))
+
+
+def test_tensors_of_another_method_are_refused() -> None:
+    whole = normal_run(SGHMCConfig())
+    whole.update([None], 0.01)
+    with pytest.raises(ValueError, match="written by another method"):
+        normal_run(MAPConfig()).load_state_dict(whole.state_dict(), 1)
+
+
+def test_the_sum_of_large_finite_numbers_is_no_alarm() -> None:
+    run = normal_run(MAPConfig())
+    huge = torch.full_like(run.theta, 1e38)
+    assert not huge.sum().isfinite()
+    run._require_finite({"gradient": huge})
+    huge[1, 13] = torch.inf
+    with pytest.raises(FloatingPointError, match=r"non-finite gradient at step 1 \(chain 1, bias\): stop"):
+        run._require_finite({"gradient": huge})
+
+
+def test_rows_are_split_from_the_end_of_burn_in_and_at_the_end() -> None:
+    run = normal_run(SGHMCConfig())
+    assert not run._splits_rows
+    run._watch_noise, run.problem = True, run.problem._replace(burn_in=2, draw_steps=range(250, 251))
+    found = []
+    for step in range(250):
+        run.num_updates = step
+        found += [step] if run._splits_rows else []
+    assert found == [2, 2 + NOISE_PERIOD, 2 + 2 * NOISE_PERIOD, 249]
+
+
+def test_a_kernel_has_no_learning_rate() -> None:
+    run = normal_run(HMCConfig(num_chains=CHAINS))
+    assert isinstance(run.method, Kernel)
+    assert run.update([None], 0.01).learning_rate is None
