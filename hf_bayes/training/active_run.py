@@ -11,18 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.run import Run
-from hf_bayes.core.rng import chain_generators
-from hf_bayes.core.schedules import burn_in_steps, draw_steps
-from hf_bayes.core.types import Approximation, Kernel, Problem, Rule
+from hf_bayes.core.types import Approximation, Rule
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
-from hf_bayes.distributions.priors import build_prior
 from hf_bayes.members.trunk import TrunkMemory
-from hf_bayes.methods.registry import build
-from hf_bayes.objectives.model_objective import DataAccess, ModelObjective
+from hf_bayes.objectives.model_objective import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
+from hf_bayes.objectives.starting import start_run
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
@@ -63,43 +59,27 @@ class ActiveRun:
         self.method, args, model = rows.method, host.args, setup.model
         self.pending: list[Any] = []
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
-        self.prior = build_prior(
-            self.method,
-            model.layout,
-            setup.start,
-            model.model,
-            None if setup.inherited is None else setup.inherited.gaussian,
-        )
-        self.problem = self._problem()
-        method = build(self.method, self.problem)
-        exact = isinstance(method, Kernel)
-        watches_noise = self.method.requirements.gradient_variance != "none"
-        self.objective = ModelObjective(
+        self.run, self.objective, self.prior = start_run(
             model,
+            self.method,
             rows.scale,
-            mesh=setup.mesh,
-            shared=rows.shared,
-            dropout=not exact,  # an exact kernel needs a target that does not change between two evaluations
-            in_float64=exact,
-            returns_batches=exact and not self.method.requirements.all_data_in_every_update,
-            measures_noise=watches_noise,
+            num_steps=rows.num_steps,
+            learning_rate=args.learning_rate,
             seed=args.seed,
+            start=setup.start,
+            theta=model.theta.detach().to(args.device, copy=True),
+            inherited=None if setup.inherited is None else setup.inherited.gaussian,
+            mesh=setup.mesh,
+            most_terms=rows.most_terms,
+            batch_fraction=rows.batch_fraction,
+            shared=rows.shared,
             members_per_pass=args.members_per_pass,
             private=rows.private,
             context=host.autocast,
             prepare=host.prepare,
             data=self._data_access(),
         )
-        self.run = Run(
-            method,
-            self.objective,
-            model.theta.detach().to(args.device, copy=True),
-            chain_generators(args.seed, self.method.num_chains, chains=setup.mesh.chains, device=args.device),
-            self.problem,
-            warm_start=self.method.warm_start_steps,
-            chains=setup.mesh.chains,
-            watch_noise=watches_noise,
-        )
+        self.problem = self.run.problem
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
         self.monitor = Monitor(
             model.layout.sizes,
@@ -110,25 +90,6 @@ class ActiveRun:
             probe_steps=args.probe_steps,
         )
         self.show_chains()
-
-    def _problem(self) -> Problem:
-        rows, config, args, model = self.rows, self.method, self.host.args, self.setup.model
-        steps = rows.num_steps
-        burn_in = max(burn_in_steps(config.burn_in, steps), config.warm_start_steps)
-        return Problem(
-            num_data=rows.num_data,
-            prior=self.prior.to(model.theta),
-            learning_rate=args.learning_rate,
-            num_steps=steps,
-            burn_in=burn_in,
-            shapes=model.layout.named_shapes,
-            draw_steps=draw_steps(steps, burn_in=burn_in, draws=config.draws_per_chain, thin=config.thin),
-            batch_fraction=rows.batch_fraction,
-            most_terms=rows.most_terms,
-            root_columns=model.num_root_columns,
-            noise_std=getattr(self.setup.likelihood, "noise_std", None),
-            seed=args.seed,
-        )
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for a method that passes over the data once more."""

@@ -1,0 +1,118 @@
+"""Start the chains of a method on a model: the one place that puts prior, method, objective and generators together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_bayes.chains.run import Run
+from hf_bayes.chains.starting_points import initial_members
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import chain_generators
+from hf_bayes.core.schedules import burn_in_steps, draw_steps
+from hf_bayes.core.types import Kernel, Problem
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.energy import IndependentPrior
+from hf_bayes.distributions.priors import build_prior
+from hf_bayes.methods.registry import build
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.model_objective import ModelObjective
+
+
+class StartedRun(NamedTuple):
+    """Chains that are ready for their first update.
+
+    Attributes:
+        run: the chains.
+        objective: what they sample.
+        prior: log p(theta).
+    """
+
+    run: Run
+    objective: ModelObjective
+    prior: IndependentPrior | Gaussian
+
+
+def start_run(
+    model: BayesianModel,
+    method: MethodConfig,
+    scale: DataScale,
+    *,
+    num_steps: int,
+    learning_rate: float,
+    seed: int = 0,
+    start: Tensor | None = None,
+    theta: Tensor | None = None,
+    inherited: Gaussian | None = None,
+    mesh: ChainMesh | None = None,
+    most_terms: int | None = None,
+    batch_fraction: float | None = None,
+    **options: Any,
+) -> StartedRun:
+    """Return the chains of a method on a model, each at a seeded place of its own.
+
+    Args:
+        model: attached.
+        method: a config of ``hf_bayes.METHODS``.
+        scale: the size of the data and of an update.
+        num_steps: updates of the run.
+        learning_rate: the peak of its schedule.
+        seed: of starts, noise and dropout masks.
+        start: [d], the weights that chains start around; None: those of the model.
+        theta: [M, d], where the chains of this process start; None draws them around ``start``.
+        inherited: the posterior that is the prior; None takes the method's own prior.
+        mesh: the processes; None is this one alone.
+        most_terms: the largest number of likelihood terms in one row, if it is known.
+        batch_fraction: the share of the data in a batch, if it is known.
+        options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
+    Raises:
+        ValueError: if the method cannot run on this problem.
+    """
+    mesh = ChainMesh(method.num_chains, model.device) if mesh is None else mesh
+    start = model.theta.detach()[0] if start is None else start
+    if theta is None:
+        theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains)
+    prior = build_prior(method, model.layout, start, model.model, inherited)
+    burn_in = max(burn_in_steps(method.burn_in, num_steps), method.warm_start_steps)
+    problem = Problem(
+        num_data=scale.num_data,
+        prior=prior.to(theta),
+        learning_rate=learning_rate,
+        num_steps=num_steps,
+        burn_in=burn_in,
+        shapes=model.layout.named_shapes,
+        draw_steps=draw_steps(num_steps, burn_in=burn_in, draws=method.draws_per_chain, thin=method.thin),
+        batch_fraction=batch_fraction,
+        most_terms=most_terms,
+        root_columns=model.num_root_columns,
+        noise_std=getattr(model.likelihood, "noise_std", None),
+        seed=seed,
+    )
+    built, needs = build(method, problem), method.requirements
+    exact, watches_noise = isinstance(built, Kernel), needs.gradient_variance != "none"
+    objective = ModelObjective(
+        model,
+        scale,
+        mesh=mesh,
+        dropout=not exact,  # an exact kernel needs a target that does not change between two evaluations
+        in_float64=exact,
+        returns_batches=exact and not needs.all_data_in_every_update,
+        measures_noise=watches_noise,
+        seed=seed,
+        **options,
+    )
+    rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
+    run = Run(
+        built,
+        objective,
+        theta,
+        rngs,
+        problem,
+        warm_start=method.warm_start_steps,
+        chains=mesh.chains,
+        watch_noise=watches_noise,
+    )
+    return StartedRun(run, objective, prior)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from hf_bayes import SGHMCConfig, attach
+from hf_bayes.models.to_posterior import to_posterior
+from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.starting import start_run
+from hf_bayes.posteriors.posterior import Posterior
+from tests import runs
+from tests.tiny_models import tiny_llama, with_lora
+
+
+def test_a_loop_without_a_trainer_runs_the_trainers_chains(tmp_path: Path) -> None:
+    rows, method = runs.token_rows(10), SGHMCConfig(num_chains=2, draws_per_chain=2, prior_std=0.1)
+    trainer = runs.trainer(tmp_path, method, train=rows, minibatch="shared", max_steps=6)
+    trainer.train()
+
+    model = attach(with_lora(tiny_llama()))
+    terms = sum(len(row["input_ids"]) - 1 for row in rows)
+    scale = DataScale(num_data=terms, num_rows=10, num_terms=terms, rows_per_update=2)
+    run, *_ = start_run(model, method, scale, num_steps=6, learning_rate=1e-2, seed=trainer.args.seed)
+    for batches in islice(trainer.rows.updates_for_point(), 6):
+        run.update(batches, learning_rate=1e-2)
+    assert torch.equal(run.theta, trainer.run.theta)
+    posterior = to_posterior(
+        model, run.finish(), method, subspace="trainable", num_data=terms, data_unit="token", tokenizer=None, seed=0,
+        diagnostics={"converged": None, "verdict": "not assessed"},
+    )  # fmt: skip
+    posterior.save_pretrained(tmp_path / "posterior")
+    assert Posterior.from_pretrained(tmp_path / "posterior").config.num_members == 4
