@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_bayes.training.refusals import refuse_accelerator
+from hf_bayes.training.refused_arguments import refuse_accelerator
 
 
 def without_data_parallel(accelerator: Any) -> None:

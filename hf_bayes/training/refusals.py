@@ -1,156 +1,16 @@
-"""What a trainer refuses before it touches anything: settings that would quietly change the law being sampled."""
+"""Checks of rows and processes, before the first update: data that chains cannot draw from, and launches that differ."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peft import PeftModel
-from transformers import PreTrainedModel, SchedulerType
-
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.methods.registry import METHODS
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
-from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
-from hf_bayes.training.host_trainers import refuse_loss_settings
-
-_OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
-
-
-def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> None:
-    """Everything that would quietly change the law being sampled, or that this trainer cannot honour."""
-    if not isinstance(args, BayesianTrainingArguments):
-        raise ValueError(
-            f"args must be BayesianTrainingArguments, got {type(args).__name__}: its defaults suit samplers"
-        )
-    if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
-    named = isinstance(model, str | os.PathLike) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
-    if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
-        raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
-    refuse_loss_settings(args)
-    if args.device.type == "mps":
-        raise ValueError(
-            "an Apple GPU (mps) has no float64, in which chains sum log-likelihoods: set use_cpu=True, or train on CUDA"
-        )
-    if args.max_grad_norm:
-        raise ValueError(
-            f"{method.name} needs max_grad_norm=0 (got {args.max_grad_norm}): clipped gradients change the stationary "
-            "distribution. Set max_grad_norm=0"
-        )
-    if args.weight_decay:
-        raise ValueError(
-            f"{method.name} needs weight_decay=0 (got {args.weight_decay}): the prior is part of the method and would "
-            "be counted twice. Set prior_std in the method's config (weight decay w on the mean loss is "
-            "prior_std = 1/sqrt(N w))"
-        )
-    if method.schedule is not None and args.lr_scheduler_type != "constant":
-        raise ValueError(
-            f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} and {method.name}'s own "
-            f"schedule={method.schedule.name!r} are two schedules: leave one of them out"
-        )
-    ignored = [name for name in _OF_AN_OPTIMIZER if getattr(args, name) != _default(args, name)]
-    if ignored:
-        raise ValueError(
-            f"{', '.join(ignored)} of the arguments would be ignored: {method.name} is the optimizer. Leave them out, "
-            "and set the fields of the method's config"
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            "nn.DataParallel is refused: it would average chains. Use accelerate launch, or CUDA_VISIBLE_DEVICES=0"
-        )
-    if args.deepspeed or args.fsdp:
-        raise ValueError(
-            "DeepSpeed and FSDP shard the parameters that are sampled and are not supported: leave them off"
-        )
-    if args.torch_compile:
-        raise ValueError(
-            "torch_compile=True is refused: a model with a member axis cannot be compiled as a whole. Compile its "
-            "layers in place before training: for layer in model.model.layers: layer.compile() (of a peft model: "
-            "model.get_base_model().model.layers)"
-        )
-    if SchedulerType(args.lr_scheduler_type) is SchedulerType.REDUCE_ON_PLATEAU:
-        raise ValueError(
-            "lr_scheduler_type='reduce_lr_on_plateau' is refused: the steps of the chains would follow held-out rows, "
-            "which a posterior must not have seen. Take a schedule of the step number, such as 'cosine'"
-        )
-    if args.bf16_full_eval or args.fp16_full_eval:
-        raise ValueError(
-            "bf16_full_eval and fp16_full_eval are refused: an evaluation outside of training would round the model's "
-            "weights for good, and a later run would sample the posterior of another model. Set bf16=True, which "
-            "evaluates in bf16 and leaves them as they are"
-        )
-    if args.ignore_data_skip:
-        raise ValueError(
-            "ignore_data_skip is refused: a resumed run would begin its epoch again, and be another run. Leave it out"
-        )
-    if args.save_only_model:
-        raise ValueError(
-            "save_only_model is refused: a checkpoint without the chains' states cannot be resumed. Leave it out, or "
-            "set save_strategy='no': the posterior is saved at the end in any case"
-        )
-    if args.load_best_model_at_end:
-        raise ValueError(
-            "load_best_model_at_end is refused: a posterior is all of its draws, not the best checkpoint of a run"
-        )
-    if args.train_sampling_strategy != "random":
-        raise ValueError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} is refused, expected 'random': each chain takes "
-            "the rows in permutations of its own. Leave it out"
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size is refused: rows per update are part of the chain. Set per_device_train_batch_size"
-        )
-    if args.push_to_hub and args.hub_strategy != "end":
-        raise ValueError(f"hub_strategy={args.hub_strategy!r} would push unfinished posteriors: use hub_strategy='end'")
-    if args.label_smoothing_factor:
-        raise ValueError("label_smoothing_factor must be 0: a smoothed loss is no log-likelihood")
-    if args.neftune_noise_alpha:
-        raise ValueError(
-            "neftune_noise_alpha must be unset: noise on embeddings changes the likelihood that is sampled"
-        )
-    if args.private_rows and not method.requirements.allows_private_rows:
-        able = [name for name, kind in METHODS.items() if kind().requirements.allows_private_rows]
-        raise ValueError(
-            f"{method.name} does not take private_rows: its gradients are of rows that all processes share. Use a "
-            f"method that does ({', '.join(able)}), or give every process all rows"
-        )
-    if kwargs.get("train_dataset") is not None:
-        require_rows(kwargs["train_dataset"], args, method)
-    for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
-        if kwargs.get(name) not in (None, (None, None)):
-            raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
-
-
-def refuse_accelerator(accelerator: Any) -> None:
-    """What the accelerator came to, whoever asked for it: flags, a config file, the environment or the base model."""
-    if accelerator.mixed_precision not in PRECISIONS:
-        raise ValueError(
-            f"mixed precision {accelerator.mixed_precision} is refused, expected one of {', '.join(PRECISIONS)}: loss "
-            "scaling skips updates of the chain. Launch with --mixed_precision bf16 or no"
-        )
-    state, parallel = accelerator.state, accelerator.parallelism_config
-    found = [name for name in ("deepspeed_plugin", "fsdp_plugin") if getattr(state, name, None) is not None]
-    found += [] if parallel is None else [f"parallelism config {parallel}"]
-    if found:
-        raise ValueError(
-            f"{', '.join(found)}: bases sharded over devices are not supported, every process needs the whole base. "
-            "Load it without tp_plan and launch without FSDP and DeepSpeed; quantise a base that does not fit"
-        )
-    if not accelerator.even_batches and accelerator.num_processes > 1:
-        raise ValueError(
-            "even_batches=False is refused on several processes, expected True: they evaluate each batch together, and "
-            "rows that fill a last one are left out of the metrics. Leave it out of accelerator_config"
-        )
-
-
-def _default(args: BayesianTrainingArguments, name: str) -> Any:
-    return type(args).__dataclass_fields__[name].default
+from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:

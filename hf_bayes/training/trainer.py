@@ -40,7 +40,7 @@ from hf_bayes.training.measurement import measure
 from hf_bayes.training.messages import Messages
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
-from hf_bayes.training.refusals import refuse_arguments
+from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, set_up
