@@ -67,9 +67,9 @@ class TrainerHost:
         return self._trainer.processing_class
 
     @property
-    def step(self) -> int:
-        """Updates done."""
-        return self._trainer.state.global_step
+    def callback_handler(self) -> Any:
+        """The callbacks of the run."""
+        return self._trainer.callback_handler
 
     @property
     def log_history(self) -> list[dict[str, Any]]:

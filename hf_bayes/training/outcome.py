@@ -128,7 +128,11 @@ class Outcome:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, active: ActiveRun, directory: str, measure: Measure) -> None:
-        """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset."""
+        """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
+
+        It holds the tokenizer and the generation config as they are now. Every process calls it, and writes the members
+        of its chains.
+        """
         posterior, host, mesh = self.required(), active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
             posterior = self.posterior = self._with_metrics(posterior, active, measure)
@@ -138,7 +142,14 @@ class Outcome:
         posterior.save_pretrained(directory, repo_id=host.args.hub_model_id, group=mesh, contributes=first, **card)
 
     def push(self, active: ActiveRun, *, blocking: bool, **settings: Any) -> CommitInfo | Future[CommitInfo]:
-        """Upload the saved posterior's own files: never training_args.bin, checkpoints or tokens."""
+        """Upload the saved posterior's own files: never training_args.bin, checkpoints or tokens.
+
+        Args:
+            blocking: False returns at once, while the upload goes on.
+            settings: ``commit_message``; ``token`` (``args.hub_token`` by default); ``revision``, a branch, made if it
+                is not there, or a pull request such as refs/pr/1 (``args.hub_revision`` by default); ``private``,
+                whether a new repository is (``args.hub_private_repo`` by default).
+        """
         args, whole = active.host.args, active.setup.mesh.chain_size == 1
         posterior = self.required() if whole else Posterior.from_pretrained(args.output_dir)
         name = args.hub_model_id or Path(args.output_dir).absolute().name

@@ -1,4 +1,4 @@
-"""Checks of rows and processes, before the first update: data that chains cannot draw from, and launches that differ."""
+"""Checks of rows and processes before the first update: data that no chain can draw from, launches that differ."""
 
 from __future__ import annotations
 

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.training.messages import Messages
 
 
 class RunCheckpoints:
@@ -58,6 +61,12 @@ class RunCheckpoints:
         active.run.load_state_dict(run, saved["num_updates"])
         active.monitor.load_state_dict(observed)
         active.show_chains()
+
+    def load_end(self, folder: str) -> TrainerState:
+        """Load a checkpoint that is the end of the run, and return Trainer's state there."""
+        self.load(folder)
+        Messages(self._active.host).say("checkpoint %s is the end of this run: nothing is left to train", folder)
+        return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
 
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
         """Return {chain: all tensors that it needs to go on}."""

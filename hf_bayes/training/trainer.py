@@ -14,9 +14,8 @@ from huggingface_hub import CommitInfo
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import SaveStrategy, TrainOutput
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import TrainOutput
 
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
@@ -28,23 +27,20 @@ from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training import checkpoints
 from hf_bayes.training.accelerator import without_data_parallel
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.announcement import announce
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, sealed_checkpoint
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Step
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.host_trainers import refuse_foreign_loss
-from hf_bayes.training.learning_rate import LearningRate, method_schedule, require_schedule_below_peak
+from hf_bayes.training.learning_rate import method_schedule, require_schedule_below_peak
 from hf_bayes.training.measurement import measure
-from hf_bayes.training.messages import Messages
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
 from hf_bayes.training.refused_arguments import refuse_arguments
-from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
+from hf_bayes.training.session import begin
 from hf_bayes.training.setup import Setup, set_up
-from hf_bayes.training.step_lines import shorten_lines
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Host
@@ -101,14 +97,15 @@ class BayesianTrainerMixin(_Host):
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
             super().__init__(model=setup.model, args=args, **kwargs)
+            host = TrainerHost(self)
             check_vocabulary(self.processing_class, setup.model.core)
             if setup.inherited is not None:
                 setup.inherited.check_tokenizer(self.processing_class)
-            self._host.keep_columns(setup.model.core)
+            host.keep_columns(setup.model.core)
             if self.train_dataset is not None:
-                self.rows = TrainingRows(self._host, setup.model, method, setup.mesh)
+                self.rows = TrainingRows(host, setup.model, method, setup.mesh)
             if self.method.requirements.heldout != "none":
-                HeldOutData(self._host).check(setup.model, self.method)
+                HeldOutData(host).check(setup.model, self.method)
             if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
                 setup.model.show(setup.model.theta.detach(), setup.spread)
 
@@ -127,30 +124,22 @@ class BayesianTrainerMixin(_Host):
     @property
     def num_data(self) -> float:
         """N, the number of likelihood terms."""
-        return self._required(self.rows).num_data
+        return _required(self.rows).num_data
 
     @property
     def run(self) -> Run:
         """The chains of the last ``train``."""
-        return self._required(self.active).run
+        return _required(self.active).run
 
     @property
     def monitor(self) -> Monitor:
-        """What was observed of them."""
-        return self._required(self.active).monitor
+        """The observations of these chains."""
+        return _required(self.active).monitor
 
     @property
     def posterior(self) -> Posterior:
-        """The result of ``train``: of several processes, the draws of the chains of this one.
-
-        Raises:
-            ValueError: before it.
-        """
+        """The result of ``train``: of several processes, the draws of the chains of this one."""
         return self.outcome.required()
-
-    @property
-    def _host(self) -> TrainerHost:
-        return TrainerHost(self)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -161,41 +150,21 @@ class BayesianTrainerMixin(_Host):
             ValueError: if the output directory cannot hold a posterior, or the run is too short for its draws.
             FloatingPointError: at the step at which something becomes NaN or infinite.
         """
-        self.bayesian.members.require_attached()
-        if self.rows is None:
-            raise ValueError("training needs a train_dataset, got None")
-        check_writable(self.args.output_dir, overwrite=True)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoints.required_newest(self.args.output_dir)
-        self.active = ActiveRun(self._host, self.setup, self.rows)
-        saves = bool(resume_from_checkpoint) or self.args.save_strategy != SaveStrategy.NO
-        self.diagnosis = Diagnosis(self.active, RunCheckpoints(self.active, identified=saves))
+        begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
+        self.active, self.diagnosis, self.optimizer, checkpoint = begun
         self.outcome.begin(self.active)
-        self.optimizer = LearningRate(self.bayesian.theta, self.args.learning_rate)
-        shorten_lines(self.callback_handler)
-        announce(self.active, Messages(self._host))
-        self.rows.refuse_mixed_documents()
-        if resume_from_checkpoint and self._is_complete(resume_from_checkpoint):
+        if begun.is_over:
+            self.state = self.diagnosis.checkpoints.load_end(checkpoint)
             output = TrainOutput(self.state.global_step, 0.0, {})
         else:
             with self.active.trunk_memory():
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                output = super().train(checkpoint, *args, **kwargs)
         self.outcome.finish(self.active, self.diagnosis)
         return output
 
-    def _is_complete(self, checkpoint: str) -> bool:
-        """Load a checkpoint that is the end of this run; Trainer would make one update more."""
-        active, resumable = self._required(self.active), self._required(self.diagnosis).checkpoints
-        if resumable.check(checkpoint) < active.problem.num_steps:
-            return False
-        resumable.load(checkpoint)
-        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-        Messages(self._host).say("checkpoint %s is the end of this run: nothing is left to train", checkpoint)
-        return True
-
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the micro-batches of an update; with the last one the chains move. Returns the mean loss per term."""
-        active = self._required(self.active)
+        active = _required(self.active)
         active.pending.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -208,7 +177,7 @@ class BayesianTrainerMixin(_Host):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the method's schedule if it has one; else Trainer's, checked to its end."""
         if self.method.schedule is not None:
-            self.lr_scheduler = method_schedule(self.optimizer, self._required(self.active))
+            self.lr_scheduler = method_schedule(self.optimizer, _required(self.active))
             return self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         require_schedule_below_peak(scheduler, num_training_steps, self.args)
@@ -221,25 +190,22 @@ class BayesianTrainerMixin(_Host):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
-        return self._required(self.rows, "training needs a train_dataset").start_loader()
+        return _required(self.rows, "training needs a train_dataset").start_loader()
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
-        return self._required(self.rows).take(epoch_iterator, num_batches), None
+        return _required(self.rows).take(epoch_iterator, num_batches), None
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return R: rows of an update, per chain, over all processes that share it."""
-        return self._required(self.rows).rows_per_update(self._train_batch_size)
+        return _required(self.rows).rows_per_update(self._train_batch_size)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate, for the members here: each runs the wrapped model."""
-        return self._required(self.active).floating_point_ops(inputs)
+        return _required(self.active).floating_point_ops(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add each chain's loss per term and diagnostics to Trainer's numbers, for trackers and ``log_history``.
-
-        The callbacks that print show means over chains (``step_lines``).
-        """
+        """Add numbers of each chain for trackers and ``log_history``; printed lines hold means (``step_lines``)."""
         if self.diagnosis is not None and "loss" in logs:
             logs |= self.diagnosis.for_logs()
         super().log(logs, *args, **kwargs)
@@ -263,7 +229,7 @@ class BayesianTrainerMixin(_Host):
         return self.outcome.evaluator.step(
             inputs,
             keep_logits=not prediction_loss_only,
-            host=self._host,
+            host=TrainerHost(self),
             without_labels=lambda batch, keys: host_step(
                 model, batch, prediction_loss_only, [*(ignore_keys or []), *keys]
             ),
@@ -272,17 +238,13 @@ class BayesianTrainerMixin(_Host):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
-
-        It holds ``processing_class`` and the generation config as they are now. Every process calls it, and writes the
-        members of its chains. Checkpoints (``_internal_call``) have files of their own.
-        """
+        """Write the posterior directory (``Outcome.save``); checkpoints (``_internal_call``) have their own files."""
         directory = output_dir or self.args.output_dir
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
             return
         self.outcome.required()
-        self.outcome.save(self._required(self.active), directory, partial(measure, self))
+        self.outcome.save(_required(self.active), directory, partial(measure, self))
 
     def push_to_hub(
         self,
@@ -293,35 +255,23 @@ class BayesianTrainerMixin(_Host):
         private: bool | None = None,
         **card: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
+        """Save, and upload the posterior's own files; see ``Outcome.push`` for the settings.
 
         Args:
-            commit_message: of the commit.
-            blocking: False returns at once, while the upload goes on.
-            token: of the Hub; ``args.hub_token`` by default.
-            revision: a branch, made if it is not there, or a pull request (refs/pr/1); ``args.hub_revision`` by
-                default, or else the main branch.
-            private: whether a new repository is; ``args.hub_private_repo`` by default.
             card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
         Returns:
             The commit, a text which is its address; what will be it, if not blocking; None in processes but the first.
-        Raises:
-            ValueError: for anything else: the rest of the card is written from what the run was.
         """
         self.outcome.card = author_fields(self.outcome.card, card)
         self.save_model()
         if not self.is_world_process_zero():
             return None
         settings = {"token": token, "private": private, "revision": revision, "commit_message": commit_message}
-        return self.outcome.push(self._required(self.active), blocking=blocking, **settings)
+        return self.outcome.push(_required(self.active), blocking=blocking, **settings)
 
     def create_model_card(self, *_: Any, **card: Any) -> None:
-        """Keep the fields that only an author can give the model card; write the card anew if a posterior is saved.
-
-        Args:
-            card: as in ``push_to_hub``.
-        """
-        self.outcome.write_card(self._host, card)
+        """Keep the author's fields of the model card, as in ``push_to_hub``; write a saved posterior's card anew."""
+        self.outcome.write_card(TrainerHost(self), card)
 
     # -- private hooks of Trainer, whose signatures a test pins (``compat.OVERRIDDEN``) ------------------------------
 
@@ -332,26 +282,26 @@ class BayesianTrainerMixin(_Host):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.begin(output_dir, group=self.setup.mesh)
         super()._save_optimizer_and_scheduler(output_dir)
-        self._required(self.diagnosis).checkpoints.save(output_dir)
+        _required(self.diagnosis).checkpoints.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Refuse what cannot go on, before anything runs; the base model is the one given, not a checkpoint's."""
-        self._required(self.diagnosis).checkpoints.check(resume_from_checkpoint)
+        _required(self.diagnosis).checkpoints.check(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._required(self.diagnosis).checkpoints.load(checkpoint)
+            _required(self.diagnosis).checkpoints.load(checkpoint)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
         """Return None: the norm over all chains together means nothing, and theta holds no gradient."""
 
-    @staticmethod
-    def _required(part: Any, message: str = "there is no run yet: call train() first") -> Any:
-        if part is None:
-            raise ValueError(message)
-        return part
-
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):
     """``transformers.Trainer`` that ends in a posterior; see ``BayesianTrainerMixin``."""
+
+
+def _required(part: Any, message: str = "there is no run yet: call train() first") -> Any:
+    if part is None:
+        raise ValueError(message)
+    return part
