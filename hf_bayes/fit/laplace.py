@@ -40,7 +40,7 @@ def fit_laplace(
     data: Any,
     method: MethodConfig | None = None,
     *,
-    collate: Callable | None = None,
+    collate: Callable[..., Any] | None = None,
     batch_size: int = 8,
     num_data: float | None = None,
     data_unit: str = "token",
@@ -122,7 +122,7 @@ def fit_laplace(
 
 
 def _fit(
-    model: BayesianModel, data: Any, config: Any, collate: Callable, batch_size: int, num_data: float | None,
+    model: BayesianModel, data: Any, config: Any, collate: Callable[..., Any], batch_size: int, num_data: float | None,
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, seed: int, inherited: Inherited | None,
 ) -> Posterior:  # fmt: skip
     count = functools.partial(
@@ -207,9 +207,9 @@ def _problem(
 
 
 def _batches(
-    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable, batch_size: int
+    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    loader: DataLoader = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
     for batch in loader:
         yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 

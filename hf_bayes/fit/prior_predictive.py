@@ -69,7 +69,7 @@ def prior_predictive(
     method: MethodConfig,
     *,
     num_draws: int = 100,
-    collate: Callable | None = None,
+    collate: Callable[..., Any] | None = None,
     batch_size: int = 8,
     subspace: str = "trainable",
     seed: int = 0,

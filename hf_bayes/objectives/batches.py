@@ -125,7 +125,7 @@ class FullPasses:
             yield batch.tolist()
 
 
-class WholeUpdates(IterableDataset):
+class WholeUpdates(IterableDataset[Any]):
     """Micro-batches of a stream, pass after pass without end, and of each pass as many as make whole updates.
 
     Where a run is follows from the number of its updates alone, so that it can be resumed, and which rows an update
@@ -140,7 +140,7 @@ class WholeUpdates(IterableDataset):
         ValueError: when a pass turns out to hold less than an update.
     """
 
-    def __init__(self, loader: DataLoader, accumulation: int, *, name: str) -> None:
+    def __init__(self, loader: DataLoader[Any], accumulation: int, *, name: str) -> None:
         self.loader, self.accumulation, self.name = loader, accumulation, name
 
     def __iter__(self) -> Iterator[Any]:

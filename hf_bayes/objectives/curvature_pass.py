@@ -65,7 +65,7 @@ def survey(
     gradient: bool = True,
     seed: int = 0,
     mesh: ChainMesh | None = None,
-    context: Callable[[], AbstractContextManager] = nullcontext,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Survey:
     """Look at the data from theta.
 
@@ -148,7 +148,7 @@ def _run(
     *,
     seed: int,
     mesh: ChainMesh | None,
-    context: Callable[[], AbstractContextManager],
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> list[float]:
     """Tell the accumulators of some rows; their log-likelihood and terms."""
     kind = CausalPass if isinstance(model, BayesianModelForCausalLM) else OutputPass
@@ -190,7 +190,7 @@ def _hessian(
     spec: CurvatureSpec,
     scale: float,
     mesh: ChainMesh | None,
-    context: Callable[[], AbstractContextManager],
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> Survey:
     """Column by column, through the gradient's own graph."""
     dim, causal, parameters = model.layout.dim, isinstance(model, BayesianModelForCausalLM), list(random.values())

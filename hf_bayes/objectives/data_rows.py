@@ -29,7 +29,7 @@ def require_dataset(dataset: Any, name: str, why: str = "N is needed to scale th
         raise ValueError(f"{name} has 0 rows; {why}: give it data")
 
 
-def in_words(collate: Callable, name: str) -> Callable:
+def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return ``collate`` that names a row which is no mapping, where it fails.
 
     Args:

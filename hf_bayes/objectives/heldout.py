@@ -37,7 +37,7 @@ class HeldOutRows:
         num_rows: int,
         *,
         mesh: ChainMesh | None = None,
-        context: Callable[[], AbstractContextManager] = nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hide: bool | None = None,
     ) -> None:
         if getattr(model, "_linearised", None) is not None:

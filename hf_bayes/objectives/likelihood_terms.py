@@ -23,7 +23,7 @@ class TermCount(NamedTuple):
 
 def count_terms(
     dataset: Any,
-    collate: Callable,
+    collate: Callable[..., Any],
     likelihood: Likelihood,
     *,
     shift: bool,
@@ -52,7 +52,7 @@ def count_terms(
     """
     require_dataset(dataset, name)
     most, parts = 0, torch.zeros(2, dtype=torch.long)
-    loader: DataLoader = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=batch_size,
         collate_fn=in_words(collate, name),

@@ -106,7 +106,7 @@ class ModelObjective:
         seed: int = 0,
         members_per_pass: int | None = None,
         private: Strata | None = None,
-        context: Callable[[], AbstractContextManager] = nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prepare: Callable[[Any], Any] | None = None,
         data: DataAccess | None = None,
     ) -> None:

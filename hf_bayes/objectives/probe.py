@@ -108,7 +108,7 @@ class Probe:
         return torch.cat(columns) if columns else None
 
     @torch.no_grad()
-    def _each_term(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable) -> list[Any]:
+    def _each_term(self, theta: Tensor, batches: list[dict[str, Any]], function: Callable[..., Any]) -> list[Any]:
         objective, model = self._objective, self._objective.model
         with model.showing(theta.to(model.device)), objective.context():
             return [part for batch in batches for part in model.each_term(batch, function)]

@@ -103,7 +103,7 @@ class TrainerHost:
         """Return the context of a forward in evaluation."""
         return self._trainer.accelerator.autocast()
 
-    def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable]:
+    def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable[..., Any]]:
         """Return a data set and its collator without columns that the model does not take, as Trainer leaves them out.
 
         A stream that was mapped names its columns only as its rows come by: the collator leaves them out.

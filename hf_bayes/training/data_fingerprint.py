@@ -34,7 +34,7 @@ DIGITS = 16
 """Hexadecimal digits kept of a hash: 64 bits."""
 
 
-def describe_rows(dataset: Any, collate: Callable, *, seed: int) -> dict[str, Any]:
+def describe_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> dict[str, Any]:
     """Return what tells a data set with a length from another one, JSON-ready.
 
     Args:
@@ -50,7 +50,9 @@ def describe_rows(dataset: Any, collate: Callable, *, seed: int) -> dict[str, An
         return _describe(lambda: ((number, dataset[number]) for number in numbers), collate, seed)
 
 
-def describe_stream(stream: Iterable[Any], collate: Callable, *, seed: int, count: int = STREAM_ROWS) -> dict[str, Any]:
+def describe_stream(
+    stream: Iterable[Any], collate: Callable[..., Any], *, seed: int, count: int = STREAM_ROWS
+) -> dict[str, Any]:
     """Return what tells a stream from another one, JSON-ready: as ``describe_rows``, of its first ``count`` rows.
 
     Rows that come later are not compared, and neither is their number, which is not known. A stream that begins in
@@ -60,12 +62,12 @@ def describe_stream(stream: Iterable[Any], collate: Callable, *, seed: int, coun
         return _describe(lambda: enumerate(itertools.islice(stream, count)), collate, seed)
 
 
-def fingerprint_rows(dataset: Any, collate: Callable, *, seed: int) -> str:
+def fingerprint_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> str:
     """Return the fingerprint alone."""
     return describe_rows(dataset, collate, seed=seed)["fingerprint"]
 
 
-def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable, seed: int) -> dict[str, Any]:
+def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable[..., Any], seed: int) -> dict[str, Any]:
     (first, _), (second, together) = (_present(rows(), collate, seed) for _ in range(2))
     agreed = {name: digest if second.get(name) == digest else None for name, digest in first.items()}
     columns = sorted({name.split("/", 1)[1] for name in first})
@@ -74,7 +76,9 @@ def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable, 
     return {"columns": columns, "fingerprint": fingerprint_json(agreed)[:DIGITS], "packs": packs}
 
 
-def _present(rows: Iterable[tuple[int, Any]], collate: Callable, seed: int) -> tuple[dict[str, str], list[Any]]:
+def _present(
+    rows: Iterable[tuple[int, Any]], collate: Callable[..., Any], seed: int
+) -> tuple[dict[str, str], list[Any]]:
     """{"number/name": digest} of what the collator makes of each row alone, and the first rows themselves."""
     _seed_all(seed)
     found: dict[str, str] = {}

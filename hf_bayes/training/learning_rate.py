@@ -25,7 +25,7 @@ class LearningRate(torch.optim.Optimizer):
         """The learning rate of the next update."""
         return float(self.param_groups[0]["lr"])
 
-    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[..., Any] | None = None) -> None:  # type: ignore[override]
         """Do nothing: the update is over when Trainer calls this."""
 
 

@@ -146,11 +146,11 @@ class TrainingRows:
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def data(self) -> tuple[Any, Callable]:
+    def data(self) -> tuple[Any, Callable[..., Any]]:
         """Return the data set and its collator, without columns that the model does not take."""
         return self.host.without_unused(self.host.train_dataset, "training")
 
-    def loader(self, *, for_point: bool = False) -> DataLoader:
+    def loader(self, *, for_point: bool = False) -> DataLoader[Any]:
         """Return batches for the chains of this process.
 
         Args:
@@ -170,7 +170,7 @@ class TrainingRows:
             persistent_workers=args.dataloader_persistent_workers,
         )
 
-    def start_loader(self) -> DataLoader:
+    def start_loader(self) -> DataLoader[Any]:
         """Return the batches of a run that begins."""
         if self.stream is not None:
             self.stream.keep_first()

@@ -27,7 +27,7 @@ class Stream:
         self.host, self.model, self.mesh = host, model, mesh
         self._first: dict[str, Any] | None = None
 
-    def loader(self, collate: Callable) -> DataLoader:
+    def loader(self, collate: Callable[..., Any]) -> DataLoader[Any]:
         """Return the batches of whole updates, pass after pass.
 
         Workers begin anew with every pass: workers that stay have a copy of the data set whose pass nobody sets.
@@ -63,7 +63,7 @@ class Stream:
         if batch.get("labels") is not None:
             refuse_labels(self.model.likelihood, batch["labels"], self.model.num_outputs, where=where)
 
-    def describe(self, collate: Callable) -> dict[str, Any]:
+    def describe(self, collate: Callable[..., Any]) -> dict[str, Any]:
         """Return what a checkpoint is bound to of the stream."""
         first = self._turns()
         first.set_epoch(0)

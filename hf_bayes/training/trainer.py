@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub import CommitInfo
@@ -41,6 +41,8 @@ from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin
 from hf_bayes.training.setup import Setup, set_up
+
+Part = TypeVar("Part")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Host
@@ -153,7 +155,7 @@ class BayesianTrainerMixin(_Host):
         begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
         self.active, self.diagnosis, self.optimizer, checkpoint = begun
         self.outcome.begin(self.active)
-        if begun.is_over:
+        if checkpoint is not None and begun.is_over:
             self.state = self.diagnosis.checkpoints.load_end(checkpoint)
             output = TrainOutput(self.state.global_step, 0.0, {})
         else:
@@ -188,11 +190,13 @@ class BayesianTrainerMixin(_Host):
         super().create_accelerator_and_postprocess()
         without_data_parallel(self.accelerator)
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
         return _required(self.rows, "training needs a train_dataset").start_loader()
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
         return _required(self.rows).take(epoch_iterator, num_batches), None
 
@@ -301,7 +305,7 @@ class BayesianTrainer(BayesianTrainerMixin, Trainer):
     """``transformers.Trainer`` that ends in a posterior; see ``BayesianTrainerMixin``."""
 
 
-def _required(part: Any, message: str = "there is no run yet: call train() first") -> Any:
+def _required(part: Part | None, message: str = "there is no run yet: call train() first") -> Part:
     if part is None:
         raise ValueError(message)
     return part
