@@ -114,6 +114,7 @@ def logistic_data() -> Namespace:
 
 SNIPPETS = {
     ("README.md", 0): Snippet(a_run),
+    ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(a_classifier),
@@ -179,7 +180,7 @@ def test_a_snippet_runs_as_printed(page, index, tmp_path, folder_as_hub, monkeyp
                 torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md", "docs/quickstart.md"])
 def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
@@ -190,3 +191,40 @@ def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     assert scripts or targets
     assert all((ROOT / script).is_file() for script in scripts)
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
+
+
+def rows_of_tables(text: str) -> dict[tuple[str, str], list[str]]:
+    """{(first cell of a row, heading of a column): the cells there}, over all tables of a page."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
+        heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for name, *row in rows:
+            for column, cell in zip(heading[1:], row, strict=True):
+                cells.setdefault((name, column), []).append(cell)
+    return cells
+
+
+def test_the_table_of_the_readme_is_copied_from_its_page() -> None:
+    shown = rows_of_tables((ROOT / "README.md").read_text("utf-8"))
+    page = rows_of_tables((ROOT / "docs" / "results" / "encoder_table.md").read_text("utf-8"))
+    assert shown
+    assert {place: page.get(place) for place in shown} == shown
+
+
+NEW_FILE = "shared_noise.py"
+"""The example of CONTRIBUTING.md, which the reader makes."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_paths_and_links_of_a_page_lead_somewhere(page: str) -> None:
+    text = re.sub(r"<!-- \w+: begin -->.*?<!-- \w+: end -->", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL)
+    named = {name for name in re.findall(r"`([\w/]+\.py)`", text) if "/" in name and not name.endswith(NEW_FILE)}
+    assert not {name for name in named if not any((ROOT / top / name).is_file() for top in ("", "hf_bayes"))}
+    for target in re.findall(r"\]\((?!http)([^)]*)\)", text):
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
