@@ -96,11 +96,6 @@ def a_classifier() -> Namespace:
     return {"inputs": batch()}
 
 
-def logits_of_members() -> Namespace:
-    mask = batch(padding="right")["attention_mask"]
-    return {"logits": torch.randn(4, *mask.shape, 11), "attention_mask": mask}
-
-
 def predictions() -> Namespace:
     probabilities = torch.randn(8, 3).softmax(-1)
     rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
@@ -124,7 +119,7 @@ SNIPPETS = {
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
     ("docs/trl.md", 0): Snippet(chats_of_a_small_model, needs="trl"),
-    ("docs/uncertainty.md", 0): Snippet(logits_of_members),
+    ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
 }
 
