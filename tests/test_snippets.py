@@ -111,6 +111,7 @@ SNIPPETS = {
     ("README.md", 0): Snippet(a_run),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
+    ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(a_classifier),
     ("docs/laplace.md", 2): Snippet(lambda: a_language_model("out")),
