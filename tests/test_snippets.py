@@ -115,6 +115,7 @@ SNIPPETS = {
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(a_classifier),
     ("docs/laplace.md", 2): Snippet(lambda: a_language_model("out")),
+    ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
