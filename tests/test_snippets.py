@@ -203,11 +203,27 @@ def rows_of_tables(text: str) -> dict[tuple[str, str], list[str]]:
     return cells
 
 
-def test_the_table_of_the_readme_is_copied_from_its_page() -> None:
-    shown = rows_of_tables((ROOT / "README.md").read_text("utf-8"))
-    page = rows_of_tables((ROOT / "docs" / "results" / "encoder_table.md").read_text("utf-8"))
+def part(page: str, begin: str | None = None, end: str | None = None) -> str:
+    """Return the text of a page from one mark to another."""
+    text = (ROOT / page).read_text("utf-8")
+    return text[text.index(begin) if begin else 0 : text.index(end) if end else None]
+
+
+@pytest.mark.parametrize(
+    ("copied", "source"),
+    [
+        (("README.md",), ("docs/results/encoder_table.md",)),
+        (
+            ("docs/benchmarks.md", None, "<!-- cpu: begin -->"),
+            ("docs/benchmarks.md", "<!-- cpu: begin -->", "<!-- cpu: end -->"),
+        ),
+    ],
+    ids=["README", "benchmarks"],
+)
+def test_a_table_that_is_copied_equals_its_source(copied: tuple[str, ...], source: tuple[str, ...]) -> None:
+    shown, cells = rows_of_tables(part(*copied)), rows_of_tables(part(*source))
     assert shown
-    assert {place: page.get(place) for place in shown} == shown
+    assert {place: cells.get(place) for place in shown} == shown
 
 
 NEW_FILE = "shared_noise.py"
