@@ -96,11 +96,6 @@ def a_classifier() -> Namespace:
     return {"inputs": batch()}
 
 
-def logits_of_members() -> Namespace:
-    mask = batch(padding="right")["attention_mask"]
-    return {"logits": torch.randn(4, *mask.shape, 11), "attention_mask": mask}
-
-
 def predictions() -> Namespace:
     probabilities = torch.randn(8, 3).softmax(-1)
     rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
@@ -114,15 +109,20 @@ def logistic_data() -> Namespace:
 
 SNIPPETS = {
     ("README.md", 0): Snippet(a_run),
+    ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
+    ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(a_classifier),
     ("docs/laplace.md", 2): Snippet(lambda: a_language_model("out")),
+    ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
-    ("docs/scale.md", 0): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
+    ("docs/reliability.md", 0): Snippet(lambda: a_language_model("my-posterior")),
+    ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
+    ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
     ("docs/trl.md", 0): Snippet(chats_of_a_small_model, needs="trl"),
-    ("docs/uncertainty.md", 0): Snippet(logits_of_members),
+    ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
 }
 
@@ -179,7 +179,7 @@ def test_a_snippet_runs_as_printed(page, index, tmp_path, folder_as_hub, monkeyp
                 torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/multi_gpu.md", "docs/quickstart.md"])
 def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
@@ -190,3 +190,56 @@ def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     assert scripts or targets
     assert all((ROOT / script).is_file() for script in scripts)
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
+
+
+def rows_of_tables(text: str) -> dict[tuple[str, str], list[str]]:
+    """{(first cell of a row, heading of a column): the cells there}, over all tables of a page."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
+        heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for name, *row in rows:
+            for column, cell in zip(heading[1:], row, strict=True):
+                cells.setdefault((name, column), []).append(cell)
+    return cells
+
+
+def part(page: str, begin: str | None = None, end: str | None = None) -> str:
+    """Return the text of a page from one mark to another."""
+    text = (ROOT / page).read_text("utf-8")
+    return text[text.index(begin) if begin else 0 : text.index(end) if end else None]
+
+
+@pytest.mark.parametrize(
+    ("copied", "source"),
+    [
+        (("README.md",), ("docs/results/encoder_table.md",)),
+        (
+            ("docs/benchmarks.md", None, "<!-- cpu: begin -->"),
+            ("docs/benchmarks.md", "<!-- cpu: begin -->", "<!-- cpu: end -->"),
+        ),
+    ],
+    ids=["README", "benchmarks"],
+)
+def test_a_table_that_is_copied_equals_its_source(copied: tuple[str, ...], source: tuple[str, ...]) -> None:
+    shown, cells = rows_of_tables(part(*copied)), rows_of_tables(part(*source))
+    assert shown
+    assert {place: cells.get(place) for place in shown} == shown
+
+
+NEW_FILE = "shared_noise.py"
+"""The example of CONTRIBUTING.md, which the reader makes."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_paths_and_links_of_a_page_lead_somewhere(page: str) -> None:
+    text = re.sub(r"<!-- \w+: begin -->.*?<!-- \w+: end -->", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL)
+    named = {name for name in re.findall(r"`([\w/]+\.py)`", text) if "/" in name and not name.endswith(NEW_FILE)}
+    assert not {name for name in named if not any((ROOT / top / name).is_file() for top in ("", "hf_bayes"))}
+    for target in re.findall(r"\]\((?!http)([^)]*)\)", text):
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target

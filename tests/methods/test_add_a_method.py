@@ -75,7 +75,7 @@ def test_the_example_passes_the_conformance_table(repository: Path) -> None:
     assert "FAILED" not in said, said[-3000:]
     passed = {name: len(re.findall(rf"\b{name}\] PASSED", said)) for name in ("shared_noise", "sgld")}
     assert passed["shared_noise"] == passed["sgld"] > 30  # as many as of a method with the same fields in its row
-    assert "test_only_the_registry_and_other_methods_import_a_methods_module PASSED" in said
+    assert "test_only_the_registry_and_other_methods_import_a_method PASSED" in said
 
 
 def test_the_example_touches_four_places_and_no_other_file_names_it(repository: Path) -> None:

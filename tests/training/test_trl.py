@@ -1,4 +1,4 @@
-"""The mixin before TRL's trainer, as README shows it. TRL is no dependency: ``make test-slow`` installs it."""
+"""The mixin before TRL's trainer, as docs/trl.md shows it. TRL is no dependency: ``make test-slow`` installs it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""The diagram and the table of docs/architecture.md are those of the import contract."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+
+Arrow = tuple[str, str]
+
+
+def contract() -> list[list[str]]:
+    """Return the layers of the import contract, the highest first."""
+    (layers,) = (entry["layers"] for entry in CONTRACTS if entry["type"] == "layers")
+    return [re.split(r" *[:|] *", layer) for layer in layers]
+
+
+def arrows_of(page: str) -> set[Arrow]:
+    """Return the arrows of the page's diagram: ``a & b --> c`` is (a, c) and (b, c)."""
+    (diagram,) = re.findall(r"^```mermaid\nflowchart TD\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    ends = [[side.split(" & ") for side in line.split(" --> ")] for line in map(str.strip, diagram.splitlines())]
+    return {arrow for upper, lower in ends for arrow in product(upper, lower)}
+
+
+def mismatches(page: str, layers: list[list[str]]) -> set[str]:
+    """Return what the page and the contract do not agree on."""
+    drawn = arrows_of(page)
+    allowed = {arrow for upper, lower in pairwise(layers) for arrow in product(upper, lower)}
+    packages = {package for layer in layers for package in layer}
+    in_table = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, flags=re.MULTILINE))
+    return (
+        {" --> ".join(arrow) for arrow in drawn ^ allowed} | ({end for arrow in drawn for end in arrow} ^ packages)
+    ) | (in_table ^ packages)
+
+
+def test_the_diagram_and_the_table_are_the_contract() -> None:
+    assert not mismatches(PAGE, contract())
+
+
+def test_the_contract_holds_every_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "hf_bayes").glob("*/__init__.py")}
+    assert {package for layer in contract() for package in layer} == folders
+
+
+@pytest.mark.parametrize(
+    ("drawn", "instead"),
+    [
+        ("    chains --> methods\n", ""),
+        ("    chains --> methods\n", "    chains --> methods & core\n"),
+        ("    chains --> methods\n", "    methods --> chains\n"),
+        ("    models --> metrics & posteriors", "    models --> metric & posteriors"),
+        ("| `chains` | `Run`, ", "| `sampling` | `Run`, "),
+    ],
+    ids=["arrow missing", "arrow added", "arrow turned", "package renamed", "row renamed"],
+)
+def test_a_change_of_the_page_alone_is_caught(drawn: str, instead: str) -> None:
+    assert PAGE.count(drawn) == 1
+    assert mismatches(PAGE.replace(drawn, instead), contract())
+
+
+def test_a_change_of_the_contract_alone_is_caught() -> None:
+    layers = contract()
+    assert mismatches(PAGE, layers[1:])
+    assert mismatches(PAGE, [*layers[:1], ["serving"], *layers[1:]])
+    assert mismatches(PAGE, [layers[1], layers[0], *layers[2:]])
