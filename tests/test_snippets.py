@@ -118,6 +118,7 @@ SNIPPETS = {
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
+    ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
     ("docs/reliability.md", 0): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import build
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
 
 
@@ -34,6 +36,30 @@ class StartedRun(NamedTuple):
     run: Run
     objective: ModelObjective
     prior: IndependentPrior | Gaussian
+
+
+def scale_of(
+    model: BayesianModel, rows: Any, collate: Callable[..., Any], *, rows_per_update: int, progress: bool = False
+) -> DataScale:
+    """Return the size of data with a length: N is the number of its likelihood terms.
+
+    Args:
+        model: attached.
+        rows: the training data.
+        collate: rows -> a batch with labels.
+        rows_per_update: rows that each chain sees in an update.
+        progress: show a bar.
+    """
+    terms, _ = count_terms(
+        rows,
+        collate,
+        model.likelihood,
+        shift=model.shifts_labels,
+        num_outputs=model.num_outputs,
+        progress=progress,
+        check=model.check_inputs,
+    )
+    return DataScale(float(terms), len(rows), terms, rows_per_update)
 
 
 def start_run(

@@ -176,6 +176,7 @@ def test_chains_that_differ_in_the_wrong_classes_only_are_told_by_their_logits(t
         share += 0.2 * torch.arange(1, 5)[:, None] if apart else 0.5
         probs = torch.stack([0.5 + label, (0.5 - label) * share, (0.5 - label) * (1 - share)], 2)
         draws[..., -3:] = probs.log()  # biases, beside weights of 0
+        trainer.run.draws = list(draws.unbind(1))
         found, trace = trainer.diagnosis.summary()
         assert found["values"] == "draws"
         assert max(found["rhat"], found["rhat_terms"]) < 1.05
