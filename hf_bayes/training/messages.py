@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from hf_bayes.training.compat import TrainerHost
 
-logger = logging.getLogger("hf_bayes.trainer")
+logger = logging.getLogger("hf_bayes.training.trainer")
 
 
 class Messages:

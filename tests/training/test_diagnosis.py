@@ -40,6 +40,7 @@ from hf_bayes.objectives.model_objective import ModelObjective, Pass
 from hf_bayes.objectives.probe import PROBE_TERMS
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training import evaluation
+from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce, rows_vary
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.messages import Messages
@@ -547,10 +548,10 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, words: str
 ) -> None:
     trainer = runs.trainer(tmp_path, config, model=with_lora(tiny_llama(), lora_dropout=0.1))
-    trainer.create_optimizer()
+    active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
     with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        announce(trainer.active, Messages(TrainerHost(trainer)))
+        announce(active, Messages(TrainerHost(trainer)))
     assert words in caplog.text
     assert ("Jensen" in caplog.text) == ("MCDropoutConfig" in caplog.text) == (config is ONE_DRAW)
 
@@ -565,7 +566,8 @@ class Reversed(Augmented):
 
 def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
-    assert all(rows_vary(trainer.active) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
+    active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
+    assert all(rows_vary(active) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
 
 
 def test_classifiers_have_probes_of_one_term_a_row(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.training import trainer as trainer_module
+from hf_bayes.objectives import starting
+from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.messages import Messages
@@ -63,7 +64,7 @@ def evaluations(monkeypatch) -> list[Evaluation]:
         update=update,
         finish=lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(trainer_module, "build", lambda config, problem: rule)
+    monkeypatch.setattr(starting, "build", lambda config, problem: rule)
     return seen
 
 
@@ -121,18 +122,15 @@ def test_mean_gradient_over_all_batches_is_the_full_gradient(tmp_path, evaluatio
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_normalising_by_the_terms_of_the_update_is_caught(tmp_path, evaluations, batch):
+def test_normalising_by_the_terms_of_the_update_is_caught(tmp_path, evaluations, monkeypatch, batch):
     """The twin: transformers' sum of losses over sum of tokens, times N."""
-
-    class Ratio(BayesianTrainer):
-        def _likelihood_scale(self, terms: Tensor) -> float:
-            return self.num_data / float(terms[0])
+    monkeypatch.setattr(DataScale, "factor", lambda self, terms: self.num_data / float(terms[0]))
 
     def build() -> Any:
         return with_lora(tiny_llama())
 
     rows = runs.token_rows([8, 128, 8, 128, 8, 8, 8, 128])  # 3 long ones: no two batches of 4 are alike
-    settings = {"per_device_train_batch_size": batch, "max_steps": len(rows) // batch, "kind": Ratio}
+    settings = {"per_device_train_batch_size": batch, "max_steps": len(rows) // batch}
     trainer = runs.trainer(
         tmp_path, SGHMCConfig(num_chains=1), train=rows, collator=runs.padding_collator(), model=build(), **settings
     )
@@ -223,7 +221,7 @@ def test_log_likelihoods_of_a_kernel_keep_the_digits_that_float32_drops(tmp_path
         step=step,
         finish=lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(trainer_module, "build", lambda config, problem: kernel)
+    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
     fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "minibatch": "shared"}
     runs.trainer(tmp_path, HMCConfig(num_chains=2), train=runs.token_rows(8), max_steps=1, **fields).train()
     whole, *parts = seen
@@ -470,7 +468,7 @@ def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minib
         step,
         lambda state, draws: Draws.from_chains(draws),
     )
-    monkeypatch.setattr(trainer_module, "build", lambda config, problem: kernel)
+    monkeypatch.setattr(starting, "build", lambda config, problem: kernel)
     rows = runs.token_rows([8, 3, 8, 5, 8, 8, 4, 8, 8])
     model = with_lora(tiny_llama(dtype=torch.float64))
     settings = {"minibatch": minibatch, "collator": runs.padding_collator(), "max_steps": 1}
@@ -708,7 +706,7 @@ def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
     def energy(theta: Tensor, prior_weight: float) -> tuple[float, Tensor]:
         leaf = theta.detach().requires_grad_()
         value = trainer.bayesian(**batch, theta=leaf, folded=False).loss.sum()
-        value = value - prior_weight * trainer.prior.log_prob(leaf).sum()
+        value = value - prior_weight * trainer.active.prior.log_prob(leaf).sum()
         return float(value.detach()), torch.autograd.grad(value, leaf)[0]
 
     before, after = energy(start, 1.0), energy(point, 1.0)

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.objectives import model_objective
+from hf_bayes.objectives import model_objective, starting
 from hf_bayes.objectives.model_objective import ModelOfUpdate
-from hf_bayes.training import trainer as trainer_module
 from tests import runs
 
 COORDINATES, CHAINS = 512, 16
@@ -204,13 +203,13 @@ def test_half_of_n_is_caught(tmp_path):
 
 @pytest.mark.reliability("F11", twin=True)
 def test_prior_added_once_per_micro_batch_is_caught(tmp_path, monkeypatch):
-    build_prior = trainer_module.build_prior
+    build_prior = starting.build_prior
 
     def counted_twice(*args: Any) -> Any:
         prior = build_prior(*args)
         return type(prior)(prior.mean, prior.std / math.sqrt(2))
 
-    monkeypatch.setattr(trainer_module, "build_prior", counted_twice)
+    monkeypatch.setattr(starting, "build_prior", counted_twice)
     wrong = measure(tmp_path, 192, 8, 2)
     assert abs(wrong / law(192, 16) - 1) > 0.1
 
