@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import shutil
@@ -11,6 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import hf_bayes
+from hf_bayes import METHODS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -78,6 +83,42 @@ def test_constraints_pin_every_dependency() -> None:
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
     missing = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted} - names
     assert not missing
+
+
+def imports_for_editors() -> dict[str, str]:
+    """Return {name: module} of the imports under ``TYPE_CHECKING`` in ``hf_bayes/__init__.py``."""
+    tree = ast.parse((ROOT / "hf_bayes" / "__init__.py").read_text("utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(block.body)
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname is None}
+
+
+def test_editors_and_python_see_the_same_public_names() -> None:
+    at_run_time = {name: f"hf_bayes.{module}" for name, module in hf_bayes._MODULES.items()}
+    assert imports_for_editors() == at_run_time
+    assert sorted(hf_bayes.__all__) == sorted(at_run_time)  # sorted lists: a name may not stand there twice
+    assert set(hf_bayes.__all__) <= set(dir(hf_bayes))
+
+
+@pytest.mark.parametrize("name", hf_bayes.__all__)
+def test_a_public_name_is_found_in_the_module_that_defines_it(name: str) -> None:
+    value = getattr(hf_bayes, name)
+    assert value is getattr(importlib.import_module(f"hf_bayes.{hf_bayes._MODULES[name]}"), name)
+    if isinstance(value, type):
+        assert value.__module__ == f"hf_bayes.{hf_bayes._MODULES[name]}"
+
+
+def test_the_config_of_every_method_is_public() -> None:
+    assert {config.__name__ for config in METHODS.values()} <= set(hf_bayes.__all__)
+    for config in METHODS.values():
+        assert getattr(hf_bayes, config.__name__) is config
+
+
+@pytest.mark.parametrize("name", ["UnknownConfig", "MethodConfig", "nothing"])
+def test_a_name_outside_the_public_ones_is_refused(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'hf_bayes' has no attribute '{name}'"):
+        getattr(hf_bayes, name)
 
 
 def test_importing_the_types_needs_no_transformers() -> None:
