@@ -67,5 +67,5 @@ $(STAMP): pyproject.toml constraints.txt
 .venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -c constraints-$*.txt torch
-	.venv-$*/bin/python -m pip install -c constraints-$*.txt -e '.[dev]'
+	.venv-$*/bin/python -m pip install -c constraints-$*.txt -e '.[test]'
 	touch $@
