@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_bayes
 from hf_bayes import METHODS
@@ -159,3 +160,47 @@ def test_import_linter_catches_a_forbidden_import(line: str, tmp_path: Path) -> 
     with (tmp_path / "hf_bayes" / "core" / "rng.py").open("a") as file:
         file.write(line + "\n")
     assert lint() != 0
+
+
+def test_pre_commit_runs_the_linters_of_make_lint() -> None:
+    (recipe,) = re.findall(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    linters = {Path(line.split()[0]).name for line in recipe.splitlines()}
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["entry"].split()[0] for hook in repository["hooks"]} == {f".venv/bin/{linter}" for linter in linters}
+    assert all({"id", "name", "entry", "language"} <= hook.keys() for hook in repository["hooks"])
+
+
+def test_the_citation_names_this_version_and_five_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # required by CFF 1.2.0
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == PYPROJECT["project"]["version"] == hf_bayes.__version__
+    assert citation["license"] == PYPROJECT["project"]["license"]
+    assert citation["authors"] == [{"name": "The hf_bayes authors"}]
+    assert len(citation["references"]) == 5
+    for paper in citation["references"]:
+        assert {"type", "title", "authors"} <= paper.keys()
+        assert all(author.keys() in ({"name"}, {"given-names", "family-names"}) for author in paper["authors"])
+
+
+@pytest.mark.parametrize("form", ["bug_report", "feature_request"])
+def test_an_issue_form_is_well_formed(form: str) -> None:
+    content = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text("utf-8"))
+    assert content["name"]
+    assert content["description"]
+    identifiers = [question["id"] for question in content["body"]]
+    assert len(set(identifiers)) == len(identifiers)
+    for question in content["body"]:
+        assert question["type"] in {"textarea", "input", "dropdown"}
+        assert question["attributes"]["label"]
+        assert bool(question["attributes"].get("options")) == (question["type"] == "dropdown")
+
+
+@pytest.mark.parametrize("target", ["test-fast", "test-oldest", "test-newest"])
+def test_the_folders_that_make_names_are_there(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, flags=re.MULTILINE)
+    folders = re.findall(r":= \$\(addprefix tests/,([^)]*)\)", makefile)
+    assert len(folders) == 2
+    assert all((ROOT / "tests" / name).exists() for line in folders for name in line.split())
