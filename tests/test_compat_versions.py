@@ -46,7 +46,7 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
     }
 
 
-def test_the_newest_constraints_are_not_older_than_the_tested_set() -> None:
+def test_the_newest_constraints_are_as_new_as_the_tested_set() -> None:
     newest, tested = pins("constraints-newest.txt"), pins("constraints.txt")
     assert not [name for name in DEPENDENCIES if newest[name] < tested[name]]
 
