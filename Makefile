@@ -7,8 +7,9 @@ WORKERS ?= 2
 
 # The packages below members, which need torch and numpy only.
 MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
-# The tests that meet transformers, peft, accelerate, datasets and huggingface_hub.
-HOSTS := $(addprefix tests/,test_compat_versions.py members models training pipelines posteriors)
+# The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
+HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_stacked.py members/test_trunk.py \
+	models training pipelines posteriors)
 
 .PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark
 
