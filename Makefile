@@ -19,7 +19,7 @@ test test-fast test-slow test-oldest test-newest coverage reliability mutants: e
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The mathematics without its long statistical tests: under 90 seconds on two idle cores.
+# The mathematics without its long statistical tests; aimed at 90 seconds on two idle cores.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not statistics" $(MATHEMATICS)
 
