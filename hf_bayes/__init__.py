@@ -1,4 +1,23 @@
-"""Bayesian fine-tuning for the Hugging Face stack: a Trainer that ends in a posterior instead of a point."""
+"""Bayesian fine-tuning for the Hugging Face stack: a Trainer that ends in a posterior instead of a point.
+
+Two members that are certain of different classes disagree: all of the mixture's uncertainty is epistemic (log 2 nats).
+
+>>> import torch
+>>> from hf_bayes import SGHMCConfig, decompose, mixture, sample
+>>> logits = torch.tensor([[100.0, 0.0], [0.0, 100.0]])  # [members, classes]
+>>> mixture(logits).exp()
+tensor([0.5000, 0.5000])
+>>> total, aleatoric, epistemic = decompose(logits)
+>>> round(total.item(), 4), round(aleatoric.item(), 4), round(epistemic.item(), 4)
+(0.6931, 0.0, 0.6931)
+
+Methods also sample from a plain energy function. Here four chains sample from a standard Gaussian in two dimensions.
+
+>>> energy = lambda theta, batch: theta.square().sum(1) / 2
+>>> result = sample(energy, torch.zeros(4, 2), SGHMCConfig(), num_steps=300, learning_rate=0.1, burn_in=100)
+>>> result.draws.shape  # [chains, draws, parameters]
+torch.Size([4, 200, 2])
+"""
 
 from __future__ import annotations
 
@@ -15,7 +34,26 @@ if TYPE_CHECKING:
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
     from hf_bayes.fit.swag import fit_swag
+    from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+    from hf_bayes.methods.averaging.map import MAPConfig
+    from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
+    from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
+    from hf_bayes.methods.averaging.snapshot import SnapshotConfig
+    from hf_bayes.methods.averaging.swa import SWAConfig
+    from hf_bayes.methods.averaging.swag import SWAGConfig
+    from hf_bayes.methods.laplace.laplace import LaplaceConfig
+    from hf_bayes.methods.mcmc.gps import GPSConfig
+    from hf_bayes.methods.mcmc.hmc import HMCConfig
+    from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+    from hf_bayes.methods.mcmc.penalty import PenaltyConfig
     from hf_bayes.methods.registry import METHODS
+    from hf_bayes.methods.sgmcmc.agps import AGPSConfig
+    from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+    from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+    from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
+    from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+    from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+    from hf_bayes.methods.variational.mean_field import MeanFieldConfig
     from hf_bayes.models.attaching import attach
     from hf_bayes.models.causal_lm import BayesianModelForCausalLM
     from hf_bayes.models.classification import (
@@ -33,36 +71,57 @@ if TYPE_CHECKING:
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.uncertainty.decomposition import decompose, mixture
 
-_WHERE = {
+_MODULES = {
     "METHODS": "methods.registry",
-    "Posterior": "posteriors.posterior",
+    "AGPSConfig": "methods.sgmcmc.agps",
+    "BAOABConfig": "methods.sgmcmc.baoab",
     "BayesianModelForAudioClassification": "models.classification",
     "BayesianModelForCausalLM": "models.causal_lm",
     "BayesianModelForImageClassification": "models.classification",
     "BayesianModelForImageTextToText": "models.image_text",
     "BayesianModelForSequenceClassification": "models.classification",
     "BayesianModelForTokenClassification": "models.classification",
-    "UncertaintyStreamer": "pipelines.records",
-    "attach": "models.attaching",
-    "pipeline": "pipelines.factory",
-    "print_record": "pipelines.rendering",
-    "prior_predictive": "fit.prior_predictive",
-    "to_html": "pipelines.rendering",
-    "to_terminal": "pipelines.rendering",
-    "sample": "chains.sampling",
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
+    "EnsembleConfig": "methods.averaging.ensemble",
+    "GPSConfig": "methods.mcmc.gps",
+    "HMCConfig": "methods.mcmc.hmc",
+    "LaplaceConfig": "methods.laplace.laplace",
+    "MAPConfig": "methods.averaging.map",
+    "MCDropoutConfig": "methods.averaging.mc_dropout",
+    "MeanFieldConfig": "methods.variational.mean_field",
+    "MetropolisConfig": "methods.mcmc.metropolis",
+    "PenaltyConfig": "methods.mcmc.penalty",
+    "Posterior": "posteriors.posterior",
+    "SGDMCConfig": "methods.averaging.sgd_mc",
+    "SGHMCConfig": "methods.sgmcmc.sghmc",
+    "SGHMCEulerConfig": "methods.sgmcmc.sghmc_euler",
+    "SGLDConfig": "methods.sgmcmc.sgld",
+    "SGNHTConfig": "methods.sgmcmc.sgnht",
+    "SWAConfig": "methods.averaging.swa",
+    "SWAGConfig": "methods.averaging.swag",
+    "SnapshotConfig": "methods.averaging.snapshot",
+    "UncertaintyStreamer": "pipelines.records",
+    "attach": "models.attaching",
+    "decompose": "uncertainty.decomposition",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
-    "decompose": "uncertainty.decomposition",
     "mixture": "uncertainty.decomposition",
+    "pipeline": "pipelines.factory",
+    "print_record": "pipelines.rendering",
+    "prior_predictive": "fit.prior_predictive",
+    "sample": "chains.sampling",
+    "to_html": "pipelines.rendering",
+    "to_terminal": "pipelines.rendering",
 }
-"""Public name -> module. Loaded when first asked for, so that the mathematics imports without transformers."""
+"""Public name -> module. A module is imported when its name is first used: the mathematics needs no transformers."""
 
 __all__ = [
     "METHODS",
+    "AGPSConfig",
+    "BAOABConfig",
     "BayesianModelForAudioClassification",
     "BayesianModelForCausalLM",
     "BayesianModelForImageClassification",
@@ -72,7 +131,24 @@ __all__ = [
     "BayesianTrainer",
     "BayesianTrainerMixin",
     "BayesianTrainingArguments",
+    "EnsembleConfig",
+    "GPSConfig",
+    "HMCConfig",
+    "LaplaceConfig",
+    "MAPConfig",
+    "MCDropoutConfig",
+    "MeanFieldConfig",
+    "MetropolisConfig",
+    "PenaltyConfig",
     "Posterior",
+    "SGDMCConfig",
+    "SGHMCConfig",
+    "SGHMCEulerConfig",
+    "SGLDConfig",
+    "SGNHTConfig",
+    "SWAConfig",
+    "SWAGConfig",
+    "SnapshotConfig",
     "UncertaintyStreamer",
     "attach",
     "decompose",
@@ -90,15 +166,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"hf_bayes.{_WHERE[name]}"), name)
-    if name.endswith("Config"):  # every method's config, by the one table that knows them all
-        configs = {
-            config.__name__: config for config in importlib.import_module("hf_bayes.methods.registry").METHODS.values()
-        }
-        if name in configs:
-            return configs[name]
-    raise AttributeError(f"module 'hf_bayes' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hf_bayes' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hf_bayes.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import shutil
@@ -11,6 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+import hf_bayes
+from hf_bayes import METHODS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -75,9 +81,49 @@ def test_constraints_pin_every_dependency() -> None:
     pinned = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     names = {name.lower().replace("_", "-") for name in pinned}
     project = PYPROJECT["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
-    missing = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted} - names
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["test"],
+        *project["optional-dependencies"]["dev"],
+    ]
+    missing = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted} - names - {project["name"]}
     assert not missing
+
+
+def imports_for_editors() -> dict[str, str]:
+    """Return {name: module} of the imports under ``TYPE_CHECKING`` in ``hf_bayes/__init__.py``."""
+    tree = ast.parse((ROOT / "hf_bayes" / "__init__.py").read_text("utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(block.body)
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname is None}
+
+
+def test_editors_and_python_see_the_same_public_names() -> None:
+    at_run_time = {name: f"hf_bayes.{module}" for name, module in hf_bayes._MODULES.items()}
+    assert imports_for_editors() == at_run_time
+    assert sorted(hf_bayes.__all__) == sorted(at_run_time)  # sorted lists: a name may not stand there twice
+    assert set(hf_bayes.__all__) <= set(dir(hf_bayes))
+
+
+@pytest.mark.parametrize("name", hf_bayes.__all__)
+def test_a_public_name_is_found_in_the_module_that_defines_it(name: str) -> None:
+    value = getattr(hf_bayes, name)
+    assert value is getattr(importlib.import_module(f"hf_bayes.{hf_bayes._MODULES[name]}"), name)
+    if isinstance(value, type):
+        assert value.__module__ == f"hf_bayes.{hf_bayes._MODULES[name]}"
+
+
+def test_the_config_of_every_method_is_public() -> None:
+    assert {config.__name__ for config in METHODS.values()} <= set(hf_bayes.__all__)
+    for config in METHODS.values():
+        assert getattr(hf_bayes, config.__name__) is config
+
+
+@pytest.mark.parametrize("name", ["UnknownConfig", "MethodConfig", "nothing"])
+def test_a_name_outside_the_public_ones_is_refused(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'hf_bayes' has no attribute '{name}'"):
+        getattr(hf_bayes, name)
 
 
 def test_importing_the_types_needs_no_transformers() -> None:
@@ -114,3 +160,47 @@ def test_import_linter_catches_a_forbidden_import(line: str, tmp_path: Path) -> 
     with (tmp_path / "hf_bayes" / "core" / "rng.py").open("a") as file:
         file.write(line + "\n")
     assert lint() != 0
+
+
+def test_pre_commit_runs_the_linters_of_make_lint() -> None:
+    (recipe,) = re.findall(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    linters = {Path(line.split()[0]).name for line in recipe.splitlines()}
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["entry"].split()[0] for hook in repository["hooks"]} == {f".venv/bin/{linter}" for linter in linters}
+    assert all({"id", "name", "entry", "language"} <= hook.keys() for hook in repository["hooks"])
+
+
+def test_the_citation_names_this_version_and_five_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # required by CFF 1.2.0
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == PYPROJECT["project"]["version"] == hf_bayes.__version__
+    assert citation["license"] == PYPROJECT["project"]["license"]
+    assert citation["authors"] == [{"name": "The hf_bayes authors"}]
+    assert len(citation["references"]) == 5
+    for paper in citation["references"]:
+        assert {"type", "title", "authors"} <= paper.keys()
+        assert all(author.keys() in ({"name"}, {"given-names", "family-names"}) for author in paper["authors"])
+
+
+@pytest.mark.parametrize("form", ["bug_report", "feature_request"])
+def test_an_issue_form_is_well_formed(form: str) -> None:
+    content = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text("utf-8"))
+    assert content["name"]
+    assert content["description"]
+    identifiers = [question["id"] for question in content["body"]]
+    assert len(set(identifiers)) == len(identifiers)
+    for question in content["body"]:
+        assert question["type"] in {"textarea", "input", "dropdown"}
+        assert question["attributes"]["label"]
+        assert bool(question["attributes"].get("options")) == (question["type"] == "dropdown")
+
+
+@pytest.mark.parametrize("target", ["test-fast", "test-oldest", "test-newest"])
+def test_the_folders_that_make_names_are_there(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
+    assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, flags=re.MULTILINE)
+    folders = re.findall(r":= \$\(addprefix tests/,([^)]*)\)", makefile)
+    assert len(folders) == 2
+    assert all((ROOT / "tests" / name).exists() for line in folders for name in line.split())

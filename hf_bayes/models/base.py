@@ -80,6 +80,7 @@ class BayesianModel(PreTrainedModel):
     """
 
     base_model_prefix = "model"
+    __getattr__: None  # type: ignore[assignment]  # type checkers: nn.Module's gives a type to misspelled names too
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     likelihood: Likelihood

@@ -65,6 +65,7 @@ def test_the_approximation_holds_all_draws_in_the_order_of_chains() -> None:
     ],
     ids=lambda method: method.name,
 )
+@pytest.mark.statistics
 def test_chains_that_accept_nothing_are_warned_of(method: MethodConfig) -> None:
     def energy(theta: Tensor, batch: object) -> Tensor:  # the second chain is free to move
         return bowl(theta, batch) * torch.tensor([1e12, 0.0])
@@ -78,6 +79,7 @@ def _wells(theta: Tensor, batch: None) -> Tensor:
     return -torch.logaddexp(*(-0.5 * (theta - mode).square().sum(1) for mode in (-9, 9)))
 
 
+@pytest.mark.statistics
 def test_exact_chains_that_disagree_are_warned_of() -> None:
     def draws_from(sides: list[float]) -> None:
         starts = 9 * torch.tensor(sides)[:, None]
@@ -388,6 +390,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
         run(batches=[1, 2], method=method)
 
 
+@pytest.mark.statistics
 def test_unbiased_batches_with_a_small_learning_rate_give_the_full_posterior() -> None:
     rows, order = torch.randn(64, generator=generator("rows"), dtype=torch.float64), generator("order")
 
@@ -591,12 +594,14 @@ MEAN_TOLERANCE, STD_TOLERANCE = 0.096, 0.068
 
 
 @pytest.mark.parametrize("config", [SGHMCConfig(), SGLDConfig()], ids=["sghmc", "sgld"])
+@pytest.mark.statistics
 def test_posterior_of_a_logistic_regression_agrees_with_long_hmc(config: MethodConfig, reference: Tensor) -> None:
     mean_error, std_error = errors(config, reference)
     assert mean_error < MEAN_TOLERANCE
     assert std_error < STD_TOLERANCE
 
 
+@pytest.mark.statistics
 def test_the_comparison_with_hmc_catches_a_wrong_temperature_and_wrong_data(reference: Tensor) -> None:
     assert errors(SGHMCConfig(temperature=0.8), reference)[1] > STD_TOLERANCE
     spoilt = torch.cat([torch.zeros(20), LABELS[20:]])

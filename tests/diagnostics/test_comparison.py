@@ -21,6 +21,7 @@ def test_rows_sum_the_nll_of_their_own_terms() -> None:
     assert (found.nll.tolist(), found.terms.tolist()) == ([3.0, 0.0, 4.0, 8.0], [2, 0, 1, 1])
 
 
+@pytest.mark.statistics
 def test_the_standard_error_is_that_of_repeated_data() -> None:
     """Tokens of a row share an effect; taken as independent (the twin), their error is too small."""
     rng = np.random.default_rng(0)

@@ -72,6 +72,7 @@ def test_draws_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_values", [10, 60])
+@pytest.mark.statistics
 def test_chains_of_one_law_exceed_the_rhat_of_chance_as_seldom_as_promised(num_values: int) -> None:
     limit = rhat_by_chance(4, num_values, probability=0.9)
     draws = noise(4, num_values, 1500)

@@ -167,6 +167,7 @@ def moment_error(kind: str, wrong: float = 1.0) -> float:
 
 
 @kinds
+@pytest.mark.statistics
 def test_samples_have_the_covariance(kind: str) -> None:
     limit = 4.5  # standard errors, the largest of 256 dependent elements
     assert moment_error(kind) < limit

@@ -146,6 +146,7 @@ def test_draws_from_a_prior_have_its_law(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace"])
+@pytest.mark.statistics
 def test_where_the_likelihood_is_flat_a_sampler_has_the_law_of_the_prior(name: str) -> None:
     std, rate = math.sqrt(2), 0.04  # h = 0.2 where the double exponential has b = 1
     prior = PRIORS[name](torch.tensor(0.0), torch.tensor(std))
@@ -181,6 +182,7 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
     )  # k^2 d: the paper's footnote 12
 
 
+@pytest.mark.statistics
 def test_the_trainer_samples_under_the_prior_that_is_named_and_says_which(tmp_path: object) -> None:
     run = runs.trainer(f"{tmp_path}/out", SGHMCConfig(prior="laplace", prior_std=0.5, num_chains=2), max_steps=2)
     run.train()

@@ -70,6 +70,7 @@ def outcome(repository: Path, words: str) -> str:
 REGISTRATION = "has_a_row or one_file or only_the_registry"
 
 
+@pytest.mark.statistics
 def test_the_example_passes_the_conformance_table(repository: Path) -> None:
     said = outcome(repository, f"shared_noise or sgld or {REGISTRATION}")
     assert "FAILED" not in said, said[-3000:]

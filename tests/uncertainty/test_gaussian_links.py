@@ -74,6 +74,7 @@ def test_the_quadrature_catches_a_missing_root_and_a_forgotten_covariance() -> N
         assert (wrong - q).abs().max() > 2 * PROBIT_ERROR
 
 
+@pytest.mark.statistics
 def test_monte_carlo_of_two_classes_is_within_its_standard_error() -> None:
     mean, covariance, q, epistemic = two_classes()
     found = predict_by_monte_carlo(mean[None], covariance[None], num_draws=4000)
@@ -172,6 +173,7 @@ def distances(mean: Tensor, covariance: Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.statistics
 def test_links_are_near_monte_carlo_on_a_last_layer(structure: str) -> None:
     features, labels = clusters(num_classes=12, rows=12, size=16)
     found = distances(*gaussian_logits(features, labels, prior_std=1.0)[structure])
@@ -185,6 +187,7 @@ def test_links_are_near_monte_carlo_on_a_last_layer(structure: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize(("prior_std", "share"), [(1.0, 0.5), (3.0, 0.9)])
+@pytest.mark.statistics
 def test_links_are_near_monte_carlo_on_encoded_texts(
     prior_std: float, share: float, structure: str, encoded: Any
 ) -> None:

@@ -60,6 +60,7 @@ def deviation(draws: Tensor, law: Tensor) -> float:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.statistics
 def test_on_a_gaussian_it_has_the_covariance_of_the_discrete_lyapunov_equation(momentum: float) -> None:
     num_chains, picks = 10_000, generator("picks")
 

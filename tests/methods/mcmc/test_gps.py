@@ -84,12 +84,14 @@ def bimodal_mean(carried: bool) -> tuple[float, float]:
     return float(found.mean()), float(found.std()) / len(found) ** 0.5
 
 
+@pytest.mark.statistics
 def test_the_weights_of_two_modes_are_exact() -> None:
     mean, error = bimodal_mean(carried=False)
     assert error <= 0.01
     assert abs(mean - 0.8) < 4 * error
 
 
+@pytest.mark.statistics
 def test_the_weights_of_two_modes_catch_a_carried_mu() -> None:
     """Algorithm 2 as it is printed: 0.88."""
     mean, error = bimodal_mean(carried=True)
@@ -97,6 +99,7 @@ def test_the_weights_of_two_modes_catch_a_carried_mu() -> None:
 
 
 @pytest.mark.parametrize("target", ["gaussian", "mixture"])
+@pytest.mark.statistics
 def test_moments_are_exact(target: str) -> None:
     found = draws(GPSConfig(max_std=3.0), TARGETS[target], 2 * normals(1500, 2), num_steps=2500, burn_in=1200)
     z, error = scores(features(found), moments(target, 1.0))
@@ -171,22 +174,26 @@ CASES = {"banana": banana_case, "gamma": gamma_case, "beta": beta_case}
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.statistics
 def test_exact_draws_are_left_as_they_are(case: str) -> None:
     assert drift(*CASES[case]()).abs().max() < 4
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.statistics
 def test_exact_draws_catch_a_forgotten_reverse_proposal(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for family in (agps.GaussianFamily, agps.GammaFamily, agps.BetaFamily):
         monkeypatch.setattr(family, "log_prob", lambda self, theta, at: torch.zeros_like(theta))
     assert drift(*CASES[case]()).abs().max() > 4
 
 
+@pytest.mark.statistics
 def test_exact_draws_catch_a_wrong_temperature() -> None:
     config, *rest = banana_case()
     assert drift(dataclasses.replace(config, temperature=1.1), *rest).abs().max() > 4
 
 
+@pytest.mark.statistics
 def test_moments_of_a_logistic_regression_are_exact() -> None:
     found = draws(GPSConfig(max_std=3.0), logistic, 2 * normals(1500, 2), num_steps=2500, burn_in=1200)
     z, error = scores(features(found)[..., :5], moments("logistic", 1.0)[:5])
@@ -201,18 +208,21 @@ def banana_scores(max_std: float, *, num_chains: int, num_steps: int, burn_in: i
     return scores(features(found), moments("banana", 1.0))
 
 
+@pytest.mark.statistics
 def test_burn_in_brings_chains_back_from_the_tails_of_the_banana() -> None:
     z, error = banana_scores(3.0, num_chains=2500, num_steps=2000)
     assert error.max() < 0.012
     assert z.abs().max() < 4
 
 
+@pytest.mark.statistics
 def test_the_tails_catch_a_burn_in_that_does_not_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves with the frozen reference leave them where they are."""
     monkeypatch.setattr(gps, "walk", lambda state, family, rngs: state.theta)
     assert banana_scores(3.0, num_chains=2500, num_steps=2000)[0].abs().max() > 4
 
 
+@pytest.mark.statistics
 def test_a_cap_of_ten_needs_a_longer_burn_in() -> None:
     """What the module says of its limit: 5000 updates bring the tails back, 1500 do not."""
     z, error = banana_scores(10.0, num_chains=2500, num_steps=5500, burn_in=5000)
@@ -228,6 +238,7 @@ def still(spread: float) -> float:
     return float((found == found[:, :1]).all(1).all(1).double().mean())
 
 
+@pytest.mark.statistics
 def test_starts_from_afar_leave_chains_that_stand_still() -> None:
     """What the module says of starts; a share of 0.05 of 2000 chains has a standard error of 0.005."""
     assert 0.03 < still(14.0) < 0.08

@@ -55,6 +55,7 @@ def without_last_half_step(
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.statistics
 def test_moments_are_exact_at_every_temperature(target: str, temperature: float) -> None:
     draws = run(HMCConfig(temperature=temperature, num_leapfrog=6), target, num_steps=1000).draws
     z, ess = worst_z(draws, target, temperature)
@@ -71,6 +72,7 @@ def test_moments_are_exact_in_a_long_run(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_wrong_temperature(target: str) -> None:
     z, _ = worst_z(run(HMCConfig(temperature=1.25, num_leapfrog=6), target).draws, target, 1.0)
     assert z > 4
@@ -80,24 +82,28 @@ def test_the_moment_check_catches_a_wrong_temperature(target: str) -> None:
 LARGE_STEP = HMCConfig(num_leapfrog=6, step_size=0.65, target_acceptance=None)
 
 
+@pytest.mark.statistics
 def test_moments_are_exact_at_a_large_step() -> None:
     z, ess = worst_z(run(LARGE_STEP, "gaussian").draws, "gaussian", 1.0)
     assert ess > 2000
     assert z < 4
 
 
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_forgotten_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hmc, "rand", lambda rngs, like: -torch.ones(len(like), dtype=like.dtype))
     z, _ = worst_z(run(dataclasses.replace(LARGE_STEP, jitter=0.0), "gaussian").draws, "gaussian", 1.0)
     assert z > 4
 
 
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_missing_half_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hmc, "leapfrog", without_last_half_step)
     z, _ = worst_z(run(LARGE_STEP, "gaussian").draws, "gaussian", 1.0)
     assert z > 4
 
 
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_momentum_of_the_wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     randn = hmc.randn
     monkeypatch.setattr(hmc, "randn", lambda rngs, like: math.sqrt(2) * randn(rngs, like))
@@ -162,6 +168,7 @@ def wide_gaussian(theta: Tensor, batch: object) -> Tensor:
 
 
 @pytest.mark.parametrize("first_size", [1e-3, 10.0])
+@pytest.mark.statistics
 def test_adaptation_reaches_the_target_and_is_frozen_after_burn_in(first_size: float) -> None:
     config = HMCConfig(step_size=first_size, adapt_mass=False)  # a mass would leave it 50 updates
     result = sample(wide_gaussian, starts(16, dim=50) / 2, config, num_steps=1200, learning_rate=1.0, burn_in=1000)
@@ -295,6 +302,7 @@ def test_windows_of_the_mass_are_those_of_stan() -> None:
     assert mass_windows(19) == ()
 
 
+@pytest.mark.statistics
 def test_the_mass_is_the_variance_of_each_coordinate() -> None:
     state = run_stretched().state
     ratio = (state.scale / STRETCHED).log()
@@ -305,6 +313,7 @@ def test_the_mass_is_the_variance_of_each_coordinate() -> None:
     assert torch.equal(without.scale, torch.ones_like(without.scale))
 
 
+@pytest.mark.statistics
 def test_a_mass_makes_stretched_laws_mix() -> None:
     with_mass, without = (run_stretched(adapt_mass=adapt).draws for adapt in (True, False))
     assert ess(with_mass).min() > 500  # of 16 x 200
@@ -323,10 +332,12 @@ def acceptances(target: str, burn_in: int) -> Tensor:
 # chains to 0.01. On the banana acceptance depends on the place: 128 chains have 0.79, with a standard deviation of
 # 0.065: a standard error of 0.008 for the mean of 64 chains.
 @pytest.mark.parametrize("target", ["stretched", "banana"])
+@pytest.mark.statistics
 def test_acceptance_after_burn_in_is_the_target(target: str) -> None:
     assert float(acceptances(target, burn_in=400).mean()) == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.statistics
 def test_a_short_burn_in_leaves_no_chain_that_accepts_nothing() -> None:
     assert float(acceptances("banana", burn_in=20).min()) > 0.3
 
@@ -341,6 +352,7 @@ def dual_averaging(state: hmc.HMCState, shortfall: Tensor, t: int) -> hmc.HMCSta
     return state._replace(log_step=log_step, log_step_mean=torch.lerp(state.log_step_mean, log_step, t**-0.75))
 
 
+@pytest.mark.statistics
 def test_the_acceptance_check_catches_dual_averaging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hmc, "with_step_size", dual_averaging)
     assert float(acceptances("stretched", burn_in=400).mean()) > 0.83

@@ -31,6 +31,7 @@ run = functools.partial(targets.run, learning_rate=1.0, num_steps=1500, burn_in=
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.statistics
 def test_moments_are_exact_at_every_temperature(target: str, temperature: float) -> None:
     z, ess = worst_z(run(MetropolisConfig(temperature=temperature), target).draws, target, temperature)
     assert ess > 1500  # a 10 % error of a standard deviation is then more than 5 standard errors of the second moment
@@ -44,17 +45,20 @@ def test_moments_are_exact_in_a_long_run(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_wrong_temperature_in_the_acceptance(target: str) -> None:
     z, _ = worst_z(run(MetropolisConfig(temperature=1.25), target).draws, target, 1.0)
     assert z > 4
 
 
+@pytest.mark.statistics
 def test_the_moment_check_catches_a_forgotten_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metropolis, "rand", lambda rngs, like: -torch.ones(len(like), dtype=like.dtype))
     z, _ = worst_z(run(MetropolisConfig(target_acceptance=None), "gaussian").draws, "gaussian", 1.0)
     assert z > 4
 
 
+@pytest.mark.statistics
 def test_the_moment_check_catches_an_energy_that_does_not_follow_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     state_of = metropolis.MetropolisState
     first: dict[str, Tensor] = {}
@@ -69,6 +73,7 @@ def test_the_moment_check_catches_an_energy_that_does_not_follow_the_chain(monke
 
 
 @pytest.mark.parametrize("first_std", [1e-3, 1.0, 1e2])
+@pytest.mark.statistics
 def test_adaptation_reaches_the_target_and_is_frozen_after_burn_in(first_std: float) -> None:
     result = sample(
         lambda theta, batch: 0.5 * theta.square().sum(1),

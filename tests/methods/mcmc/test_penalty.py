@@ -32,6 +32,7 @@ def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("count", "n", "step", "num_chains"), [(2, 50, 1.0, 5000), (20, 20, 0.5, 3000)])
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_with_the_variance_known_the_law_is_exact(
     monkeypatch: pytest.MonkeyPatch, count: int, n: int, step: float, num_chains: int
 ) -> None:
@@ -57,6 +58,7 @@ TESTED = {  # config, batches of an update
 
 @pytest.mark.parametrize("name", TESTED)
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_with_the_variance_estimated_from_20_batches_of_20_the_law_is_close(name: str) -> None:
     config, count = TESTED[name]
     ratio, error, info = variance_ratio(config, Batches(independent(20), count, 800))
@@ -66,6 +68,7 @@ def test_with_the_variance_estimated_from_20_batches_of_20_the_law_is_close(name
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_law_check_catches_a_dropped_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penalty, "noise_penalty", lambda variance, num_batches: 0 * variance)
     ratio, error, _ = variance_ratio(walk(), Batches(independent(20), 20, 500))
@@ -73,6 +76,7 @@ def test_the_law_check_catches_a_dropped_penalty(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_an_estimated_variance_needs_the_series_that_the_paper_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected, error, info = variance_ratio(walk(), Batches(independent(40), 10, 2500))
     assert info["beyond_series"] < 0.06
@@ -103,6 +107,7 @@ class Stale(Batches):
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_law_check_catches_new_batches_for_the_proposal_only() -> None:
     ratio, error, _ = variance_ratio(walk(), Stale(independent(20), 20, 500))
     assert ratio - 4 * error > 1.05
@@ -116,6 +121,7 @@ class OneSet(Batches):
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_law_check_catches_a_proposal_that_has_seen_the_test() -> None:
     """At a step of one posterior sd; the test still has batches enough for its variance."""
     config = walk(1.0, num_leapfrog=1, proposal_batches=20)
@@ -127,6 +133,7 @@ def test_the_law_check_catches_a_proposal_that_has_seen_the_test() -> None:
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_law_check_catches_a_forgotten_reverse_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     leapfrog = penalty.leapfrog
 
@@ -141,6 +148,7 @@ def test_the_law_check_catches_a_forgotten_reverse_proposal(monkeypatch: pytest.
 
 @pytest.mark.parametrize("n", [20, 40])
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_rows_that_come_once_in_an_update_are_corrected_for(n: int) -> None:
     """Half of the data, and all of it, where no penalty is left."""
     config, batches = walk(replacement=False), Batches(disjoint(n), 25, 800)
@@ -152,6 +160,7 @@ def test_rows_that_come_once_in_an_update_are_corrected_for(n: int) -> None:
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_the_law_check_catches_rows_that_come_once_taken_for_independent_ones() -> None:
     ratio, error, _ = variance_ratio(walk(), Batches(disjoint(20), 25, 500))
     assert ratio + 4 * error < 0.95  # over-penalised: 0.85

@@ -79,6 +79,7 @@ def test_the_papers_effective_sample_size_on_a_gaussian() -> None:
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_gaussian_moments_after_burn_in() -> None:
     """The variance is 4.03 from update 500 on, and falls to 4 as 1 / t: mu is still on its way."""
     draws = run(AGPSConfig(max_std=10.0), num_chains=400, num_steps=3000, burn_in=1500).draws
@@ -99,6 +100,7 @@ def noise(size: float, num_chains: int = 300) -> Any:
 
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.parametrize(("size", "variance"), [(0.05, 5.24), (0.5, 9.0)])
+@pytest.mark.statistics
 def test_noise_in_the_score_widens_the_draws_as_it_is_said(size: float, variance: float) -> None:
     """Without noise it is 4; a law independent of it would not leave this interval either."""
     draws = run(AGPSConfig(max_std=10.0), num_chains=3000, num_steps=1500, burn_in=500, batches=noise(size, 3000)).draws
@@ -108,6 +110,7 @@ def test_noise_in_the_score_widens_the_draws_as_it_is_said(size: float, variance
 
 
 @pytest.mark.usefixtures("one_generator")
+@pytest.mark.statistics
 def test_at_the_cap_the_cap_is_the_width_and_the_run_says_so() -> None:
     config = AGPSConfig(max_std=0.01)
     with pytest.warns(
@@ -145,6 +148,7 @@ def law_at_the_cap(cap: float, size: float) -> float:
 
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.filterwarnings("ignore:agps. .*at the cap")
+@pytest.mark.statistics
 def test_the_width_at_the_cap_is_that_of_its_own_law() -> None:
     cap, size = 0.05, 0.5
     expected = law_at_the_cap(cap, size)

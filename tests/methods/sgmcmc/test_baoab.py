@@ -29,6 +29,7 @@ def test_both_schemes_are_one_chain_of_positions_started_half_a_kick_apart() -> 
 
 
 @pytest.mark.parametrize("step_size", [0.1, 1.0, 1.9])
+@pytest.mark.statistics
 def test_momentum_between_half_kicks_has_the_variance_of_the_docstring(step_size: float) -> None:
     curvature, temperature = 0.9, 0.7
     config = BAOABConfig(momentum=0.6, temperature=temperature)
@@ -39,6 +40,7 @@ def test_momentum_between_half_kicks_has_the_variance_of_the_docstring(step_size
 
 
 @pytest.mark.parametrize(("scheme", "law"), [("baoab", 1 - 0.1 / 4), ("baoa", 1.0)])
+@pytest.mark.statistics
 def test_kinetic_temperature_is_that_of_its_scheme(scheme: str, law: float) -> None:
     info = run(BAOABConfig(momentum=0.8, scheme=scheme)).info  # type: ignore[arg-type]
     # 4 standard errors of 1024 coordinates x 1300 updates, correlated over 10: 4 * sqrt(2 / 130 000) = 0.016

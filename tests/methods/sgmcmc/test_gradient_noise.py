@@ -52,6 +52,7 @@ def law(kind: type[MethodConfig]) -> float:
 
 
 @pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
+@pytest.mark.statistics
 def test_corrected_variance_is_that_without_gradient_noise(kind: type[Any]) -> None:
     for draws in run(kind(momentum=0.8, correct_gradient_noise=True)):
         error, standard_error = variance_error(draws, law(kind))

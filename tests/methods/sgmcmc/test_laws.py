@@ -124,6 +124,7 @@ def solved(name: str, b: float, step_size: float, curvature: float, temperature:
 @each
 @pytest.mark.parametrize("variance", [0.0, 1.5])
 @pytest.mark.parametrize("step_size", [0.02, 0.3])
+@pytest.mark.statistics
 def test_stationary_moments_are_those_of_the_docstring(name: str, step_size: float, variance: float) -> None:
     curvature, b = 1.7, 0.75
     expected = LAWS[name].docstring(b, step_size**2 * curvature, 0.7, step_size**2 * variance)
@@ -132,6 +133,7 @@ def test_stationary_moments_are_those_of_the_docstring(name: str, step_size: flo
 
 
 @each
+@pytest.mark.statistics
 def test_bias_falls_with_the_order_that_is_declared(name: str) -> None:
     def bias(step_size: float) -> tuple[float, float]:
         got = solved(name, 1 - step_size, step_size, 1.0, 1.0, 0.0)
@@ -146,6 +148,7 @@ def test_bias_falls_with_the_order_that_is_declared(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "order"), [("sghmc", 2), ("sgld", 2), ("baoab", 2), ("sghmc_euler", 1)])
+@pytest.mark.statistics
 def test_bias_on_a_target_that_is_not_gaussian_falls_with_this_order(name: str, order: int) -> None:
     """In positions. The momenta of sghmc have order 1, above."""
 
@@ -167,11 +170,13 @@ def check(name: str, draws: Tensor, variance: float) -> None:
 
 @each
 @pytest.mark.parametrize("variance", [0.0, V])
+@pytest.mark.statistics
 def test_variance_of_a_run_is_the_discretisations(name: str, variance: float) -> None:
     check(name, run(LAWS[name].config(BETA, T), variance).draws, variance)
 
 
 @each
+@pytest.mark.statistics
 def test_the_check_catches_wrong_temperatures(name: str) -> None:
     expected, _ = LAWS[name].docstring(BETA, H_SQUARED * N, T, 0.0)
     twins = {"noise without sqrt(2)": T / 2, "T outside the square root": T**2, "N forgotten in the noise": T * N}
@@ -191,6 +196,7 @@ def test_the_check_catches_wrong_temperatures(name: str) -> None:
         ("sgnht", "sghmc", V),
     ],
 )
+@pytest.mark.statistics
 def test_the_check_catches_the_law_of_a_similar_sampler(name: str, twin: str, variance: float) -> None:
     draws = run(LAWS[twin].config(BETA, T), variance).draws
     check(twin, draws, variance)
@@ -199,6 +205,7 @@ def test_the_check_catches_the_law_of_a_similar_sampler(name: str, twin: str, va
 
 
 @each
+@pytest.mark.statistics
 def test_the_check_catches_minibatch_noise_that_is_forgotten(name: str) -> None:
     with pytest.raises(AssertionError):
         check(name, run(LAWS[name].config(BETA, T), V).draws, 0.0)
@@ -263,6 +270,7 @@ def cyclical_errors(name: str, schedule: Cyclical, law: Tensor) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.statistics
 def test_the_variance_of_draws_under_a_ramp_is_that_of_the_recursion_of_second_moments(name: str) -> None:
     law = squares_at_the_draws(name, RAMPED)
     errors, standard_error = cyclical_errors(name, RAMPED, law)

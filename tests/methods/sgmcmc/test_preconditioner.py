@@ -87,6 +87,7 @@ def test_between_estimates_it_is_equations_8_to_10_with_momenta_handed_over() ->
 
 
 @pytest.mark.parametrize("mass", [1.0, 4.0])
+@pytest.mark.statistics
 def test_stationary_moments_have_lambda_over_m_for_lambda(mass: float) -> None:
     temperature, curvature, h, beta = 0.7, 1.7, 0.4, 0.8
     config = layerwise(1, 100, momentum=beta, temperature=temperature)
@@ -128,6 +129,7 @@ def law(tensor: int, mass: Tensor, variance: float) -> float:
 
 
 @pytest.mark.parametrize("variances", [(0.0, 0.0), VARIANCES], ids=["exact gradients", "minibatch noise"])
+@pytest.mark.statistics
 def test_the_law_is_kept_where_tensors_have_different_curvatures(variances: tuple[float, float]) -> None:
     draws, masses = draws_of(layerwise(8, 1500), variances)
     assert masses[0].tolist() == [1.0] * 4

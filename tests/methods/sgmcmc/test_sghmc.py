@@ -48,6 +48,7 @@ def run_gaussian(config: SGHMCConfig, *, num_data: float = N) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 4.0])
+@pytest.mark.statistics
 def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> None:
     error, ess = moment_error(run_gaussian(SGHMCConfig(temperature=temperature)), position_law(temperature))
     assert ess > 40_000
@@ -55,6 +56,7 @@ def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 4.0])
+@pytest.mark.statistics
 def test_the_variance_check_catches_wrong_noise(temperature: float) -> None:
     right = SGHMCConfig(temperature=temperature)
     twins = {
@@ -68,6 +70,7 @@ def test_the_variance_check_catches_wrong_noise(temperature: float) -> None:
         assert abs(moment_error(draws, position_law(temperature))[0]) > 0.03, name
 
 
+@pytest.mark.statistics
 def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_temperature() -> None:
     variance = 2.0 * N  # of the gradient of U, in each coordinate and update
     noise = generator("gradient")
@@ -140,6 +143,7 @@ def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused
         rule.update(state, evaluation, 0.41, rngs)
 
 
+@pytest.mark.statistics
 def test_kinetic_temperature_lies_in_the_interval_of_its_law_in_99_percent_of_the_tensors() -> None:
     sizes, beta = (4096,) * 24 + (16,) * 24, 0.8
     start = math.sqrt(1 / N) * torch.randn(8, sum(sizes), generator=generator("start"))

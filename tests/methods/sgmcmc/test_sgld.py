@@ -34,6 +34,7 @@ def variance_error(config: SGLDConfig, law: float, *, num_data: float = N) -> tu
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 4.0])
+@pytest.mark.statistics
 def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> None:
     config, law = SGLDConfig(temperature=temperature), temperature / N / (1 - LR / 2)
     error, ess = variance_error(config, law)
@@ -49,6 +50,7 @@ def test_variance_on_a_gaussian_is_the_discretisations(temperature: float) -> No
 
 
 @pytest.mark.parametrize("step_size", [0.05, 0.5, 1.5])
+@pytest.mark.statistics
 def test_stationary_variance_is_that_of_the_docstring(step_size: float) -> None:
     curvature, temperature, num_data = 0.8, 0.7, 7
     problem = Problem(num_data, FlatPrior(), num_data * step_size, num_steps=1, burn_in=0, shapes={"": (1,)})
@@ -82,6 +84,7 @@ def test_it_is_sghmc_without_momentum() -> None:
     assert (ends[0] - ends[1]).abs().max() < 1e-14
 
 
+@pytest.mark.statistics
 def test_configurational_temperature_is_t() -> None:
     theta = math.sqrt(1 / N) * torch.randn(16, 1024, generator=generator("start"), dtype=torch.float64)
     info = sample(gaussian, theta, SGLDConfig(), num_steps=1, learning_rate=LR, num_data=N).info

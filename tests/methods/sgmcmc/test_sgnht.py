@@ -15,6 +15,7 @@ from tests.methods.sgmcmc.laws import LEARNING_RATE, N, run
 
 @pytest.mark.parametrize("order", ["symplectic", "euler"])
 @pytest.mark.parametrize("variance", [0.0, 10.0, 30.0])
+@pytest.mark.statistics
 def test_friction_adapts_until_the_kinetic_temperature_is_t_under_unknown_gradient_noise(
     order: str, variance: float
 ) -> None:
@@ -28,6 +29,7 @@ def test_friction_adapts_until_the_kinetic_temperature_is_t_under_unknown_gradie
     assert info["friction_ratio"][200:].mean() == pytest.approx(ratio, rel=0.01)
 
 
+@pytest.mark.statistics
 def test_the_check_catches_a_friction_that_stands_still() -> None:
     kinetic = run(SGHMCConfig(momentum=0.8), 30.0).info["kinetic_temperature"][200:].mean()
     assert kinetic > 1.5

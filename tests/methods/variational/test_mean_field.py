@@ -64,6 +64,7 @@ def fit_with_prior(
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.statistics
 def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float) -> None:
     q = fit(diagonal, MeanFieldConfig(temperature=temperature))
     mean_error, std_error = gaussian_errors(q, MEAN, STD * math.sqrt(temperature))
@@ -71,6 +72,7 @@ def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float) -> 
     assert std_error < 0.01
 
 
+@pytest.mark.statistics
 def test_the_recovery_check_catches_a_dropped_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     adam = mean_field.adam
 
@@ -81,16 +83,19 @@ def test_the_recovery_check_catches_a_dropped_entropy(monkeypatch: pytest.Monkey
     assert gaussian_errors(fit(diagonal, MeanFieldConfig()), MEAN, STD)[1] > 0.01
 
 
+@pytest.mark.statistics
 def test_the_recovery_check_catches_a_wrong_temperature() -> None:
     assert gaussian_errors(fit(diagonal, MeanFieldConfig(temperature=1.05)), MEAN, STD)[1] > 0.01
 
 
+@pytest.mark.statistics
 def test_the_recovery_check_catches_the_noise_of_single_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mean_field, "SLOPE_RATE", 0.0)
     assert max(gaussian_errors(fit(diagonal, MeanFieldConfig()), MEAN, STD)) > 0.01
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.statistics
 def test_a_correlated_gaussian_gets_the_diagonal_of_the_precision(temperature: float) -> None:
     precision = correlated_precision()
 
@@ -135,6 +140,7 @@ def test_temper_says_whether_the_prior_is_tempered(temper: Any, powers: dict[str
     assert max(gaussian_errors(q, *swapped)) > 0.01
 
 
+@pytest.mark.statistics
 def test_a_prior_counted_twice_is_caught() -> None:
     def with_prior(theta: Tensor) -> tuple[Tensor, Tensor]:
         value, grad = likelihood(theta)
@@ -191,6 +197,7 @@ def test_q_is_the_average_of_the_second_half_of_the_iterates() -> None:
     assert torch.allclose(q.stds, average[:, 1].exp(), rtol=1e-12)
 
 
+@pytest.mark.statistics
 def test_free_energy_is_minus_the_log_evidence_at_the_optimum() -> None:
     result: SampleResult = sample(diagonal, starts(4), MeanFieldConfig(), num_steps=3000, learning_rate=0.01)
     free_energy = result.info["free_energy"][2000:]
