@@ -219,7 +219,8 @@ def _output_head(model: nn.Module) -> nn.Module:
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output head that is known: name it by a regular expression")
     copies = getattr(head, "modules_to_save", None)  # peft keeps the original beside the trained copy
-    return head if copies is None else copies[head.active_adapters[0]]
+    copy: nn.Module = head if copies is None else copies[head.active_adapters[0]]
+    return copy
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_bayes import LaplaceConfig, fit_laplace
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import KroneckerBlock, dense
-from hf_bayes.methods.laplace import evidence
-from hf_bayes.methods.laplace import method as laplace
-from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature, LowRankCurvature
+from hf_bayes.methods.laplace import evidence, laplace
+from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.evidence import BOUNDS, Expansion, groups, maximise
+from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
 from tests.objectives.test_curvature_pass import looked, pulls
 
@@ -155,6 +155,6 @@ def test_a_search_that_has_not_converged_says_so(monkeypatch: pytest.MonkeyPatch
     rows, theta = planted()
     layout = Layout(("a", "b"), ((5,), (7,)))
     monkeypatch.setattr(evidence, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(evidence, "MAX_POLISHES", 1)
+    monkeypatch.setattr(evidence, "MAX_RESTARTS", 1)
     with pytest.warns(UserWarning, match=r"evidence is not at its maximum: .*'element', 12 of them\) may gain"):
         maximise(Expansion(FullCurvature(rows.T @ rows), 0.0, theta), torch.ones(12).double(), "element", layout)
