@@ -19,8 +19,8 @@ def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> N
     """Raise a ValueError unless generators accept this seed."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= largest:
         raise ValueError(
-            f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, which generators of random numbers "
-            f"take, got {seed!r:.100}: choose one in that range"
+            f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, the range of random generators, "
+            f"got {seed!r:.100}: choose one in that range"
         )
 
 

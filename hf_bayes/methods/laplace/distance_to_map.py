@@ -53,7 +53,7 @@ def gradient_norm_in_errors(slope: Slope | None, prior_gradient: Tensor) -> Iter
         yield
     except NotPositiveDefinite as error:
         if slope is None:
-            where = "Whether the weights are a MAP was not looked at: check_gradient=True tells"
+            where = "The gradient was not computed: check_gradient=True shows how far the weights are from a MAP"
         else:
             norm_in_words = _norm_in_words(slope, _root(slope, slope.square(prior_gradient, lambda rows: rows)))
             where = f"The gradient of log p(theta | D) has {norm_in_words} here and 0 at a MAP: else train longer"
@@ -73,7 +73,7 @@ def _root(slope: Slope, square: float) -> float | None:
 
 
 def _norm_in_words(slope: Slope, norm: float | None) -> str:
-    return f"a norm that {slope.num_rows} rows do not tell from 0" if norm is None else f"norm {norm:.3g}"
+    return f"a norm that {slope.num_rows} rows cannot distinguish from 0" if norm is None else f"norm {norm:.3g}"
 
 
 def diagonal_warning(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

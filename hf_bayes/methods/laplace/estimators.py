@@ -148,4 +148,4 @@ def build_estimator(name: str, num_samples: int | None) -> Estimator:
         return EmpiricalFisherOfTerms() if num_samples is None else SignedEmpiricalFisher(num_samples)
     if name == "ef_sequence":
         return EmpiricalFisherOfRows()
-    raise ValueError(f"no estimator {name!r} of outer products: ggn, ef_sequence and ef_token are")
+    raise ValueError(f"an estimator of outer products must be one of ggn, ef_sequence, ef_token, got {name!r}")

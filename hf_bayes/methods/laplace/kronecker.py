@@ -134,7 +134,7 @@ class KroneckerSum(Accumulator):
         self._add_moment(self.outputs, tap.weight, rows)
         self.sources.setdefault(tap.weight, (share.source, tap.transposed))
         if self.sources[tap.weight][0] != share.source:
-            raise ValueError(f"{tap.path} reads another module's input in one batch and its own in another: use "
+            raise ValueError(f"{tap.path} shares its input with another module in some batches and not in others: use "
                              "structure='diagonal' for this model")  # fmt: skip
         own = self.sources[tap.weight][0]
         if not share.first or self._owners().get(own) != tap.weight:

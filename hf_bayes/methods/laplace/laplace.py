@@ -116,15 +116,15 @@ class LaplaceConfig(MethodConfig):
             self._check_count("max_rank", self.max_rank, minimum=1)
             if self.structure != "low_rank":
                 raise ValueError(
-                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: the "
-                    "others hold as many numbers after every episode. Leave it out"
+                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: only "
+                    "low-rank factors grow from episode to episode. Leave it out"
                 )
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_number("strength", self.strength, minimum=0.0, strict=True)
         if self.fit_prior is not None and self.strength != 1:
             raise ValueError(
-                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: there is no "
-                "evidence of data that count several times"
+                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: the "
+                "evidence is not defined for data that count several times"
             )
         if self.fit_prior == "heldout" and self.max_rank is not None:
             raise ValueError(
@@ -139,18 +139,19 @@ class LaplaceConfig(MethodConfig):
     def _check_noise(self) -> None:
         if self.fit_prior == "heldout":
             raise ValueError(
-                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise has the largest "
-                "evidence, and the prior another measure. Use fit_prior='evidence' or None, or give noise_std"
+                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise maximises the "
+                "evidence, and the prior another score. Use fit_prior='evidence' or None, or give noise_std"
             )
         if self.temperature != 1 or self.strength != 1:
             raise ValueError(
                 f"{self.name}: fit_noise=True needs temperature=1 and strength=1, got {self.temperature:g} and "
-                f"{self.strength:g}: there is no evidence of a tempered likelihood, or of data that count several times"
+                f"{self.strength:g}: the evidence is not defined for a tempered likelihood, or for data that count "
+                "several times"
             )
         if self.estimator not in ("ggn", "hessian"):
             raise ValueError(
-                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: it follows "
-                "the curvature as 1 / noise_std^2, and an empirical Fisher goes with residuals / noise_std^4"
+                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: their "
+                "curvature is proportional to 1 / noise_std^2, and an empirical Fisher to residuals^2 / noise_std^4"
             )
 
     @property
@@ -182,7 +183,7 @@ class LaplaceConfig(MethodConfig):
         def finish(state: MAPState, draws: Tensor) -> Draws:
             warnings.warn(
                 "laplace made no pass over the data: these are the chains' MAP points, with no spread. An energy has "
-                "no likelihood terms to find a curvature from; BayesianTrainer and fit_laplace do",
+                "no likelihood terms to compute a curvature from. Use BayesianTrainer or fit_laplace for a Gaussian",
                 stacklevel=3,
             )
             return Draws.from_chains(draws[:, -1:])
@@ -235,8 +236,8 @@ class LaplaceConfig(MethodConfig):
             )
         if self.fit_noise:
             raise ValueError(
-                f"{self.name}: fit_noise=True and a posterior as the prior do not go together, whose data had the "
-                "noise that they had: give noise_std, or leave prior= out"
+                f"{self.name}: fit_noise=True and a posterior as the prior do not go together: that posterior was "
+                "computed with the noise of its own data. Give noise_std, or leave prior= out"
             )
 
     def _by_heldout(

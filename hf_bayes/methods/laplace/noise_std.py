@@ -61,14 +61,14 @@ def fit_noise(expand: Callable[[float], Sequence[tuple[Expansion, Tensor]]], squ
         ValueError: if the residuals are 0, or if the data determine as many parameters as there are numbers.
     """
     if not 0 < squares < math.inf:
-        raise ValueError(f"the squared residuals sum to {squares:.3g}: there is no noise to learn. Give noise_std")
+        raise ValueError(f"the squared residuals sum to {squares:.3g}: there is no noise to fit. Give noise_std")
     sigma = math.sqrt(squares / count)
     for _ in range(200):
         gamma = sum(_num_determined(expansion, precision) for expansion, precision in expand(sigma))
         if gamma >= count:
             raise ValueError(
-                f"the data determine {gamma:.4g} parameters, and there are {count:.4g} numbers: noise cannot be told "
-                "from the model. Give noise_std, or lower prior_std"
+                f"the data determine {gamma:.4g} parameters, and there are {count:.4g} numbers: noise cannot "
+                "be distinguished from the model. Give noise_std, or lower prior_std"
             )
         before, sigma = sigma, math.sqrt(squares / (count - gamma))
         if abs(math.log(sigma / before)) < 1e-8:

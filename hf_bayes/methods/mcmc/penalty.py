@@ -105,8 +105,8 @@ class PenaltyConfig(MethodConfig):
             self._check_number("target_acceptance", self.target_acceptance, minimum=0.0, maximum=1.0, strict=True)
         if self.num_leapfrog and not self.replacement:
             raise ValueError(
-                f"{self.name}: num_leapfrog={self.num_leapfrog} needs replacement=True, got False: rows that the "
-                "proposal has seen would be missing from the test"
+                f"{self.name}: num_leapfrog={self.num_leapfrog} needs replacement=True, got False: the test "
+                "would miss the rows of the proposal"
             )
         if self.batch_posterior and (self.temperature != 1 or self.temper != "posterior"):
             raise ValueError(
@@ -187,8 +187,8 @@ class PenaltyConfig(MethodConfig):
     def _check_problem(self, problem: Problem) -> None:
         if self.batch_posterior:
             raise ValueError(
-                f"{self.name}: batch_posterior is known to the trainer, which knows the prior. Without one, weigh the "
-                "batch's log-likelihood by 1 instead of N / n in the energy, and leave it out"
+                f"{self.name}: batch_posterior needs a trainer, where prior and likelihood are separate. Without one, "
+                "multiply the batch's log-likelihood in the energy by 1 instead of N / n, and leave it out"
             )
         if not self.replacement and problem.batch_fraction is None:
             raise ValueError(f"{self.name}: replacement=False needs batch_fraction=n / N, got None: pass it to sample")

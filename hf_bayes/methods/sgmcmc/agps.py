@@ -240,8 +240,8 @@ class AGPSConfig(MethodConfig):
                 width = "learning_rate" if self.max_std is None else f"max_std={self.max_std:g}"
                 warnings.warn(
                     f"{self.name}: {share:.0%} of the coordinates were at the cap of the proposal's standard deviation "
-                    f"({width}): the cap is the width of these draws, not the data. With minibatches that is the rule; "
-                    "choose the cap by held-out likelihood",
+                    f"({width}): the data do not set the width of these draws, the cap does. This is usual with "
+                    "minibatches; choose the cap by held-out likelihood",
                     stacklevel=2,
                 )
             return Draws.from_chains(draws)
