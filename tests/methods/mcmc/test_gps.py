@@ -222,7 +222,7 @@ def test_a_cap_of_ten_needs_a_longer_burn_in() -> None:
 
 
 def still(spread: float) -> float:
-    """Return the share of chains without a move in 500 updates after burn-in, from N(0, spread^2) on a standard normal."""
+    """Return the share of chains that never move in 500 updates after burn-in, from N(0, spread^2) on N(0, 1)."""
     start = spread * normals(2000)
     found = draws(GPSConfig(max_std=1.0), lambda theta: theta.square().sum(1) / 2, start, num_steps=2000, burn_in=1500)
     return float((found == found[:, :1]).all(1).all(1).double().mean())
