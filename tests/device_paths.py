@@ -41,7 +41,7 @@ from hf_bayes import (
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.covariance.base import check_orthonormal
-from hf_bayes.methods.laplace.curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
 from hf_bayes.uncertainty.decomposition import predict
 from tests import pretend_device, runs
 from tests import tiny_models as models

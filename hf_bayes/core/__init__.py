@@ -1,4 +1,4 @@
 """The vocabulary that every method shares: types, configs, random generators, schedules and the layout of theta.
 
-Nothing here imports another package of the project.
+This package imports no other package of the project.
 """

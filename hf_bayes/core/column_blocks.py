@@ -1,4 +1,4 @@
-"""Elementwise work on theta, a few columns at a time."""
+"""Elementwise functions of theta, computed a few columns at a time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
-"""Of a tensor in a block on a CPU: some ten of them stay in the caches, and two cores get a grain of work each."""
+"""The number of elements of a tensor in one block on a CPU.
+
+About ten such blocks fit into the caches, and each of two cores gets enough work.
+"""
 
 
 def in_blocks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column on its own.
+    """Return ``function(*tensors)`` for a function of tensors [M, ..., d] that treats every column separately.
 
-    Tensors without an axis of columns, numbers of all of them, are handed on whole.
+    Tensors without an axis of columns (a number that belongs to all of them) are passed whole.
 
-    A rule of forty elementary operations makes forty passes over memory when they follow each other on [M, d]; here
-    what lies between arguments and results stays in the cache. Accelerators, where launches cost more, get one block.
+    A rule of forty elementary operations passes forty times over memory when each operation takes all of [M, d]. Here
+    the intermediate values of a block stay in the cache. Accelerators get one block, since launches cost more there.
     """
     dim = tensors[0].shape[-1]
     width = max(1, BLOCK_ELEMENTS * dim // max(1, tensors[0].numel()))

@@ -1,4 +1,7 @@
-"""What every method's config shares. A method is identified by its config, saved as JSON beside its draws."""
+"""The base class of all method configs.
+
+A config identifies a method and is saved as JSON beside the draws.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,25 @@ PriorName = Literal["gaussian", "he", "laplace"]
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Common fields of all methods; each method's file adds its own.
+    """The fields that all methods share. Each method's file adds its own fields.
 
     Attributes:
-        num_chains: number of independent chains (members) K.
-        draws_per_chain: draws kept of each chain, S. The posterior has K * S members.
-        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        num_chains: number of independent chains (members), K.
+        draws_per_chain: number of draws kept from each chain, S. The posterior has K * S members.
+        burn_in: updates before the first draw: a fraction of the run if below 1, otherwise a number of updates.
         thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
         prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
             "laplace" (double exponential).
         prior_std: standard deviation of the prior in parameter units: one number, or a mapping
-            {regular expression on parameter names: std} of which one must match every random tensor. None means 1.
-        prior_mean: "zero", or "initial": the weights the model came with.
+            {regular expression on parameter names: std}. One expression must match every random tensor. None means 1.
+        prior_mean: "zero", or "initial": the initial weights of the model.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
-        temper: what T tempers: "posterior" targets exp(-U/T); "likelihood" leaves the prior at T = 1.
+        temper: "posterior" targets exp(-U/T); "likelihood" tempers the likelihood alone and leaves the prior at T = 1.
         init_jitter: standard deviation of a chain's seeded start around the model's weights, relative to each
-            tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B); fresh LoRA factors A are redrawn per chain.
-        schedule: of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
-            {"name": "cyclical", "ramp_up": 0.2}; None leaves the learning rate to lr_scheduler_type, T constant.
-        warm_start_steps: updates of AdamW on U that precede the method (they count as burn-in).
+            tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B). New LoRA factors A are redrawn per chain.
+        schedule: the schedule of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
+            {"name": "cyclical", "ramp_up": 0.2}. None leaves the learning rate to lr_scheduler_type and T constant.
+        warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in).
         warm_start_learning_rate: AdamW's step size in these updates.
     """
 
@@ -61,7 +64,7 @@ class MethodConfig:
         return Requirements()
 
     def for_batches(self, batch_fraction: float) -> MethodConfig:
-        """The method for batches that hold this share of the data's rows: what is run, and saved."""
+        """Return the config to run and to save when a batch holds this share of the data's rows."""
         return self
 
     def __post_init__(self) -> None:
@@ -86,17 +89,17 @@ class MethodConfig:
         self._check_choice("prior_mean", self.prior_mean, ("zero", "initial"))
         self._check_choice("temper", self.temper, ("posterior", "likelihood"))
 
-    def build(self, problem: Problem) -> Rule | Kernel:
-        """The method's rule or kernel for this problem."""
+    def build(self, problem: Problem) -> Rule[Any] | Kernel[Any]:
+        """Return the method's rule or kernel for this problem."""
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields with the method's name."""
+        """Return the JSON-ready fields, with the method's name."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
     @property
     def prior_weight(self) -> float:
-        """The factor of U_prior in what samplers run on at temperature T: T when only the likelihood is tempered."""
+        """The factor of U_prior in the energy of a sampler: T if only the likelihood is tempered, otherwise 1."""
         return self.temperature if self.temper == "likelihood" else 1.0
 
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
@@ -122,6 +125,6 @@ class MethodConfig:
 
 
 def check_config(method: Any) -> None:
-    """Raise a ValueError for a method's name, its class, or anything else in place of its config."""
+    """Raise a ValueError unless ``method`` is a method's config (and not, say, its name or its class)."""
     if not isinstance(method, MethodConfig):
         raise ValueError(f"method must be a config such as SGHMCConfig(...), got {method!r:.100}")

@@ -1,4 +1,4 @@
-"""What tells one base model, or tokenizer, from another: hashes that a posterior carries."""
+"""Hashes by which a posterior recognises its base model and tokenizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 20
-"""Elements hashed of each tensor: all of it up to here, beyond it as many spread evenly (an 8B model takes seconds)."""
+"""The largest number of elements of a tensor that are hashed.
+
+Of a larger tensor this many elements are hashed, at even distances. An 8B model takes seconds.
+"""
 
 
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over names, shapes, dtypes and values, whatever the order they come in."""
+    """Return the sha256 of names, shapes, dtypes and values. It does not depend on the order of the tensors."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_plain(named), key=lambda item: item[0]):
+    for name, tensor in sorted(_parts(named), key=lambda item: item[0]):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         flat = tensor.detach().reshape(-1)
         stride = -(-flat.numel() // MAX_ELEMENTS) or 1
@@ -25,16 +28,16 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _plain(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Quantised tensors that are several in one (torchao's) as those."""
+def _parts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, with the parts of a quantised tensor of torchao in place of it."""
     for name, tensor in named:
         if hasattr(tensor, "__tensor_flatten__"):
             inner, _ = tensor.__tensor_flatten__()
-            yield from _plain((f"{name}.{part}", getattr(tensor, part)) for part in inner)
+            yield from _parts((f"{name}.{part}", getattr(tensor, part)) for part in inner)
         else:
             yield name, tensor
 
 
 def fingerprint_json(value: Any) -> str:
-    """sha256 of the canonical JSON form."""
+    """Return the sha256 of the canonical JSON form."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Which parameters are random, and how they lie in one flat row of theta.
+"""The random parameters of a model, and their places in one flat row of theta.
 
-The layout is a list of named tensors; theta [M, d] holds them side by side in that order. Tied weights are one entry.
+A layout is a list of named tensors. theta [M, d] holds them side by side in that order. Tied weights are one entry.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CHOICES = '"trainable", "last_layer", "last_block", "all" or a regular expressi
 
 @dataclass(frozen=True)
 class Layout:
-    """Named tensors <-> rows of theta.
+    """The correspondence between named tensors and the columns of theta.
 
     Attributes:
-        names: parameter names as the model gives them; of tied parameters, the first.
+        names: parameter names of the model; for tied parameters, the first name.
         shapes: their shapes.
     """
 
@@ -33,12 +33,12 @@ class Layout:
 
     @cached_property
     def named_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape."""
+        """The shapes by name."""
         return dict(zip(self.names, self.shapes, strict=True))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each tensor."""
+        """The number of elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
@@ -47,7 +47,7 @@ class Layout:
         return sum(self.sizes)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """{name: [*lead, *shape]} -> [*lead, d].
+        """Return {name: [*lead, *shape]} as one tensor [*lead, d].
 
         Raises:
             ValueError: if a key is missing or unknown, or a shape differs.
@@ -62,7 +62,7 @@ class Layout:
         return torch.cat([tensors[name].reshape(*lead, -1) for name in self.names], dim=-1)
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
-        """[*lead, d] -> {name: [*lead, *shape]}, views of theta; the backward of the one split is one cat."""
+        """Return views {name: [*lead, *shape]} of theta [*lead, d]; the backward of the single split is one cat."""
         if theta.shape[-1] != self.dim:
             raise ValueError(f"theta must have {self.dim} columns ({len(self.names)} tensors), got {theta.shape[-1]}")
         pieces = theta.split(self.sizes, -1)
@@ -75,18 +75,18 @@ class Layout:
 def select(model: nn.Module, subspace: str = "trainable") -> Layout:
     """Choose the random parameters of a model.
 
-    "trainable" is a choice only where something is frozen: an adapter on its frozen base, or weights that the caller
-    has frozen. A model as it was loaded has chosen nothing, and sampling all of its weights must be asked for.
+    "trainable" requires that something is frozen: the base of an adapter, or weights that the caller froze. A model as
+    it was loaded has no frozen weights. To sample all of them, the caller must write "all".
 
     Args:
-        model: any module; for a transformers or peft model all five words are understood.
-        subspace: "trainable" (what requires grad: of a peft model its adapter and ``modules_to_save``),
-            "last_layer" (the output head, tied weights included), "last_block" (the last of the longest list of
-            like blocks, and all that runs after it but the head), "all" (every parameter that is used), or a regular
-            expression searched in parameter names.
+        model: any module. "last_layer" and "last_block" need a model whose head and blocks are known.
+        subspace: "trainable" (all parameters that require a gradient; in a peft model the adapter and
+            ``modules_to_save``), "last_layer" (the output head, tied weights included), "last_block" (the last block
+            of the longest list of blocks of one class), "all" (every parameter that is used), or a regular expression
+            that is searched in parameter names.
     Raises:
-        ValueError: if ``subspace`` is no such text, nothing is selected, "trainable" means all base weights, or a
-            selected tensor is quantised.
+        ValueError: if ``subspace`` is none of these, if it selects nothing, if "trainable" would select all base
+            weights, or if a selected tensor is quantised.
     """
     chosen = _chosen_names(model, subspace)
     names, shapes, seen = [], [], set()
@@ -110,23 +110,24 @@ def select(model: nn.Module, subspace: str = "trainable") -> Layout:
 
 
 def initial(model: nn.Module, layout: Layout) -> Tensor:
-    """[d]: the model's own values in float32 (float64 where a tensor is), as the chains' starting point."""
+    """Return the model's own values [d], the starting point of chains, in float32 (float64 for a float64 model)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     dtype = torch.float64 if parameters[layout.names[0]].dtype == torch.float64 else torch.float32
     return layout.flatten({name: parameters[name].detach().to(dtype) for name in layout.names})
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """Whether the numbers are there as they are: not quantised, packed or spread over devices.
+    """Return whether a parameter stores its numbers directly: not quantised, packed or sharded over devices.
 
-    torchao's tensors are subclasses that show the dtype they stand for; bitsandbytes may pack four bits into bfloat16.
+    A quantised tensor of torchao is a subclass that reports the dtype before quantisation. bitsandbytes may pack four
+    bits into bfloat16.
     """
-    plain = type(parameter.data) is Tensor and not hasattr(parameter, "quant_state")
-    return plain and parameter.is_floating_point() and parameter.element_size() > 1
+    direct = type(parameter.data) is Tensor and not hasattr(parameter, "quant_state")
+    return direct and parameter.is_floating_point() and parameter.element_size() > 1
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """The part of a model of several kinds of input that reads and writes text; None where there is no other part."""
+    """Return the text decoder of a multimodal model; None if the model has no other part."""
     core: Any = model
     if hasattr(core, "get_base_model"):
         core = core.get_base_model()
@@ -138,9 +139,9 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The longest ModuleList of blocks of one class and its name; None where a model has none.
+    """Return the longest ModuleList of blocks of one class, with its name; None if there is no such list.
 
-    Lists inside a block (its experts, say) are none of the model's, nor are those of the part that reads images.
+    Lists inside a block (its experts, for example) do not count. In a multimodal model only the text decoder counts.
     """
     decoder = decoder_of(model)
     inside = None if decoder is None else {id(module) for module in decoder.modules()}
@@ -156,7 +157,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def grouped(names: Iterable[str], *, shown: int = 3) -> str:
-    """List parameter names in one line: numbers of layers become ``*``, and names after the first few are counted."""
+    """Return a one-line list of parameter names: layer numbers become ``*``, and only the first few names are shown."""
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("base_model.model.")) for name in names)
     first = [f"{count} x {name}" if count > 1 else name for name, count in list(counts.items())[:shown]]
     rest = sum(list(counts.values())[shown:])
@@ -175,7 +176,7 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
     if subspace == "trainable":
         _refuse_all_trainable(parameters)
         return {name for name, parameter in parameters if parameter.requires_grad}
-    if subspace == "all":  # of a module in modules_to_save peft keeps the original, which no forward pass reads
+    if subspace == "all":  # peft keeps the original of a module in modules_to_save, and no forward pass reads it
         return {name for name, _ in parameters if ".original_module." not in name}
     if subspace == "last_layer":
         head = _output_head(model)
@@ -198,7 +199,7 @@ def _chosen_names(model: nn.Module, subspace: str) -> set[str]:
 
 
 def _refuse_all_trainable(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise if no weight is frozen but quantised ones and tables of positions, which nobody has chosen to freeze."""
+    """Raise if no weight is frozen, apart from quantised weights and position tables, which come frozen."""
     fixed = [n for n, p in parameters if not p.requires_grad and is_dense(p) and "position" not in n]
     trainable = {id(p): p.numel() for _, p in parameters if p.requires_grad}
     if fixed or not trainable:
@@ -217,8 +218,9 @@ def _output_head(model: nn.Module) -> nn.Module:
         head = head if head is not None else _find(model, name)
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output head that is known: name it by a regular expression")
-    copies = getattr(head, "modules_to_save", None)  # peft keeps the original beside the copy that is trained and used
-    return head if copies is None else copies[head.active_adapters[0]]
+    copies = getattr(head, "modules_to_save", None)  # peft keeps the original beside the trained copy
+    copy: nn.Module = head if copies is None else copies[head.active_adapters[0]]
+    return copy
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
@@ -226,11 +228,11 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def per_tensor_mean(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """[M, d] -> [M, S]: the mean over each of S random tensors, which have ``sizes`` elements."""
+    """Return [M, S], the mean of ``values`` [M, d] over each of S random tensors with ``sizes`` elements."""
     return torch.stack([part.mean(1) for part in values.split(sizes, dim=1)], dim=1)
 
 
 def per_element(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """[M, S] -> [M, d]: a number of each random tensor, on all of its elements."""
+    """Return [M, d] from ``values`` [M, S]: every element gets the number of its tensor."""
     parts = [value.expand(-1, size) for value, size in zip(values.split(1, dim=1), sizes, strict=True)]
     return torch.cat(parts, dim=1)

@@ -1,4 +1,4 @@
-"""Random numbers only through explicit generators, each a pure function of a readable key."""
+"""Random numbers from explicit generators. The seed of a generator is a pure function of a readable key."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ MAX_SEED = 2**64 - 1
 
 
 def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> None:
-    """Raise a ValueError for a seed that generators do not take."""
+    """Raise a ValueError unless generators accept this seed."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= largest:
         raise ValueError(
-            f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, which generators of random numbers "
-            f"take, got {seed!r:.100}: choose one in that range"
+            f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, the range of random generators, "
+            f"got {seed!r:.100}: choose one in that range"
         )
 
 
 def seed_of(*key: object) -> int:
-    """A 56-bit seed, the same in every process, for a key such as ``(seed, "chain", 3)``."""
+    """Return a 56-bit seed for a key such as ``(seed, "chain", 3)``; it is the same in every process."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator seeded by ``seed_of(*key)``."""
+    """Return a new generator, seeded by ``seed_of(*key)``."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
 def chain_generators(
     seed: int, num_chains: int, *, chains: range | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Generator]:
-    """One generator for each of ``chains`` (None: all), seeded by (seed, chain).
+    """Return one generator for each of ``chains`` (None: all), seeded by (seed, chain).
 
     Raises:
-        ValueError: if two of all chains would draw the same numbers: a generator of the CPU (a Mersenne twister) keeps
-            32 bits of its seed, on which two of K chains agree with probability K^2 / 2^33.
+        ValueError: if two of all chains would draw the same numbers. A generator of the CPU (a Mersenne twister) keeps
+            32 bits of its seed, and two of K chains share these bits with probability K^2 / 2^33.
     """
     owners: dict[int, int] = {}
     for chain in range(num_chains):
         other = owners.setdefault(seed_of(seed, "chain", chain) % 2**32, chain)
         if other != chain:
             raise ValueError(
-                f"seed {seed} gives chains {other} and {chain} of {num_chains} one stream of random numbers, they "
-                "would be one chain twice: choose another seed"
+                f"seed {seed} gives chains {other} and {chain} of {num_chains} the same random numbers, so they would "
+                "be one chain twice: choose another seed"
             )
     return [generator(seed, "chain", chain, device=device) for chain in chains or range(num_chains)]
 
 
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
-    """[M, ...] standard normals of the shape, dtype and device of ``like``; row m comes from generator m alone."""
+    """Return standard normals [M, ...] of the shape, dtype and device of ``like``; row m uses generator m alone."""
     return torch.stack(
         [torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device) for rng in rngs]
     )
 
 
 def rand(rngs: Rngs, like: Tensor) -> Tensor:
-    """[M] uniforms on [0, 1), one from each generator."""
+    """Return [M] uniforms on [0, 1), one from each generator."""
     return torch.stack([torch.rand((), generator=rng, dtype=like.dtype, device=like.device) for rng in rngs])

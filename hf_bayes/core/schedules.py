@@ -1,4 +1,4 @@
-"""When draws are taken, and schedules of step size and temperature that are timed by them."""
+"""The updates at which draws are taken, and schedules of step size and temperature between them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 def burn_in_steps(burn_in: float, num_steps: int) -> int:
-    """``burn_in`` as a number of updates: a fraction of the run if below 1."""
+    """Return ``burn_in`` as a number of updates; below 1 it is a fraction of the run."""
     return int(burn_in * num_steps) if burn_in < 1 else int(burn_in)
 
 
 def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) -> range:
-    """The updates (counted from 1) after which a draw is taken; the last one is the last update.
+    """Return the updates (counted from 1) after which a draw is taken; the last draw is at the last update.
 
     Args:
-        num_steps: updates in the run.
-        burn_in: updates before the first draw.
-        draws: how many.
-        thin: updates between draws; None spreads them evenly over the updates after burn-in.
+        num_steps: number of updates in the run.
+        burn_in: number of updates before the first draw.
+        draws: number of draws.
+        thin: number of updates between draws; None spreads them evenly over the updates after burn-in.
     Raises:
         ValueError: if the run is too short for these draws.
     """
@@ -38,9 +38,9 @@ def draw_steps(num_steps: int, *, burn_in: int, draws: int, thin: int | None) ->
 
 
 def place_in_cycle(step: int, draws: range) -> int:
-    """Updates since the cycle of update ``step`` (from 0) began; a cycle ends in each draw, the next one follows it.
+    """Return the number of updates since the beginning of the cycle that contains update ``step`` (from 0).
 
-    Negative before the first whole cycle of the run.
+    A cycle ends in each draw, and the next cycle follows. The number is negative before the first whole cycle.
     """
     begin = draws.start % draws.step
     return (step - begin) % draws.step if step >= begin else step - begin
@@ -48,48 +48,49 @@ def place_in_cycle(step: int, draws: range) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """How learning rate and temperature run, for every rule alike. ``MethodConfig.schedule`` asks for one.
+    """The learning rate and the temperature over a run, as ``MethodConfig.schedule`` sets them for any rule.
 
-    Steps count updates from 0, those of a warm start left out; ``draws`` are the updates (from 1) that end in a draw.
+    ``step`` counts updates from 0, without the updates of a warm start. ``draws`` are the updates (from 1) that end in
+    a draw.
     """
 
     name: str = field(init=False)
 
     @abstractmethod
     def learning_rate(self, step: int, draws: range) -> float:
-        """l_t / l_0 of an update, in (0, 1]."""
+        """Return l_t / l_0 of an update, in (0, 1]."""
 
     def temperature(self, step: int, draws: range) -> float:
-        """T_t / T of an update, in [0, 1]."""
+        """Return T_t / T of an update, in [0, 1]."""
         return 1.0
 
     @property
     def has_ramp(self) -> bool:
-        """Whether the temperature ever differs from T."""
+        """True if the temperature ever differs from T."""
         return False
 
-    def check(self, draws: range) -> None:  # noqa: B027 (most have room between any draws)
-        """Refuse draws that the schedule has no room between."""
+    def check(self, draws: range) -> None:  # noqa: B027 (most schedules accept any draws)
+        """Raise a ValueError if the draws are too close together for the schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cyclical(Schedule):
-    """Cosine cycles, one draw at the end of each (Zhang et al. 2020; cold_posteriors Algorithm 1).
+    """Cosine cycles with one draw at the end of each cycle (Zhang et al. 2020; cold_posteriors Algorithm 1).
 
         C(t) = (cos(pi p) + 1) / 2,  h_t = C(t) h_0,  l_t = C(t)^2 l_0          p in [0, 1): the place in the cycle
 
     l_t = C(t) l_0 (``exponent=1``) is the cycle of snapshot ensembles (Huang et al. 2017).
 
-    A cycle is the updates from one draw to the next, and burn-in has cycles of the same length: 30 cycles, the first 3
-    of them unused, are draws_per_chain=27 and burn_in=0.1. What is left of a run that is no multiple of it comes first,
-    at the peak.
+    A cycle is the interval from one draw to the next. Burn-in has cycles of the same length: 30 cycles, the first 3 of
+    them unused, are draws_per_chain=27 and burn_in=0.1. If the run is not a multiple of the cycle length, the remaining
+    updates come first, at the peak.
 
-    Draws after a ramp come out cold: the learning rate falls while the chain still warms up. Shorter ramps and longer
-    cycles cool less (docs/scale.md has figures); momenta that are colder than their law show it.
+    Draws after a ramp are too cold, since the learning rate falls while the chain still warms up. Shorter ramps and
+    longer cycles make them less cold (docs/scale.md has figures). Momenta colder than their law reveal the effect.
 
     Attributes:
-        ramp_up: share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.
-        exponent: of C(t) in the learning rate.
+        ramp_up: the share of a cycle in which the temperature rises linearly from 0 to T; 0 keeps it at T.
+        exponent: the exponent of C(t) in the learning rate.
     """
 
     name: str = field(default="cyclical", init=False)
@@ -101,14 +102,15 @@ class Cyclical(Schedule):
         _check_number(self, "exponent", self.exponent, 0 < _number(self.exponent) < math.inf, "> 0")
 
     def learning_rate(self, step: int, draws: range) -> float:
-        return ((math.cos(math.pi * self._share(step, draws)) + 1) / 2) ** self.exponent
+        cosine: float = (math.cos(math.pi * self._share(step, draws)) + 1) / 2
+        return float(cosine**self.exponent)
 
     def temperature(self, step: int, draws: range) -> float:
         return min(1.0, self._share(step, draws) / self.ramp_up) if self.ramp_up else 1.0
 
     @staticmethod
     def _share(step: int, draws: range) -> float:
-        """p."""
+        """Return p, the place in the cycle."""
         return max(0, place_in_cycle(step, draws)) / draws.step
 
     @property
@@ -127,11 +129,11 @@ class Cyclical(Schedule):
 class RobbinsMonro(Schedule):
     """Decreasing steps l_t = a (b + t)^-gamma (Welling and Teh 2011; Robbins and Monro 1951), a = l_0 b^gamma.
 
-    sum l_t diverges and sum l_t^2 does not: chains forget where they began while the discretisation's bias goes to
+    sum l_t diverges and sum l_t^2 does not. So chains forget their start, while the bias of the discretisation goes to
     zero. Draws have equal weights.
 
     Attributes:
-        offset: b, updates; the learning rate has fallen by 2^-gamma after b of them.
+        offset: b, a number of updates. After b updates the learning rate has fallen by the factor 2^-gamma.
         exponent: gamma in (1/2, 1].
     """
 
@@ -144,17 +146,17 @@ class RobbinsMonro(Schedule):
         _check_number(self, "exponent", self.exponent, 0.5 < _number(self.exponent) <= 1, "in (1/2, 1]")
 
     def learning_rate(self, step: int, draws: range) -> float:
-        return (1 + step / self.offset) ** -self.exponent
+        return float((1 + step / self.offset) ** -self.exponent)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"cyclical": Cyclical, "robbins_monro": RobbinsMonro}
 
 
 def from_dict(values: Mapping[str, Any]) -> Schedule:
-    """The schedule that ``dataclasses.asdict`` made into values.
+    """Return the schedule that ``dataclasses.asdict`` turned into ``values``.
 
     Raises:
-        ValueError: for an unknown name or field, a missing field or a refused value.
+        ValueError: for an unknown name or field, a missing field, or a value out of range.
     """
     name = values.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:

@@ -1,37 +1,38 @@
-"""The protocols every method speaks: Evaluation in, State along, draws out, theta always [M, d].
+"""The types and protocols that all methods share.
 
-A *member* is a chain of a sampler, a member of an ensemble or a Monte Carlo draw: one row of ``theta``. Energies and
-log-likelihoods are in nats on the full data set; nothing here is divided by N.
+A method receives an ``Evaluation``, carries a state from update to update, and produces draws. ``theta`` is always
+[M, d]. A *member* is one row of ``theta``: a chain of a sampler, a member of an ensemble, or a Monte Carlo draw.
+Energies and log-likelihoods are in nats on the full data set. No quantity here is divided by N.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Info = dict[str, Tensor]
-"""What a diagnostic wants from one update: name -> [M], one number per chain."""
+"""The figures of one update for diagnostics: name -> [M], one number per chain."""
 
 Rngs = Sequence[torch.Generator]
-"""One generator per chain, seeded by (seed, chain): the draws of a chain do not depend on how many chains there are."""
+"""One generator per chain, seeded by (seed, chain). A chain's draws do not depend on the number of chains."""
 
 
 class Evaluation(NamedTuple):
-    """What a method learns from the model at ``theta`` [M, d]. The prior is not in it: it is an object of its own.
+    """The values of the model at ``theta`` [M, d]. They do not include the prior, which is a separate object.
 
     Attributes:
-        log_lik: [M] log p(D | theta) in nats on the full-data scale, an unbiased estimate for a batch. A trainer gives
-            it to kernels in float64, whatever theta is in: they decide by differences.
-        grad_log_lik: [M, d] its gradient; None where only the value was asked for.
-        grad_variance: [M, S] variance that the choice of the batch gives an element of the gradient, mean over each of
-            the S random tensors; None unless the method has a use for it (``Requirements.gradient_variance``).
-        batch_log_lik: [M, K] an unbiased estimate of the same from each of the K batches, whose mean ``log_lik`` is;
-            None where every evaluation sees all data.
-        loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None where there are no terms.
+        log_lik: [M] log p(D | theta) in nats on the full-data scale; for a batch, an unbiased estimate. A trainer
+            passes it to kernels in float64, whatever the dtype of theta: they accept or reject by differences.
+        grad_log_lik: [M, d] the gradient of ``log_lik``; None if only the value was requested.
+        grad_variance: [M, S] the variance of an element of the gradient over random batches, averaged over each of
+            the S random tensors; None unless the method uses it (``Requirements.gradient_variance``).
+        batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None if
+            every evaluation uses all data.
+        loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None if there are no terms.
     """
 
     log_lik: Tensor
@@ -41,32 +42,37 @@ class Evaluation(NamedTuple):
     loss: Tensor | None = None
 
 
-class State(Protocol):
-    """A NamedTuple of tensors whose first axis is the member axis: all that a resume needs, with the generators.
+class ChainState(Protocol):
+    """The state of the chains: a NamedTuple of tensors, whose first axis is the member axis.
 
-    ``theta`` is what evaluation shows and what a draw is; step counters are int64 [M].
+    A state and the generators are all that a resumed run needs. ``theta`` holds the point that the model is evaluated
+    at and that a draw stores. Step counters are int64 [M].
     """
 
     @property
     def theta(self) -> Tensor: ...
 
-    def _asdict(self) -> dict[str, Tensor]: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+State = TypeVar("State", bound=ChainState)
+"""The state of one method."""
 
 
 class Prior(Protocol):
-    """log p(theta) up to the normaliser it states, and its gradient."""
+    """The log density of a prior, with the normaliser that its class documents, and the gradient."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M], nats."""
+        """Return log p(theta) [M] in nats for theta [M, d]."""
         ...
 
     def grad(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M, d], the gradient of ``log_prob``."""
+        """Return the gradient [M, d] of ``log_prob`` for theta [M, d]."""
         ...
 
 
 class Approximation(Protocol):
-    """What a run ends in: something that fills the member axis. ``posterior.Draws`` and ``posterior.Gaussian`` are."""
+    """The result of a run, from which members are drawn: ``Draws`` or ``Gaussian``."""
 
     @property
     def kind(self) -> str: ...
@@ -81,34 +87,35 @@ class Approximation(Protocol):
 
 
 class Evaluate(Protocol):
-    """The model as a kernel sees it: log-likelihood of all data (or the batches of this step) at any theta.
+    """The model, as a kernel calls it: the log-likelihood of all data, or of this update's batches, at any theta.
 
-    ``batches`` picks some of the step's batches, None takes all of them.
+    ``batches`` selects some batches of the update; None takes all of them.
     """
 
     def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation: ...
 
 
 UNNAMED = ""
-"""In place of names where theta is one tensor of its own; no parameter of a module can be called so."""
+"""The name of theta where it is one tensor without a name. No parameter of a module can have this name."""
 
 
 class Problem(NamedTuple):
-    """What a method is built for.
+    """The run that a method is built for.
 
     Attributes:
         num_data: N, the number of likelihood terms. Step sizes are per N: ``learning_rate`` multiplies grad U / N.
         prior: log p(theta).
-        learning_rate: l0, the peak step size of the schedule (frictions are fixed by it).
-        num_steps: updates in the whole run.
-        burn_in: updates before the first draw; adaptation ends there.
+        learning_rate: l0, the peak step size of the schedule, which fixes frictions.
+        num_steps: number of updates in the whole run.
+        burn_in: number of updates before the first draw; adaptation ends there.
         shapes: name -> shape of each random tensor, in the order of theta; {UNNAMED: (d,)} where theta has no names.
         draw_steps: the updates (counted from 1) that end in a draw.
-        batch_fraction: n / N, the share of the data's rows in one batch; None where it is not known.
-        most_terms: likelihood terms of the row of the data that has most; None where nobody has counted.
-        root_columns: of a root of the Fisher information of a term in the model's outputs; None where it is not known.
-        noise_std: of a regression's labels; None of other likelihoods.
-        seed: of draws that a method compares priors by.
+        batch_fraction: n / N, the share of the data's rows in one batch; None if it is not known.
+        most_terms: the largest number of likelihood terms in one row of the data; None if they were not counted.
+        root_columns: number of columns of a root of a term's Fisher information in the model's outputs; None if it is
+            not known.
+        noise_std: the noise standard deviation of a regression; None for other likelihoods.
+        seed: seed of the draws by which a method compares priors.
     """
 
     num_data: float
@@ -126,37 +133,41 @@ class Problem(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each random tensor (sum = d)."""
+        """The number of elements of each random tensor; the sum is d."""
         return tuple(map(math.prod, self.shapes.values()))
 
 
 class HeldOut(NamedTuple):
-    """What draws [M, d] are asked for: their mixture's mean nats per held-out term, and the gradient [M, d].
+    """A request for the score of draws [M, d] on held-out rows.
+
+    The answer is the mean negative log-likelihood of their mixture, in nats per held-out term, and its gradient [M, d].
 
     Attributes:
-        part: which rows: "all", "even" or "odd" ones.
+        part: the rows to score: "all", "even" or "odd".
     """
 
     part: str
 
 
 class Look(Protocol):
-    """One more pass over the data after the last update, for a method that asks for it (``Rule.revise``)."""
+    """One more pass over the data, after the last update, for a method that requests it (``Rule.revise``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """What is found: of ``laplace.cells.CurvatureSpec`` at ``theta`` [d] a ``survey.Survey``; of
-        ``HeldOut`` at ``theta`` [M, d] the mixture's nats per held-out term, and their gradient.
+        """Return the result of the pass that ``what`` describes.
+
+        For a ``CurvatureSpec`` at ``theta`` [d] it is the curvature, the log-likelihood and the gradient there. For
+        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient.
         """
         ...
 
 
 class Revision(NamedTuple):
-    """What a method makes of a pass over the data.
+    """The result of one more pass over the data.
 
     Attributes:
         approximation: the result of the run.
         report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
-        noise_std: of a regression, learnt; None keeps it.
+        noise_std: the fitted noise of a regression; None leaves it as it is.
     """
 
     approximation: Approximation
@@ -164,39 +175,39 @@ class Revision(NamedTuple):
     noise_std: float | None = None
 
 
-class Rule(NamedTuple):
-    """One gradient per update: SG-MCMC, VI, MAP.
+class Rule(NamedTuple, Generic[State]):
+    """A method with one gradient per update: SG-MCMC, variational inference, MAP.
 
     Attributes:
-        init: (theta [M, d], rngs) -> State.
-        locate: (state, rngs) -> (theta [M, d] at which the gradient is wanted, state); once per update.
+        init: (theta [M, d], rngs) -> state.
+        locate: (state, rngs) -> (theta [M, d] at which the gradient is needed, state); called once per update.
         update: (state, evaluation, lr, rngs) -> (state, info), with lr the step size of this update.
         finish: (state, draws [M, S, d]) -> Approximation.
-        revise: (state, draws, look) -> Revision: in place of ``finish`` where there are data to look at; None if the
-            method has no use for it.
+        revise: (state, draws, look) -> Revision, in place of ``finish`` where a pass over the data is possible; None if
+            the method does not need one.
     """
 
-    init: Callable[[Tensor, Rngs], Any]
-    locate: Callable[[Any, Rngs], tuple[Tensor, Any]]
-    update: Callable[[Any, Evaluation, float, Rngs], tuple[Any, Info]]
-    finish: Callable[[Any, Tensor], Approximation]
-    revise: Callable[[Any, Tensor, Look], Revision] | None = None
+    init: Callable[[Tensor, Rngs], State]
+    locate: Callable[[State, Rngs], tuple[Tensor, State]]
+    update: Callable[[State, Evaluation, float, Rngs], tuple[State, Info]]
+    finish: Callable[[State, Tensor], Approximation]
+    revise: Callable[[State, Tensor, Look], Revision] | None = None
 
 
-class Kernel(NamedTuple):
-    """As many evaluations a move as it likes: HMC, Metropolis.
+class Kernel(NamedTuple, Generic[State]):
+    """A method with any number of evaluations per move: HMC, Metropolis.
 
     Attributes:
-        init: (theta [M, d], evaluate, rngs) -> State.
+        init: (theta [M, d], evaluate, rngs) -> state.
         step: (state, evaluate, rngs) -> (state, info).
         finish: (state, draws [M, S, d]) -> Approximation.
     """
 
-    init: Callable[[Tensor, Evaluate, Rngs], Any]
-    step: Callable[[Any, Evaluate, Rngs], tuple[Any, Info]]
-    finish: Callable[[Any, Tensor], Approximation]
+    init: Callable[[Tensor, Evaluate, Rngs], State]
+    step: Callable[[State, Evaluate, Rngs], tuple[State, Info]]
+    finish: Callable[[State, Tensor], Approximation]
 
 
-def locate_at_theta(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
-    """The usual ``Rule.locate``: the gradient is wanted where the chain is."""
+def locate_at_theta(state: State, rngs: Rngs) -> tuple[Tensor, State]:
+    """Return the chains' own position: the usual ``Rule.locate``."""
     return state.theta, state

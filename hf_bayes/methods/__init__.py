@@ -1,4 +1,4 @@
 """The methods, one file each, and the registry that finds them by name.
 
-A method turns gradients of the log-likelihood into states and draws. It knows no model and no trainer.
+A method turns gradients of the log-likelihood into states and draws. It depends on no model and no trainer.
 """

@@ -1,4 +1,4 @@
-"""All methods by name, and the one way to build them."""
+"""The registry of all methods by name, and the function that builds a method for a problem."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ METHODS: dict[str, type[MethodConfig]] = {
 
 
 def from_dict(values: Mapping[str, Any]) -> MethodConfig:
-    """The config that ``MethodConfig.to_dict`` wrote: its ``name`` and any of its fields (others keep their defaults).
+    """Return the config that ``MethodConfig.to_dict`` wrote. Fields that are missing keep their defaults.
 
     Raises:
-        ValueError: for a missing or unknown name, an unknown field (listing what exists) or a refused value.
+        ValueError: for a missing or unknown name, an unknown field, or a value out of range.
     """
     name = values.get("name")
     if not isinstance(name, str) or name not in METHODS:
@@ -70,8 +70,8 @@ def from_dict(values: Mapping[str, Any]) -> MethodConfig:
     return config(**{key: value for key, value in values.items() if key != "name"})
 
 
-def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
-    """The method for this problem, with its warm start.
+def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
+    """Return the method for this problem, with its warm start and its schedule.
 
     Raises:
         ValueError: if the method cannot run on it.
@@ -80,38 +80,39 @@ def build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
     steps = config.warm_start_steps
     if not steps:
         return _build(config, problem)
-    # The method's own adaptation is over when burn-in is: it sees a run that begins after the warm start.
-    later = problem._replace(
+    # the method's adaptation ends with burn-in, so the method gets a run that begins after the warm start
+    after_warm_start = problem._replace(
         num_steps=problem.num_steps - steps,
         burn_in=problem.burn_in - steps,
-        draw_steps=_counted_from(steps, problem.draw_steps),
+        draw_steps=_shifted(problem.draw_steps, steps),
     )
-    method = _build(config, later)
+    method = _build(config, after_warm_start)
     warm: dict[str, Any] = {"steps": steps, "learning_rate": config.warm_start_learning_rate, "problem": problem}
     if isinstance(method, Kernel):
         return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
     return warm_start(method, **warm, prior_weight=config.prior_weight)
 
 
-def map_rule(config: MethodConfig, problem: Problem) -> Rule:
-    """What finds the MAP estimate of a posterior that ``config`` samples."""
+def map_rule(config: MethodConfig, problem: Problem) -> Rule[Any]:
+    """Return the rule that finds the MAP estimate of the posterior of ``config``."""
     return MAPConfig(temper=config.temper).build(problem)
 
 
 def rate_factor(config: MethodConfig, step: int, draw_steps: range) -> float:
-    """l_t / l_0 of update ``step`` (from 0) of a run, in (0, 1]; a warm start has a learning rate of its own."""
+    """Return l_t / l_0 of update ``step`` (from 0), in (0, 1]; 1 in a warm start, which has its own learning rate."""
     begin = config.warm_start_steps
     if config.schedule is None or step < begin:
         return 1.0
-    return config.schedule.learning_rate(step - begin, _counted_from(begin, draw_steps))
+    return config.schedule.learning_rate(step - begin, _shifted(draw_steps, begin))
 
 
-def _counted_from(begin: int, draw_steps: range) -> range:
+def _shifted(draw_steps: range, begin: int) -> range:
+    """Return the draw steps, counted from update ``begin``."""
     return range(draw_steps.start - begin, draw_steps.stop - begin, draw_steps.step)
 
 
-def _build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
-    """The method under its schedule."""
+def _build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
+    """Return the method with its schedule."""
     method, schedule, draws = config.build(problem), config.schedule, problem.draw_steps
     if schedule is None:
         return method
@@ -125,16 +126,17 @@ def _build(config: MethodConfig, problem: Problem) -> Rule | Kernel:
     except ValueError as error:
         raise ValueError(f"schedule {schedule.name!r} starts its cycles at T = 0, but {error}") from error
 
-    def at(step: int) -> Rule:
-        warmth = schedule.temperature(step, draws)
-        rule = replace(config, temperature=config.temperature * warmth).build(problem)
+    def rule_at(step: int) -> Rule[Any]:
+        ratio = schedule.temperature(step, draws)
+        rule = replace(config, temperature=config.temperature * ratio).build(problem)
         assert isinstance(rule, Rule)
         return rule
 
     def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
-        return at(int(state.step[0])).update(state, evaluation, lr, rngs)  # all chains have done the same updates
+        step = int(state.step[0])  # all chains have done the same number of updates
+        return rule_at(step).update(state, evaluation, lr, rngs)
 
-    return method._replace(init=at(0).init, update=update)
+    return method._replace(init=rule_at(0).init, update=update)
 
 
 def _check(config: MethodConfig, problem: Problem) -> None:

@@ -169,7 +169,7 @@ def test_four_bit_parameters_are_refused_whatever_dtype_they_show() -> None:
 
 def test_tensors_that_are_no_plain_ones_are_refused_whatever_dtype_they_show() -> None:
     class Packed(torch.Tensor):
-        """As torchao stores a weight."""
+        """A weight in torchao's storage format."""
 
     model = tiny_llama()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)

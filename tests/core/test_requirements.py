@@ -1,4 +1,4 @@
-"""What the defaults of ``Requirements`` are, and that nobody changes a record."""
+"""The requirements of methods, and the record that holds them."""
 
 from __future__ import annotations
 

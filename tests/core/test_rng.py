@@ -1,4 +1,4 @@
-"""F13: the chains of a run, and those of runs with other seeds, draw from streams that know nothing of each other."""
+"""Independence of the random streams of chains, within a run and between runs with other seeds (F13)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests import runs
 
 CHAINS, LENGTH = 4, 1 << 18
 SHARED = (4605, 1774, 1884)
-"""A seed, and two chains of it that a CPU's generator cannot tell apart: found by trying."""
+"""A seed for which two chains have the same CPU generator; found by search."""
 
 
 def streams(tmp_path: Path) -> Tensor:
-    """[8, n]: what the chains of two trainers will draw, the second of the next seed."""
+    """Return the random numbers [8, n] of the chains of two trainers with successive seeds."""
     rows = []
     for seed in (42, 43):
         trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=CHAINS), seed=seed)
@@ -33,7 +33,7 @@ def streams(tmp_path: Path) -> Tensor:
 
 
 def largest_correlations(noise: Tensor) -> tuple[float, float]:
-    """Of any two rows, in standard errors of 1/sqrt(n): at the same time, and at any lag (circular)."""
+    """Return the largest correlations of two rows at the same time and at any lag, in standard errors of 1/sqrt(n)."""
     scaled = (noise - noise.mean(1, keepdim=True)) / noise.std(1, keepdim=True)
     spectra = torch.fft.rfft(scaled)
     at_once, at_any_lag = 0.0, 0.0
@@ -79,7 +79,7 @@ def test_two_chains_with_one_stream_are_refused(tmp_path: Path, start: Callable[
 
 
 def test_that_seed_does_give_two_chains_one_stream() -> None:
-    """Else the refusal would be for nothing."""
+    """The generators of the two chains agree; otherwise the refusal would be pointless."""
     seed, one, other = SHARED
     first, second = (torch.randn(100, generator=generator(seed, "chain", chain)) for chain in (one, other))
     assert torch.equal(first, second)

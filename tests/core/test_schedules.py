@@ -26,7 +26,7 @@ N = 10
 
 
 def cosine(step: int, length: int) -> float:
-    """l / l_0 = C(t)^2, a cycle of some length starting at step 0."""
+    """Return l / l_0 = C(t)^2 for a cycle that starts at step 0."""
     return ((math.cos(math.pi * (step % length) / length) + 1) / 2) ** 2
 
 
@@ -34,7 +34,7 @@ def cosine(step: int, length: int) -> float:
 
 
 def test_thirty_cycles_of_which_three_are_burn_in_are_those_of_the_paper() -> None:
-    """cold_posteriors app. A.1: 1500 epochs, cycles of 50, sampling begins at epoch 150, 27 draws."""
+    """The run of cold_posteriors app. A.1: 1500 epochs, cycles of 50, sampling begins at epoch 150, 27 draws."""
     draws = draw_steps(1500, burn_in=150, draws=27, thin=None)
     assert list(draws) == list(range(200, 1501, 50))
     rates = [Cyclical().learning_rate(step, draws) for step in range(1500)]
@@ -69,7 +69,7 @@ def test_robbins_monro_is_a_power_of_the_step_with_its_peak_at_the_start() -> No
 
 
 def rates_of(schedule: Schedule, *, num_steps: int, **changes: Any) -> list[float]:
-    """l_t of a run, read off SGLD at T = 0 on U = N theta^2 / 2: theta shrinks by 1 - l_t."""
+    """Return l_t of a run, from SGLD at T = 0 on U = N theta^2 / 2, where theta shrinks by 1 - l_t."""
     seen: list[float] = []
 
     def energy(theta: Tensor, batch: None) -> Tensor:
@@ -120,7 +120,7 @@ def test_noise_has_the_temperature_of_its_update() -> None:
 
 
 def law_of(config: MethodConfig, rates: list[float], variance: float) -> float:
-    """N E theta^2 on U = N theta^2 / 2 after these updates from theta = 0, with noise in the gradient of U.
+    """Return N E theta^2 on U = N theta^2 / 2 after these updates from theta = 0, with noise in the gradient of U.
 
     Moments of (theta, m) go from update to update by the docstring's map at that update's h; sgld has no m.
     """
@@ -174,7 +174,7 @@ KERNELS = ("hmc", "metropolis", "gps", "penalty")
 
 
 def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
-    """[2, 3, 3] draws of a run of three cycles, unless told otherwise."""
+    """Return the draws [2, 3, 3] of a run, by default of three cycles."""
     arguments = {"num_steps": 12, "learning_rate": 0.01, "thin": 4} | changes
     return sample(lambda theta, batch: theta.square().sum(1), torch.ones(2, 3), config, **arguments).draws
 

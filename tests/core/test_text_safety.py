@@ -1,4 +1,4 @@
-"""Text of a posterior's files never acts on a terminal."""
+"""Safe display of text from a posterior's files."""
 
 from __future__ import annotations
 

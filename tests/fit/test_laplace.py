@@ -455,7 +455,7 @@ def test_a_refusal_for_want_of_a_minimum_names_the_norm_of_the_gradient(changes:
 
 def test_a_refusal_without_a_gradient_says_that_nobody_looked() -> None:
     model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
-    with pytest.raises(ValueError, match=r"not positive definite.*was not looked at: check_gradient=True tells"):
+    with pytest.raises(ValueError, match=r"not positive definite.*gradient was not computed: check_gradient=True"):
         fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, check_gradient=False)
 
 

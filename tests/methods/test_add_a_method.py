@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md, carried out on a copy of the repository."""
+"""The worked example of CONTRIBUTING.md, applied to a copy of the repository."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 NAMES = "shared_noise", "SharedNoise"
 TABLE = ["hf_bayes/methods/registry.py", "tests/methods/test_registry.py"]
 INDEX = "docs/paper_index.md"
-"""Where the lines of the example go."""
+"""The files that the example changes."""
 
 
 def example() -> dict[str, str]:
-    """{place: what goes there}: a whole file, or lines."""
+    """Return {file: the text to add}: a whole file, or lines."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     places = re.findall(r"^\d\. `(.+?)`: (.*?)(?=^\d\. |^[^ \n])", text, flags=re.DOTALL | re.MULTILINE)
     lines = {place: re.sub(r"^   ", "", rest, flags=re.MULTILINE).split("```")[1:2] for place, rest in places}
@@ -28,7 +28,7 @@ def example() -> dict[str, str]:
 
 
 def edited(text: str, lines: str) -> str:
-    """Imports go among imports of the package, the rest to the end of the table."""
+    """Return ``text`` with imports added to the imports of the package, and other lines to the end of the table."""
     for line in lines.splitlines(keepends=True):
         if line.startswith("from "):
             at = text.index("from hf_bayes.core.types import")
@@ -42,7 +42,7 @@ def edited(text: str, lines: str) -> str:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the method in it."""
+    """A copy of the repository that contains the method."""
     copy = tmp_path_factory.mktemp("repository")
     for folder in ("hf_bayes", "tests", "docs", "scripts", "benchmarks"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,7 +55,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(repository: Path, words: str) -> str:
-    """What pytest says of the conformance table there, of the tests whose names hold these words."""
+    """Return pytest's output on the conformance table there, for tests whose names contain these words."""
     options = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", f"pythonpath={repository}", "-k", words]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/methods/test_registry.py"],

@@ -1,4 +1,4 @@
-"""The conformance table: a method joins by one row and gets every test of this file."""
+"""The conformance table: one row per method, and the tests that every method passes."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the table needs to know of a method.
+    """The facts about a method that the table's tests need.
 
     Attributes:
         config: an instance with its own fields away from their defaults.
-        learning_rate: that suits the Gaussian target.
+        learning_rate: a learning rate that suits the Gaussian target.
         law: temperature -> stationary variance on the Gaussian target (of the discretisation); None for optimisers.
         shape: [M, d] of the Gaussian run, with M d >= 256 independent coordinates.
-        num_steps: of the Gaussian run; a fifth of it is burn-in.
+        num_steps: number of updates of the Gaussian run; a fifth of them is burn-in.
         noise: the method draws random numbers.
         cold: the method has a limit T = 0, where it finds the mode; if not, it refuses T = 0, unless it is an optimiser
-            of something else than U.
-        batches: of an update, for methods that need them; here they all are the whole data.
+            of another function than U.
+        batches: number of batches per update, for methods that need them; each is the whole data here.
     """
 
     config: MethodConfig
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Arguments of ``sample``."""
+        """Return the arguments of ``sample``."""
         return {"batches": [None], "batches_per_step": self.batches} if self.batches else {}
 
 
@@ -153,7 +153,7 @@ def gaussian(theta: Tensor, batch: object) -> Tensor:
 
 
 def rough(theta: Tensor, batch: object) -> Tensor:
-    """Coupled coordinates and several minima: nothing about it is special."""
+    """Return an ordinary energy with coupled coordinates and several minima."""
     return N * (0.5 * theta.square() + (2 * theta).cos() + 0.1 * theta * theta.roll(1, 1)).sum(1)
 
 
@@ -233,7 +233,7 @@ def test_draws_of_a_chain_do_not_depend_on_the_number_of_chains(row: Row, dtype:
 
 
 def largest_correlation(row: Row) -> float:
-    """Between what the updates did to any two of 4 chains from one start, over 4096 coordinates alike."""
+    """Return the correlation between the moves of any two of 4 chains from one start, over 4096 equal coordinates."""
     start = torch.full((4, 4096), MEAN)
 
     def flat(theta: Tensor, batch: object) -> Tensor:
@@ -272,7 +272,7 @@ def test_global_random_state_is_neither_used_nor_moved(row: Row) -> None:
 
 
 class Drive:
-    """A method advanced by hand, as a trainer does."""
+    """A method that the test advances by hand, like a trainer."""
 
     def __init__(self, config: MethodConfig, row: Row, num_chains: int) -> None:
         problem = Problem(N, FlatPrior(), row.learning_rate, num_steps=12, burn_in=6, shapes={"": (5,)})
@@ -364,7 +364,7 @@ def test_updates_change_neither_the_start_nor_earlier_states(row: Row, warm_star
 
 
 def gaussian_members(row: Row, temperature: float) -> Tensor:
-    """[chains, draws, d] of the approximation on the Gaussian target."""
+    """Return the draws [chains, draws, d] of the approximation on the Gaussian target."""
     theta = MEAN + math.sqrt(exact(1.0)) * starts(*row.shape)
     result = sample(
         gaussian,
@@ -384,7 +384,7 @@ def gaussian_members(row: Row, temperature: float) -> Tensor:
 
 
 def assert_gaussian_moments(members: Tensor, variance: float) -> None:
-    """Pooled mean and variance within 4 standard errors, from the spread of the coordinates' own means."""
+    """Check the pooled mean and variance within 4 standard errors, from the spread of the coordinates' means."""
     centred = members - MEAN
     for power, expected in ((centred, 0.0), (centred.square(), variance)):
         means = power.mean(1).flatten()

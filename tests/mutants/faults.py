@@ -57,27 +57,29 @@ FAULTS = (
     Fault("sghmc: N is 1 in the step size", "methods/sgmcmc/sghmc.py",
           "h = math.sqrt(lr / problem.num_data)", "h = math.sqrt(lr)", (SGD,)),
     Fault("sghmc: T is 0.8 T", "methods/sgmcmc/sghmc.py",
-          "peak, temperature = problem.learning_rate, self.temperature",
-          "peak, temperature = problem.learning_rate, 0.8 * self.temperature", (law("sghmc"),)),
+          "temperature = self.problem, self.config, self.friction, self.config.temperature",
+          "temperature = self.problem, self.config, self.friction, 0.8 * self.config.temperature", (law("sghmc"),)),
     Fault("sghmc: the friction's sign", "methods/sgmcmc/sghmc.py",
           "decay = 1 - h * friction", "decay = 1 + h * friction", (SGD,)),
     Fault("sghmc: theta moves with the old momentum", "methods/sgmcmc/sghmc.py",
-          "theta=state.theta + step_size * momentum", "theta=state.theta + step_size * state.momentum",
+          "theta = state.theta + step_size * momentum", "theta = state.theta + step_size * state.momentum",
           (law("sghmc"), SGD)),
     Fault("sghmc: SGD's buffer is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
           """\
-            momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
-            moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
+        momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
+        theta = state.theta + step_size * momentum
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
 """,
           """\
-            h0 = math.sqrt(peak / problem.num_data)  # the buffer is h0 times the momentum of the state
-            fresh = noise_std * math.sqrt(h / h0) * randn(rngs, state.theta) - step_size * gradient
-            momentum = self.momentum * state.momentum + h / h0 * fresh
-            moved = state._replace(theta=state.theta + h0 * momentum, momentum=momentum, step=state.step + 1)
-            momentum = h0 / h * momentum
+        h0 = math.sqrt(problem.learning_rate / problem.num_data)  # the buffer is h0 times the momentum of the state
+        fresh = noise_std * math.sqrt(h / h0) * randn(rngs, state.theta) - step_size * gradient
+        momentum = config.momentum * state.momentum + h / h0 * fresh
+        theta = state.theta + h0 * momentum
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        momentum = h0 / h * momentum
 """, (CYCLES,)),
     Fault("sghmc: beta is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
-          "decay = 1 - h * friction", "decay = self.momentum", (CYCLES,)),
+          "decay = 1 - h * friction", "decay = self.config.momentum", (CYCLES,)),
     Fault("sghmc: momenta start at N(0, I), whatever T", "methods/sgmcmc/sghmc.py",
           "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)",
           "SGHMCState(theta, randn(rngs, theta), step, account)",
@@ -189,8 +191,8 @@ FAULTS = (
           "weight = 1 / max(1, count - first_averaged)", "weight = 1 / min(1, count)",
           ("methods/variational/test_mean_field.py::test_q_is_the_average_of_the_second_half_of_the_iterates",)),
     Fault("laplace: the covariance without T", "methods/laplace/curvature.py",
-          "return Diagonal((temperature / _positive(self.values + precision, hessian=self.hessian)).sqrt())",
-          "return Diagonal((1 / _positive(self.values + precision, hessian=self.hessian)).sqrt())",
+          "variances = temperature / require_positive(self.values + precision, hessian=self.hessian)",
+          "variances = 1 / require_positive(self.values + precision, hessian=self.hessian)",
           ("methods/laplace/test_curvature.py::test_covariances_are_tempered_as_documented[0.3-model-diagonal]",)),
     Fault("laplace: S label draws are summed, not averaged", "methods/laplace/estimators.py",
           "return likelihood.score(terms.logits, labels) / math.sqrt(self.num_draws)",

@@ -19,6 +19,10 @@ from hf_bayes import (
     SGHMCConfig,
     attach,
 )
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.announcement import announce
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.messages import Messages
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 
@@ -53,7 +57,7 @@ def test_a_peft_config_becomes_the_adapter_and_alone_is_random(tmp_path: Path) -
     set_seed(built.args.seed)
     expected = get_peft_model(tiny_llama(), LoraConfig(**LORA))
     with attach(expected) as by_hand:
-        assert torch.equal(built._start, by_hand.theta[0])
+        assert torch.equal(built.setup.start, by_hand.theta[0])
 
 
 def test_a_run_of_a_peft_config_is_saved_loaded_and_resumed(tmp_path: Path, base: str) -> None:
@@ -118,7 +122,6 @@ def test_a_trainer_never_samples_a_whole_base_by_default(tmp_path: Path) -> None
 def test_the_names_of_random_parameters_are_said_before_training(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", logger="hf_bayes")
     built = trainer(tmp_path, tiny_llama(), peft_config=LoraConfig(**LORA))
-    built.create_optimizer()
-    built._announce()
+    announce(ActiveRun(TrainerHost(built), built.setup, built.rows), Messages(TrainerHost(built)))
     assert "random parameters in 8 tensors" in caplog.text
     assert "random: 2 x model.layers.*.self_attn.q_proj.lora_A.default.weight, " in caplog.text

@@ -1,8 +1,8 @@
 """Deep ensemble: independent MAP runs (Lakshminarayanan, Pritzel and Blundell 2017; posteriors section 4.2).
 
-Each member is ``map``: AdamW on U / N, no noise. What tells members apart is the start (``init_jitter``, fresh LoRA
-factors) and the order of its minibatches. posteriors' parallel SGMCMC is this with the noise of T > 0 put back (eq. 5):
-``sghmc`` with one draw per chain.
+Each member is ``map``: AdamW on U / N without noise. Members differ in their start (``init_jitter``, new LoRA factors)
+and in the order of their minibatches. The parallel SGMCMC of posteriors adds the noise of T > 0 to this (eq. 5); here
+it is ``sghmc`` with one draw per chain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_bayes.methods.averaging.map import MAPConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleConfig(MAPConfig):
-    """``num_chains`` MAP runs, each an equally weighted member."""
+    """An ensemble of ``num_chains`` MAP runs, with equal weights."""
 
     name: ClassVar[str] = "ensemble"
     num_chains: int = MethodConfig.num_chains

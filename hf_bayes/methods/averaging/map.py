@@ -1,9 +1,10 @@
-"""MAP: AdamW on U / N to one point per chain, as a method of its own and as a warm start of others.
+"""MAP: AdamW on U / N to one point per chain, as a method and as the warm start of other methods.
 
     theta_t = theta_{t-1} - l_t mhat_t / (sqrt(vhat_t) + 1e-8),   m, v the running means of g = grad U / N and g^2
 
-Kingma and Ba (2015) with beta_2 = 0.999. There is no weight decay: the prior is in U, and AdamW's decoupled decay is no
-Gaussian prior (its strength depends on the preconditioner). There is no stationary law: this is optimisation, T = 0.
+Kingma and Ba (2015) with beta_2 = 0.999. There is no weight decay: the prior is part of U, and AdamW's decoupled
+decay is not a Gaussian prior (its strength depends on the preconditioner). There is no stationary law: this is
+optimisation, at T = 0.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ EPSILON = 1e-8
 
 
 class MAPState(NamedTuple):
-    """AdamW's state."""
+    """The state of AdamW."""
 
     theta: Tensor
     """[M, d]"""
@@ -50,12 +51,14 @@ class MAPState(NamedTuple):
     second_moment: Tensor
     """[M, d] running mean of its square."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MAPConfig(MethodConfig):
-    """The maximum of the posterior (``temper="likelihood"``: of the likelihood), by AdamW. A chain ends in one draw.
+    """The maximum of the posterior by AdamW, or of the likelihood with ``temper="likelihood"``.
+
+    A chain ends in one draw.
 
     Attributes:
         momentum: AdamW's beta_1; 0 is AdamW without momentum.
@@ -85,15 +88,18 @@ class MAPConfig(MethodConfig):
     def requirements(self) -> Requirements:
         return Requirements(ends_at_map=True)
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
             return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)
 
-        return Rule(begin, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws[:, -1:]))
+        def finish(state: MAPState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws[:, -1:])
+
+        return Rule(begin, locate_at_theta, update, finish)
 
 
 def begin(theta: Tensor, rngs: Rngs) -> MAPState:
-    """AdamW before its first step."""
+    """Return the state of AdamW before its first step."""
     step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
     return MAPState(theta, torch.zeros_like(theta), torch.zeros_like(theta), step)
 
@@ -101,16 +107,16 @@ def begin(theta: Tensor, rngs: Rngs) -> MAPState:
 def descend(
     state: MAPState, evaluation: Evaluation, problem: Problem, lr: float, *, momentum: float, prior_weight: float
 ) -> tuple[MAPState, Info]:
-    """One step of AdamW on U / N."""
+    """Return the state after one step of AdamW on U / N, and the energy."""
     gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)
     info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
     return adamw(state, gradient, lr, momentum=momentum, num_data=problem.num_data), info
 
 
 def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_data: float) -> MAPState:
-    """One step on U / N, where ``gradient`` [M, d] is U's."""
+    """Return the state after one step of AdamW on U / N; ``gradient`` [M, d] is the gradient of U."""
     step = state.step + 1
-    # in float64: 1 - 0.999 ** t keeps four digits in float32 at the start
+    # in float64: in float32, 1 - 0.999 ** t has only four correct digits at the start
     first_bias, second_bias = ((1 - beta ** step.double()).to(gradient)[:, None] for beta in (momentum, BETA_2))
 
     def advance(gradient: Tensor, theta: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
@@ -123,15 +129,18 @@ def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_
     return MAPState(theta, first, second, step)
 
 
-def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0) -> Rule:
-    """AdamW on U / N for the first ``steps`` updates; then ``rule``, started at the point reached.
+def warm_start(
+    rule: Rule[Any], *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
+) -> Rule[Any]:
+    """Return a rule that runs AdamW on U / N for ``steps`` updates, and then ``rule`` from the point reached.
 
-    Its state has the fields of the rule's state, which wait unused till then, and the optimiser's as ``warm_*``; so one
-    set of tensors restores any update of the run. The chains' generators are first used by the rule itself.
+    Its state holds the fields of the rule's state, which are not used before the switch, and the optimiser's fields as
+    ``warm_*``. So one set of tensors restores any update of the run. The optimiser uses no random numbers: the rule is
+    the first to use the chains' generators.
     """
 
     def init(theta: Tensor, rngs: Rngs) -> Any:
-        return _warming(begin(theta, rngs), rule.init(theta, _throwaway(rngs)))
+        return _warming(begin(theta, rngs), rule.init(theta, _spare_generators(rngs)))
 
     def locate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         if _is_warming(state, steps):
@@ -160,12 +169,12 @@ def warm_start(rule: Rule, *, steps: int, learning_rate: float, problem: Problem
 
 
 def warm_start_kernel(
-    kernel: Kernel, *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
-) -> Kernel:
-    """``warm_start`` for a kernel: each of the first ``steps`` moves is one evaluation and one step of AdamW."""
+    kernel: Kernel[Any], *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
+) -> Kernel[Any]:
+    """Return a kernel whose first ``steps`` moves are steps of AdamW, with one evaluation each; see ``warm_start``."""
 
     def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> Any:
-        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, _throwaway(rngs)))
+        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, _spare_generators(rngs)))
 
     def step(state: Any, evaluate: Evaluate, rngs: Rngs) -> tuple[Any, Info]:
         if not _is_warming(state, steps):
@@ -189,14 +198,14 @@ def warm_start_kernel(
 
 @functools.cache
 def _state_type(inner: Any) -> Any:
-    """The flat state of a warm-started method whose own state is the NamedTuple ``inner``."""
+    """Return the flat state type of a warm-started method whose own state is the NamedTuple ``inner``."""
     own = [field for field in inner._fields if field != "theta"]
     flat = namedtuple("WarmStartState", ["theta", "warm_first_moment", "warm_second_moment", "warm_step", *own])  # type: ignore[misc]
     return type("WarmStartState", (flat,), {"__slots__": (), "inner": inner})
 
 
 def _warming(warm: MAPState, inner: Any) -> Any:
-    """AdamW is at work: theta is its own."""
+    """Return the state during the warm start, with the optimiser's theta."""
     own = {**inner._asdict(), "theta": warm.theta}
     kind: Any = type(inner)
     return _state_type(kind)(
@@ -205,12 +214,12 @@ def _warming(warm: MAPState, inner: Any) -> Any:
 
 
 def _sampling(state: Any, inner: Any) -> Any:
-    """The method is at work: the optimiser's tensors stay as they were."""
+    """Return the state with new fields of the method; the optimiser's tensors do not change any more."""
     return state._replace(**inner._asdict())
 
 
 def _is_warming(state: Any, steps: int) -> bool:
-    return int(state.warm_step[0]) < steps  # all chains of a state have done the same number of updates
+    return int(state.warm_step[0]) < steps  # all chains have done the same number of updates
 
 
 def _optimiser(state: Any) -> MAPState:
@@ -222,6 +231,6 @@ def _inner(state: Any) -> Any:
     return kind(**{field: getattr(state, field) for field in kind._fields})
 
 
-def _throwaway(rngs: Rngs) -> list[torch.Generator]:
-    """Generators for a state that is never used: the chains' own stay where they are."""
+def _spare_generators(rngs: Rngs) -> list[torch.Generator]:
+    """Return generators for a state that is never used, so that the chains' generators do not advance."""
     return [torch.Generator(device=rng.device).manual_seed(0) for rng in rngs]

@@ -1,14 +1,14 @@
-"""MC dropout: a member is a network with some inputs of its weights dropped for good (Gal and Ghahramani 2016).
+"""MC dropout: a member is a network in which some inputs of its weights are always 0 (Gal and Ghahramani 2016).
 
     F(theta) = E_z[U(s theta)],    s = z / (1 - p) on the weights that read an input,    z ~ Bernoulli(1 - p) per input
 
-A weight W with a mask on its inputs, W (x z) / (1 - p), is the weight W diag(z) / (1 - p): dropout whose mask is held
-over tokens is a law on theta, q(s theta), and F is its variational free energy E_q[U] - H[q] but for the entropy,
-which does not depend on theta. AdamW (``map``) minimises it with one fresh mask per chain and update, and the gradient
-s grad U(s theta); members are ``num_masks`` masked rows of the last theta per chain. A member keeps its mask for all
-texts and positions: what it generates is coherent (Gal and Ghahramani, 2016b, tie masks over time for the same reason).
+A weight W with a mask on its inputs, W (x z) / (1 - p), is the weight W diag(z) / (1 - p). So dropout with one mask for
+all tokens is a law on theta, q(s theta). F is its variational free energy E_q[U] - H[q] without the entropy, which does
+not depend on theta. AdamW (``map``) minimises F with one new mask per chain and update, from the gradient
+s grad U(s theta). Members are ``num_masks`` masked rows of the last theta per chain. A member keeps its mask for all
+texts and positions, so its text is coherent (Gal and Ghahramani, 2016b, tie masks over time for the same reason).
 
-There is no stationary law: the spread of q is chosen by p, not learnt from the data, and does not shrink with N.
+There is no stationary law. The spread of q is set by p: it is not learned from the data and does not shrink with N.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hf_bayes.distributions.energy import energy, grad_energy
 from hf_bayes.methods.averaging.map import MAPConfig, MAPState, adamw, begin
 
 LORA_INPUTS = r"\.lora_A\."
-"""peft's dropout multiplies what these read."""
+"""The weights whose inputs peft's ``lora_dropout`` drops."""
 
 
 class MCDropoutState(NamedTuple):
-    """AdamW's state, the masks of this update, and the seed of the members' masks."""
+    """The state of AdamW, the masks of this update, and the seed of the members' masks."""
 
     theta: Tensor
     """[M, d] weights without a mask."""
@@ -43,22 +43,22 @@ class MCDropoutState(NamedTuple):
     second_moment: Tensor
     """[M, d]"""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
     kept: Tensor
-    """[M, k] bool, which of the k inputs of all dropped weights this update keeps."""
+    """[M, k] bool, True where this update keeps one of the k inputs of all dropped weights."""
     seed: Tensor
     """[M] int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MCDropoutConfig(MAPConfig):
-    """Networks with inputs dropped for good, by AdamW; a chain ends in ``num_masks`` draws.
+    """Networks with fixed dropout masks, trained by AdamW. A chain ends in ``num_masks`` draws.
 
     Attributes:
         dropout: p, the probability that an input is dropped, in training and in the members.
-        num_masks: members per chain.
-        targets: regular expression on names of the weights whose inputs are dropped; None means LoRA's A, as peft's
-            ``lora_dropout`` does. A weight is [out, in, ...], as of nn.Linear and convolutions.
+        num_masks: number of members per chain.
+        targets: regular expression on the names of the weights whose inputs are dropped. None means LoRA's A, like
+            peft's ``lora_dropout``. A weight has the shape [out, in, ...], as in nn.Linear and convolutions.
     """
 
     name: ClassVar[str] = "mc_dropout"
@@ -82,7 +82,7 @@ class MCDropoutConfig(MAPConfig):
     def requirements(self) -> Requirements:
         return replace(super().requirements, ends_at_map=False, drops_inputs=True)
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[MCDropoutState]:
         masks = self.masks(problem.shapes)
 
         def init(theta: Tensor, rngs: Rngs) -> MCDropoutState:
@@ -109,12 +109,13 @@ class MCDropoutConfig(MAPConfig):
         return Rule(init, locate, update, finish)
 
     def masks(self, shapes: Mapping[str, tuple[int, ...]]) -> Masks:
-        """The inputs that are dropped, of tensors with these names and ``shapes``.
+        """Return the masks for tensors with these names and ``shapes``.
 
-        Without names every element of theta is a weight with an input of its own.
+        Without names, every element of theta is a weight with its own input.
 
         Raises:
-            ValueError: if no weight is named, one has no inputs, or DoRA would norm what is dropped.
+            ValueError: if no name matches, if a matched tensor has no inputs, or if DoRA would include the dropped
+                inputs in the norm of a weight.
         """
         if UNNAMED in shapes:
             return Masks(self.dropout, ((shapes[UNNAMED], True),))
@@ -140,19 +141,19 @@ class MCDropoutConfig(MAPConfig):
         return Masks(self.dropout, tuple((shape, name in chosen) for name, shape in shapes.items()))
 
     def members(self, theta: Tensor, masks: Masks, seeds: list[int]) -> Tensor:
-        """[M, num_masks, d]: theta [M, d] under masks that follow from a seed for each row."""
+        """Return theta [M, d] under random masks, [M, num_masks, d]; each row has its own seed."""
         rows = zip(theta, seeds, strict=True)
         kept = ((row, masks.draw(generator(seed, "masks"), self.num_masks)) for row, seed in rows)
         return torch.stack([masks.scale(mask.to(row.device), row) * row for row, mask in kept])
 
 
 class Masks(NamedTuple):
-    """Which inputs there are to drop: k in all."""
+    """The inputs that can be dropped, k in total."""
 
     dropout: float
     """p"""
     tensors: tuple[tuple[tuple[int, ...], bool], ...]
-    """Shape of each random tensor, and whether its inputs are dropped; a vector has an input for each element."""
+    """The shape of each random tensor, and True if its inputs are dropped. A vector has one input per element."""
 
     @property
     def num_inputs(self) -> int:
@@ -160,11 +161,16 @@ class Masks(NamedTuple):
         return sum(_inputs(shape) for shape, dropped in self.tensors if dropped)
 
     def draw(self, rng: torch.Generator, count: int) -> Tensor:
-        """[count, k] bool: kept or not."""
+        """Return random masks [count, k] bool, True for kept inputs."""
         return torch.rand(count, self.num_inputs, generator=rng, device=rng.device) >= self.dropout
 
     def scale(self, kept: Tensor, like: Tensor) -> Tensor:
-        """[count, k] -> [count, d] in the dtype of ``like``: 0 or 1 / (1 - p) on dropped weights, 1 on all others."""
+        """Return the factors [count, d] of theta: 0 or 1 / (1 - p) where inputs are dropped, 1 elsewhere.
+
+        Args:
+            kept: [count, k] masks.
+            like: a tensor with the dtype and device of the result.
+        """
         count, begin = len(kept), 0
         scale = like.new_empty(count, sum(math.prod(shape) for shape, _ in self.tensors))
         parts = scale.split([math.prod(shape) for shape, _ in self.tensors], 1)

@@ -2,20 +2,20 @@
 
     v_t = beta v_{t-1} + grad U(theta_{t-1}) / N,   theta_t = theta_{t-1} - l v_t          (``torch.optim.SGD``)
 
-There is no noise but that of the minibatches. Stationary law for U / N with Hessian A, at whose gradient minibatches
-make noise of covariance C, and beta = 0: the covariance S solves
+The only noise is the noise of the minibatches. Let U / N have the Hessian A, let its minibatch gradient have noise of
+covariance C, and let beta = 0. Then the covariance S of the stationary law solves
 
     S = (I - l A) S (I - l A) + l^2 C;   to first order in l   A S + S A = l C
 
-It is the posterior's only if C is A times a number. Their optimal constant rate is where the noise of the minibatches
-has the posterior's temperature in the mean over coordinates: l V / (2 N (1 - beta)) = 1, V the variance of an element
-of grad U.
+It is the covariance of the posterior only if C is a multiple of A. At their optimal constant rate the minibatch noise
+has the temperature of the posterior, in the mean over coordinates: l V / (2 N (1 - beta)) = 1, with V the variance of
+an element of grad U.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ from hf_bayes.distributions.energy import energy, grad_energy
 
 
 class SGDState(NamedTuple):
-    """What ``torch.optim.SGD`` remembers."""
+    """The state of ``torch.optim.SGD``."""
 
     theta: Tensor
     """[M, d]"""
     velocity: Tensor
-    """[M, d] its momentum buffer."""
+    """[M, d] SGD's momentum buffer."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,9 @@ class SGDMCConfig(MethodConfig):
 
     Attributes:
         momentum: SGD's beta.
-        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)): 1 at the optimal rate. True:
-            of each update, which takes two micro-batches; None: of about every hundredth, where there is only one.
+        measure_gradient_noise: report ``noise_temperature``, l V / (2 N (1 - beta)), which is 1 at the optimal rate.
+            True: in every update, which requires two micro-batches. None: as True where there are several
+            micro-batches; with a single one, in about every hundredth update. False: never.
     """
 
     name: ClassVar[str] = "sgd_mc"
@@ -63,23 +64,26 @@ class SGDMCConfig(MethodConfig):
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
         if self.temperature != 0:
             raise ValueError(
-                f"{self.name}: temperature must be 0, got {self.temperature!r}: SGD adds no noise, its learning rate "
-                "and batch size set how far it moves. Leave it out, or use a sampler such as sgld"
+                f"{self.name}: temperature must be 0, got {self.temperature!r}: SGD adds no noise, and its "
+                "learning rate and batch size set the spread. Leave it out, or use a sampler such as sgld"
             )
 
     @property
     def requirements(self) -> Requirements:
         return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:
             return descend(state, evaluation, problem, lr, config=self)
 
-        return Rule(begin, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
+        def finish(state: SGDState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Rule(begin, locate_at_theta, update, finish)
 
 
 def begin(theta: Tensor, rngs: Rngs) -> SGDState:
-    """SGD before its first step."""
+    """Return the state of SGD before its first step."""
     step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
     return SGDState(theta, torch.zeros_like(theta), step)
 
@@ -87,7 +91,7 @@ def begin(theta: Tensor, rngs: Rngs) -> SGDState:
 def descend(
     state: SGDState, evaluation: Evaluation, problem: Problem, lr: float, *, config: SGDMCConfig
 ) -> tuple[SGDState, Info]:
-    """One step of SGD on U / N."""
+    """Return the state after one step of SGD on U / N, and the figures of the step."""
     gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=config.prior_weight)
     velocity = config.momentum * state.velocity + gradient / problem.num_data
     info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=config.prior_weight)}

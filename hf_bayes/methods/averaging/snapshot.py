@@ -1,7 +1,7 @@
-"""Snapshot ensembles: SGD on a cyclical rate, a member at the end of each cycle (Huang et al. 2017).
+"""Snapshot ensembles: SGD with a cyclical rate, and a member at the end of each cycle (Huang et al. 2017).
 
-The update is that of ``sgd_mc``. A cycle is the updates from one draw to the next (``schedules.Cyclical``); its rate is
-l_0 C(t) as in their paper, not l_0 C(t)^2. There is no stationary law: each cycle ends near a mode.
+The update is the update of ``sgd_mc``. A cycle is the interval from one draw to the next (``schedules.Cyclical``). Its
+rate is l_0 C(t) as in their paper, not l_0 C(t)^2. There is no stationary law: each cycle ends near a mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CYCLES = Cyclical(exponent=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig(SGDMCConfig):
-    """``draws_per_chain`` cycles of SGD after burn-in, each ending in an equally weighted member."""
+    """An ensemble from ``draws_per_chain`` cycles of SGD after burn-in; each cycle ends in a member of equal weight."""
 
     name: ClassVar[str] = "snapshot"
     draws_per_chain: int = 5

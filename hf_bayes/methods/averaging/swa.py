@@ -2,13 +2,13 @@
 
     theta_SWA = (1 / n) sum_i theta_i,   theta_i every c-th iterate after burn-in         (their Algorithm 1)
 
-The update is that of ``sgd_mc``. There is no stationary law: the mean goes to the mode as n grows.
+The update is the update of ``sgd_mc``. There is no stationary law: the mean converges to the mode as n grows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,16 @@ from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig, SGDState, begin, desc
 
 
 class SWAState(NamedTuple):
-    """The average, and SGD's state."""
+    """The average, and the state of SGD."""
 
     theta: Tensor
-    """[M, d] mean of the collected iterates; SGD's own iterate before the first one."""
+    """[M, d] mean of the collected iterates; before the first one is collected, the current iterate of SGD."""
     iterate: Tensor
-    """[M, d] where SGD is."""
+    """[M, d] the current iterate of SGD."""
     velocity: Tensor
     """[M, d] SGD's momentum buffer."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class SWAConfig(SGDMCConfig):
     """The average of SGD's iterates after burn-in. A chain ends in one draw.
 
     Attributes:
-        collect_every: updates from one averaged iterate to the next (the paper: an epoch's); None collects about 100.
+        collect_every: number of updates from one averaged iterate to the next (in the paper: one epoch); None collects
+            about 100 iterates.
     """
 
     name: ClassVar[str] = "swa"
@@ -54,7 +55,7 @@ class SWAConfig(SGDMCConfig):
                 "Use num_chains for more members"
             )
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         collector = Collector.of(self, problem, minimum=1)
 
         def init(theta: Tensor, rngs: Rngs) -> SWAState:
@@ -63,22 +64,29 @@ class SWAConfig(SGDMCConfig):
 
         def update(state: SWAState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SWAState, Info]:
             sgd, info = descend(iterate_of(state), evaluation, problem, lr, config=self)
-            count, now = collector.look(sgd.step)
+            count, now = collector.collected(sgd.step)
             average = state.theta if count else sgd.theta
             return SWAState(torch.lerp(average, sgd.theta, 1 / count) if now else average, *sgd), info
 
-        return Rule(init, locate_at_iterate, update, lambda state, draws: Draws.from_chains(draws[:, -1:]))
+        def finish(state: SWAState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws[:, -1:])
+
+        return Rule(init, locate_at_iterate, update, finish)
 
 
 class Collector(NamedTuple):
-    """Which updates are collected: every ``interval``-th one after burn-in."""
+    """The choice of the iterates to collect: every ``interval``-th one after burn-in."""
 
     burn_in: int
     interval: int
 
     @classmethod
     def of(cls, config: SWAConfig, problem: Problem, *, minimum: int) -> Collector:
-        """Raises ValueError if the run would collect fewer than ``minimum`` iterates."""
+        """Return the collector of a run.
+
+        Raises:
+            ValueError: if the run would collect fewer than ``minimum`` iterates.
+        """
         left = problem.num_steps - problem.burn_in
         interval = config.collect_every or max(1, left // 100)
         if left // interval < minimum:
@@ -88,17 +96,38 @@ class Collector(NamedTuple):
             )
         return cls(problem.burn_in, interval)
 
-    def look(self, step: Tensor) -> tuple[int, bool]:
-        """How many are collected after ``step`` [M] updates, and whether the last of these is one of them."""
+    def collected(self, step: Tensor) -> tuple[int, bool]:
+        """Return the number of collected iterates after ``step`` [M] updates, and True if the last one is collected."""
         past = int(step[0]) - self.burn_in  # all chains have done the same updates
         return max(0, past) // self.interval, past > 0 and past % self.interval == 0
 
 
-def iterate_of(state: Any) -> SGDState:
-    """SGD's part of a state."""
+class AveragedState(Protocol):
+    """A state with an iterate of SGD beside theta."""
+
+    @property
+    def theta(self) -> Tensor: ...
+
+    @property
+    def iterate(self) -> Tensor: ...
+
+    @property
+    def velocity(self) -> Tensor: ...
+
+    @property
+    def step(self) -> Tensor: ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Averaged = TypeVar("Averaged", bound=AveragedState)
+
+
+def iterate_of(state: AveragedState) -> SGDState:
+    """Return the part of a state that belongs to SGD."""
     return SGDState(state.iterate, state.velocity, state.step)
 
 
-def locate_at_iterate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
-    """The gradient is wanted where SGD is, not at the average."""
+def locate_at_iterate(state: Averaged, rngs: Rngs) -> tuple[Tensor, Averaged]:
+    """Return the iterate of SGD, where the gradient is needed, and not the average."""
     return state.iterate, state

@@ -2,11 +2,11 @@
 
     N(mean, (S + D D' / (K - 1)) / 2)
 
-of n collected iterates: their mean, S = diag of their variances (the mean of squares less the square of the mean), and
-D the deviations of the last K from the mean at their time (Algorithm 1). The iterates are those of ``swa``. Over
-several chains it is an equally weighted mixture, MultiSWAG (Wilson and Izmailov 2020).
+from n collected iterates: their mean, S = diag of their variances (the mean of the squares minus the square of the
+mean), and D, the deviations of the last K iterates from the mean at that time (Algorithm 1). The iterates are the
+iterates of ``swa``. Several chains give an equally weighted mixture, MultiSWAG (Wilson and Izmailov 2020).
 
-There is no stationary law of its own: it is a Gaussian through what ``sgd_mc`` draws.
+It has no stationary law of its own: it is a Gaussian through the draws of ``sgd_mc``.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from hf_bayes.methods.averaging.sgd_mc import begin, descend
 from hf_bayes.methods.averaging.swa import Collector, SWAConfig, iterate_of, locate_at_iterate
 
 VARIANCE_FLOOR = 1e-30
-"""Of a coordinate that never moved, as in the paper's code."""
+"""The variance of a coordinate that never moved, as in the paper's code."""
 
 
 class Moments(NamedTuple):
-    """Of the iterates collected so far; M chains in rows."""
+    """The moments of the iterates collected so far, with M chains in rows."""
 
     mean: Tensor
     """[M, d]"""
     squares: Tensor
-    """[M, d] sum of squared deviations from the mean: E theta^2 - (E theta)^2 would round small variances away."""
+    """[M, d] sum of squared deviations from the mean. (E theta^2 - (E theta)^2 would round small variances away.)"""
     deviations: Tensor
-    """[M, K, d] of the last K, the newest last; zeros before there are as many."""
+    """[M, K, d] deviations of the last K iterates, newest last; zeros while there are fewer than K."""
 
     @classmethod
     def none(cls, theta: Tensor, rank: int) -> Moments:
-        """Of no iterates at all."""
+        """Return the moments of zero iterates."""
         return cls(theta, torch.zeros_like(theta), theta.new_zeros(len(theta), rank, theta.shape[1]))
 
     def collect(self, theta: Tensor, count: int) -> Moments:
-        """With ``theta`` [M, d], the iterate number ``count`` (from 1), by Welford's recursion."""
+        """Return the moments with ``theta`` [M, d] as iterate number ``count`` (from 1), by Welford's recursion."""
         mean = torch.lerp(self.mean, theta, 1 / count)
         deviation = theta - mean
         squares = self.squares + (theta - self.mean) * deviation if count > 1 else self.squares
         return Moments(mean, squares, torch.cat([self.deviations[:, 1:], deviation[:, None]], 1))
 
     def gaussian(self, count: int) -> Gaussian:
-        """Of ``count`` iterates, a component for each chain."""
+        """Return the Gaussian of ``count`` iterates, with one component per chain."""
         std = (self.squares / (2 * max(1, count))).clamp_min(VARIANCE_FLOOR).sqrt()
         columns = min(count, self.deviations.shape[1])
         factors = self.deviations.mT / (2 * max(1, columns - 1)) ** 0.5
@@ -60,16 +60,16 @@ class Moments(NamedTuple):
 
 
 class SWAGState(NamedTuple):
-    """Moments of the collected iterates, and SGD's state."""
+    """The moments of the collected iterates, and the state of SGD."""
 
     theta: Tensor
-    """[M, d] mean of the collected iterates; SGD's own iterate before the first one."""
+    """[M, d] mean of the collected iterates; before the first one is collected, the current iterate of SGD."""
     iterate: Tensor
-    """[M, d] where SGD is."""
+    """[M, d] the current iterate of SGD."""
     velocity: Tensor
     """[M, d] SGD's momentum buffer."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
     squares: Tensor
     """[M, d] as in ``Moments``."""
     deviations: Tensor
@@ -78,10 +78,10 @@ class SWAGState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SWAGConfig(SWAConfig):
-    """A Gaussian through SGD's iterates after burn-in; ends in one Gaussian per chain.
+    """A Gaussian through SGD's iterates after burn-in. A chain ends in one Gaussian.
 
     Attributes:
-        rank: K, the deviations kept (the state holds K times theta).
+        rank: K, the number of deviations kept (the state holds K tensors of the size of theta).
     """
 
     name: ClassVar[str] = "swag"
@@ -96,7 +96,7 @@ class SWAGConfig(SWAConfig):
         return replace(super().requirements, draws_are_chain_states=False)
 
     def through(self, draws: Tensor) -> Gaussian:
-        """SWAG's Gaussian through ``draws`` [S, d] of any method, in their order.
+        """Return SWAG's Gaussian through ``draws`` [S, d] of any method, in their order.
 
         Raises:
             ValueError: for fewer than two draws.
@@ -108,7 +108,7 @@ class SWAGConfig(SWAConfig):
             moments = moments.collect(draw, count)
         return moments.gaussian(len(draws))
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[SWAGState]:
         collector = Collector.of(self, problem, minimum=2)
 
         def init(theta: Tensor, rngs: Rngs) -> SWAGState:
@@ -117,13 +117,13 @@ class SWAGConfig(SWAConfig):
 
         def update(state: SWAGState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SWAGState, Info]:
             sgd, info = descend(iterate_of(state), evaluation, problem, lr, config=self)
-            count, now = collector.look(sgd.step)
+            count, now = collector.collected(sgd.step)
             moments = Moments(state.theta if count else sgd.theta, state.squares, state.deviations)
             mean, squares, deviations = moments.collect(sgd.theta, count) if now else moments
             return SWAGState(mean, *sgd, squares, deviations), info
 
         def finish(state: SWAGState, draws: Tensor) -> Gaussian:
-            count, _ = collector.look(state.step)
+            count, _ = collector.collected(state.step)
             if count < 2:
                 warnings.warn(f"swag has collected {count} iterates: its Gaussian has no spread. Train longer")
             return Moments(state.theta, state.squares, state.deviations).gaussian(count)

@@ -1,6 +1,7 @@
-"""From pulls to H: what each structure keeps of (input, output gradient) while the data stream by.
+"""The sums from which each structure of H is made, accumulated over pulls while the data stream by.
 
-Everything kept is a sum over rows, so batches, accumulation and processes do not matter: sums add up.
+A pull (``estimators``) gives each module's input and output gradient. All sums are over rows. So the result does not
+depend on batches, gradient accumulation or the number of processes.
 """
 
 from __future__ import annotations
@@ -14,22 +15,18 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.rng import generator
-from hf_bayes.methods.laplace.curvature import (
-    Curvature,
-    DiagonalCurvature,
-    FullCurvature,
-    LowRankCurvature,
-)
+from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
+from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 
 ROW_BUDGET = 1 << 26
-"""Numbers of row gradients of one module held at once; a single row is never split."""
+"""The largest number of elements in the row gradients of one module at a time. A single row is never split."""
 
 OVERSAMPLING = 10
-"""Columns of the sketch beyond the rank."""
+"""The number of columns of the sketch beyond the rank."""
 
 
 class Module(Protocol):
-    """What an accumulator asks of a tapped module (``members.taps.Tap``)."""
+    """The interface of a module whose input and output gradient are recorded (``members.module_hooks.Tap``)."""
 
     path: str
     names: dict[str, str]
@@ -42,7 +39,7 @@ class Module(Protocol):
 
 
 class Processes(Protocol):
-    """Those that see other rows of the same data (``distributed.ChainMesh``)."""
+    """The processes that hold other rows of the same data (``distributed.ChainMesh``)."""
 
     def sum_over_data(self, tensor: Tensor) -> Tensor: ...
 
@@ -50,29 +47,35 @@ class Processes(Protocol):
 
 
 class Accumulator(ABC):
-    """Sums over pulls. ``add`` takes ``members.taps.Share``s, ``end_pull`` follows the last one of each pull."""
+    """Sums over pulls.
+
+    ``add`` takes one module's part of a pull (``members.module_hooks.Share``). ``end_pull`` is called after the last
+    module of each pull.
+    """
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         self.layout, self.like = layout, like
 
     @abstractmethod
-    def add(self, share: Any) -> None: ...
+    def add(self, share: Any) -> None:
+        """Add one module's part of a pull."""
 
-    def end_pull(self) -> None:  # noqa: B027  sums over modules need not know
-        """All modules of a pull, over all rows of the batch, have been added."""
+    def end_pull(self) -> None:  # noqa: B027  separate sums of modules do not need it
+        """End a pull: all modules, over all rows of the batch, have been added."""
 
     @abstractmethod
-    def result(self) -> Curvature: ...
+    def result(self) -> Curvature:
+        """Return the curvature from the sums."""
 
     def begin(self, num_rows: int) -> None:  # noqa: B027
-        """A batch of ``num_rows`` rows begins."""
+        """Begin a batch of ``num_rows`` rows."""
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
-        """The sums."""
+        """Return the sums."""
 
     def sum_over(self, processes: Processes) -> None:
-        """Add what others found in their rows."""
+        """Add the sums of the other processes."""
         for tensor in self.tensors():
             processes.sum_over_data(tensor)
 
@@ -80,7 +83,7 @@ class Accumulator(ABC):
         return {name: self.like.new_zeros(shape) for name, shape in self.layout.named_shapes.items()}
 
     def _by_rows(self, share: Any) -> Any:
-        """Row gradients of a share, a few rows at a time: (rows of the batch, {name: [r, *shape]})."""
+        """Yield row gradients, a few rows at a time: (rows of the batch, {name: [r, *shape]})."""
         tap: Module = share.tap
         size = sum(self.layout.sizes[self.layout.names.index(name)] for name in tap.names.values())
         step = max(1, ROW_BUDGET // size)
@@ -91,7 +94,7 @@ class Accumulator(ABC):
 
 
 class GradientSum(Accumulator):
-    """The gradient of the log-likelihood, from pulls of the scores at the data's labels."""
+    """The gradient of the log-likelihood, from pulls with the scores at the data's labels."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         super().__init__(layout, like)
@@ -107,7 +110,7 @@ class GradientSum(Accumulator):
         return self.sums.values()
 
     def total(self) -> Tensor:
-        """[d]"""
+        """Return the gradient, [d]."""
         return self.layout.flatten(self.sums)
 
     def result(self) -> Curvature:
@@ -115,10 +118,10 @@ class GradientSum(Accumulator):
 
 
 class DiagonalSum(Accumulator):
-    """sum g_i^2, module by module; a tensor that two modules own waits until both have spoken.
+    """The diagonal sum g_i^2, module by module. A tensor that two modules share is squared at the end of the pull.
 
     Args:
-        names: tensors that will be added; None is all.
+        names: the tensors to sum; None means all.
     """
 
     def __init__(self, layout: Layout, like: Tensor, names: Iterable[str] | None = None) -> None:
@@ -126,7 +129,7 @@ class DiagonalSum(Accumulator):
         shapes = layout.named_shapes
         self.sums = {name: like.new_zeros(shapes[name]) for name in (layout.names if names is None else names)}
         self.num_rows = 0
-        self.waiting: dict[str, Tensor] = {}
+        self.shared: dict[str, Tensor] = {}
 
     def begin(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -136,17 +139,17 @@ class DiagonalSum(Accumulator):
         for rows, found in self._by_rows(share):
             for name in [*found]:
                 if name in share.tap.tied:
-                    both = self.waiting.setdefault(name, found[name].new_zeros(self.num_rows, *found[name].shape[1:]))
+                    both = self.shared.setdefault(name, found[name].new_zeros(self.num_rows, *found[name].shape[1:]))
                     both[rows] += found[name]
                 else:
                     self.sums[name] += self._moments(name, found.pop(name))
 
     def end_pull(self) -> None:
-        for name in [*self.waiting]:
-            self.sums[name] += self._moments(name, self.waiting.pop(name))
+        for name in [*self.shared]:
+            self.sums[name] += self._moments(name, self.shared.pop(name))
 
     def _moments(self, name: str, rows: Tensor) -> Tensor:
-        """[*shape]: sums over ``rows``, which are used up: several of that size would be the most that a pass holds."""
+        """Return the sums [*shape] over ``rows``, and overwrite ``rows``: a copy would set the peak of memory."""
         return rows.square_().sum(0)
 
     def tensors(self) -> Iterable[Tensor]:
@@ -157,7 +160,7 @@ class DiagonalSum(Accumulator):
 
 
 class RowSum(Accumulator):
-    """Holds the whole gradient [B, d] of each row of a pull, for structures that mix modules."""
+    """The base of structures that mix modules: it holds the whole gradient [B, d] of each row of a pull."""
 
     def begin(self, num_rows: int) -> None:
         self.rows = self.like.new_zeros(num_rows, self.layout.dim)
@@ -174,11 +177,12 @@ class RowSum(Accumulator):
         self.rows.zero_()
 
     @abstractmethod
-    def _take(self, rows: Tensor) -> None: ...
+    def _take(self, rows: Tensor) -> None:
+        """Add the row gradients [B, d] of a pull."""
 
 
 class FullSum(RowSum):
-    """sum g g', dense."""
+    """The dense sum g g'."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         super().__init__(layout, like)
@@ -195,9 +199,9 @@ class FullSum(RowSum):
 
 
 class LowRankSum(RowSum):
-    """The best rank-r part of sum g g' from one pass: a Nystroem sketch Y = H Omega (Tropp et al. 2017, alg. 3).
+    """The best rank-r part of sum g g', from one pass by a Nystroem sketch Y = H Omega (Tropp et al. 2017, alg. 3).
 
-    Exact where H has a rank of at most ``rank``. Holds two matrices [d, rank + 10], and at the end three more in
+    It is exact if the rank of H is at most ``rank``. It holds two matrices [d, rank + 10], and at the end three more in
     float64.
     """
 
@@ -219,7 +223,7 @@ class LowRankSum(RowSum):
         norm = float(self.sketch.norm())
         if norm == 0:
             return LowRankCurvature(self.sketch[:, : self.rank])
-        # float32 sums are solved in float64: the sketch's condition number is the square of the data's
+        # float32 sums are solved in float64: the condition number of the sketch is the square of the data's
         sketch, omega = self.sketch.double(), self.omega.double()
         shift = torch.finfo(self.like.dtype).eps * norm
         core = omega.mT @ sketch
@@ -238,7 +242,7 @@ class LowRankSum(RowSum):
 
 
 def require_once(share: Any) -> None:
-    """A module's second call would be squared apart from its first."""
+    """Raise a ValueError for a module that is called twice: the two calls would be squared separately."""
     if share.again:
         raise ValueError(
             f"{share.tap.path} is called more than once in a forward pass (layers that share weights): its row "

@@ -1,4 +1,4 @@
-"""What is said of the point that a Gaussian is put around, in numbers and in words: how far it is from a MAP."""
+"""The distance from a MAP estimate of the point around which a Gaussian is placed, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
 from hf_bayes.methods.laplace.gradient_estimate import Slope
 
 MAX_DISPLACEMENT = 1.0
-"""Root mean square distance from theta* to the Gaussian's own maximum, in its standard deviations, that is no MAP."""
+"""The largest root mean square distance of a MAP from the Gaussian's maximum, in the Gaussian's standard deviations."""
 
 
-def how_far(slope: Slope, pull: Tensor, covariance: Covariance, temperature: float) -> dict[str, Any]:
-    """How near theta* is to a maximum: norm of grad log posterior, and the Newton step in posterior stds.
+def how_far(slope: Slope, prior_gradient: Tensor, covariance: Covariance, temperature: float) -> dict[str, Any]:
+    """Return the norm of grad log posterior at theta*, and the Newton step in posterior standard deviations.
 
-    From a part of the rows a square may come out below 0: its root is None then, and named in "below_noise". Zero
-    would be a claim that these rows cannot make.
+    The estimate of a square from a part of the rows may be negative. Then its root is None, and "below_noise" holds its
+    name: these rows do not show that the value is zero.
 
     Args:
-        pull: [d] grad log p(theta).
+        prior_gradient: [d] grad log p(theta).
     """
-    norm = _root(slope, slope.square(pull, lambda rows: rows))
-    step = _root(slope, slope.square(pull, covariance.product) / temperature / len(pull))
+    norm = _root(slope, slope.square(prior_gradient, lambda rows: rows))
+    step = _root(slope, slope.square(prior_gradient, covariance.product) / temperature / len(prior_gradient))
     found = {"gradient_norm": norm, "displacement": step}
     lost = [name for name, value in found.items() if value is None]
     if step is not None and step > MAX_DISPLACEMENT:
-        said = _norm_in_words(slope, norm)
+        norm_in_words = _norm_in_words(slope, norm)
         warnings.warn(
-            f"the weights are no MAP: the gradient of log p(theta | D) has {said}, and the Gaussian's maximum "
+            f"the weights are no MAP: the gradient of log p(theta | D) has {norm_in_words}, and the Gaussian's maximum "
             f"is {step:.2g} standard deviations away in root mean square (a MAP: below {MAX_DISPLACEMENT:g}). The "
-            "curvature is that of this point all the same. Train longer, lower the learning rate, or let prior_std fit "
-            "the weights"
+            "Gaussian is placed at this point nevertheless. Train longer, lower the learning rate, or let prior_std "
+            "fit the weights"
         )
     return {**found, "gradient_rows": slope.num_rows} | ({"below_noise": lost} if lost else {})
 
 
 @contextmanager
-def telling_how_far(slope: Slope | None, pull: Tensor) -> Iterator[None]:
-    """What is refused inside is so with the norm of the gradient: no MAP, no minimum.
+def gradient_norm_in_errors(slope: Slope | None, prior_gradient: Tensor) -> Iterator[None]:
+    """Add the norm of the gradient to a ``NotPositiveDefinite`` of the block: away from a MAP there may be no minimum.
 
     Args:
-        pull: [d] grad log p(theta).
+        prior_gradient: [d] grad log p(theta).
     """
     try:
         yield
     except NotPositiveDefinite as error:
         if slope is None:
-            where = "Whether the weights are a MAP was not looked at: check_gradient=True tells"
+            where = "The gradient was not computed: check_gradient=True shows how far the weights are from a MAP"
         else:
-            said = _norm_in_words(slope, _root(slope, slope.square(pull, lambda rows: rows)))
-            where = f"The gradient of log p(theta | D) has {said} here and 0 at a MAP: else train longer"
+            norm_in_words = _norm_in_words(slope, _root(slope, slope.square(prior_gradient, lambda rows: rows)))
+            where = f"The gradient of log p(theta | D) has {norm_in_words} here and 0 at a MAP: else train longer"
         raise NotPositiveDefinite(f"{error}. {where}") from error
 
 
-def pull_of(precision: Tensor | Covariance, offset: Tensor) -> Tensor:
-    """[d]: grad log p(theta) of a Gaussian prior."""
+def prior_gradient_at(offset: Tensor, precision: Tensor | Covariance) -> Tensor:
+    """Return grad log p(theta) [d] of a Gaussian prior, at ``offset`` [d] from its mean."""
     return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
 
 
 def _root(slope: Slope, square: float) -> float | None:
-    """Of an unbiased square of the gradient; None where some of the rows do not tell it from 0."""
-    if slope.num_rows == slope.num_data_rows:  # what is below 0 there is rounding
+    """Return the root of an unbiased square of the gradient; None if noise makes it negative."""
+    if slope.num_rows == slope.num_data_rows:  # with all rows, only rounding makes it negative
         square = max(square, 0.0)
     return None if square < 0 else math.sqrt(square)
 
 
 def _norm_in_words(slope: Slope, norm: float | None) -> str:
-    return f"a norm that {slope.num_rows} rows do not tell from 0" if norm is None else f"norm {norm:.3g}"
+    return f"a norm that {slope.num_rows} rows cannot distinguish from 0" if norm is None else f"norm {norm:.3g}"
 
 
-def what_is_diagonal(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a structure cannot hold: how much of theta, and for which reasons."""
+def diagonal_warning(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return a warning that lists the tensors whose covariance is diagonal, with the reasons."""
     reasons: dict[str, list[str]] = {}
     for name, reason in fallbacks.items():
         reasons.setdefault(reason, []).append(name)
@@ -91,9 +91,9 @@ def what_is_diagonal(fallbacks: Mapping[str, str], structure: str, shapes: Mappi
 
 
 def summary(precision: Tensor, scope: str, sizes: tuple[int, ...]) -> float | list[float]:
-    """For the report: the one, one for each tensor, or least, median and greatest of all elements."""
+    """Return the fitted precision for the report: one number, one per tensor, or smallest, median and largest."""
     if scope == "model" and bool((precision == precision[0]).all()):
         return float(precision[0])
-    if scope != "element":  # of the model, too, where the given prior differs from tensor to tensor
+    if scope != "element":  # also for "model", if the given prior differs from tensor to tensor
         return [float(part[0]) for part in precision.split(sizes)]
     return [float(precision.min()), float(precision.median()), float(precision.max())]

@@ -1,18 +1,20 @@
-"""Estimators of the curvature of -log p(D | theta): what is pulled back through the model, one backward at a time.
+"""Estimators of the curvature of -log p(D | theta), as sums of outer products of backpropagated vectors.
 
-An estimator names, for every likelihood term, cotangents c_k of its logits; pull k of a row (an example, a sequence) is
-g_k = sum_terms J_term' c_k, and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
+An estimator defines cotangents c_k of the logits, for every likelihood term. A *pull* is one vector-Jacobian product
+with such a cotangent, by one backward pass. Pull k of a row (an example, a sequence) is g_k = sum_terms J_term' c_k,
+and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
 
     ggn          c ~ p: the score at a label that the model draws (Monte Carlo, Kunstner et al. 2019), or with
-                 num_samples=None each column of a root of the term's Fisher information (exact; C - 1 columns of C
+                 num_samples=None each column of a root of the term's Fisher information (exact; C - 1 columns for C
                  classes, whose probabilities have one degree of freedom less)
     ef_sequence  the score at the data's label: H = sum_rows (grad of the row's log-likelihood)(...)'
     ef_token     H = sum_terms (grad of the term's log-likelihood)(...)': random signs on the terms, since
-                 E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one pull a term
+                 E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one pull per term
 
 For categorical, Bernoulli and Gaussian likelihoods in their natural parameters the GGN is the conditional Fisher matrix
 (posteriors app. A.1; Martens 2020). Scores at the model's own labels are independent over terms and have mean zero, so
-the terms of a row share a backward there as well. The Hessian is no sum of outer products: see ``survey``.
+the terms of a row share a backward pass there, too. The Hessian is not a sum of outer products: the curvature pass
+computes it separately.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ ESTIMATORS = ("ggn", "ef_sequence", "ef_token", "hessian")
 
 
 class Terms(NamedTuple):
-    """n likelihood terms.
+    """The data of n likelihood terms.
 
     Attributes:
         logits: [n, C].
         labels: [n] or [n, C].
-        ordinals: [n] which term of its row each is.
+        ordinals: [n] the place of each term within its row, from 0.
         uniforms: [S, n] or [S, n, C] on [0, 1), one set for each sample.
     """
 
@@ -46,23 +48,25 @@ class Terms(NamedTuple):
 
 
 class Estimator(Protocol):
-    """Cotangents of the logits."""
+    """An estimator, which defines cotangents of the logits."""
 
     @property
     def num_draws(self) -> int:
-        """S, sets of uniforms that ``cotangent`` needs."""
+        """S, the number of sets of uniforms that ``cotangent`` needs."""
         ...
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int: ...
+    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        """Return the number of pulls for rows of at most ``num_ordinals`` terms."""
+        ...
 
     def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        """[n, C]"""
+        """Return the cotangents [n, C] of a pull."""
         ...
 
 
 @dataclass(frozen=True)
 class EmpiricalFisherOfRows:
-    """Per sequence: one pull."""
+    """The empirical Fisher matrix per sequence: one pull."""
 
     num_draws: int = 0
 
@@ -75,7 +79,7 @@ class EmpiricalFisherOfRows:
 
 @dataclass(frozen=True)
 class SignedEmpiricalFisher:
-    """Per token, by random signs."""
+    """The empirical Fisher matrix per token, by random signs."""
 
     num_draws: int
 
@@ -91,7 +95,7 @@ class SignedEmpiricalFisher:
 
 @dataclass(frozen=True)
 class EmpiricalFisherOfTerms:
-    """Per token, one pull for each term of a row."""
+    """The empirical Fisher matrix per token, with one pull for each term of a row."""
 
     num_draws: int = 0
 
@@ -105,7 +109,7 @@ class EmpiricalFisherOfTerms:
 
 @dataclass(frozen=True)
 class SampledGGN:
-    """Labels drawn from the model."""
+    """The GGN from labels that the model draws."""
 
     num_draws: int
 
@@ -119,7 +123,7 @@ class SampledGGN:
 
 @dataclass(frozen=True)
 class ExactGGN:
-    """One pull for each column of a root of the Fisher information of each term of a row."""
+    """The exact GGN: one pull for each column of a root of the Fisher information of each term of a row."""
 
     num_draws: int = 0
 
@@ -133,10 +137,10 @@ class ExactGGN:
 
 
 def build_estimator(name: str, num_samples: int | None) -> Estimator:
-    """The estimator that a config names.
+    """Return the estimator with this name.
 
     Raises:
-        ValueError: for one that pulls nothing back (the Hessian) or is unknown.
+        ValueError: for the Hessian, which has no pulls, and for an unknown name.
     """
     if name == "ggn":
         return ExactGGN() if num_samples is None else SampledGGN(num_samples)
@@ -144,4 +148,4 @@ def build_estimator(name: str, num_samples: int | None) -> Estimator:
         return EmpiricalFisherOfTerms() if num_samples is None else SignedEmpiricalFisher(num_samples)
     if name == "ef_sequence":
         return EmpiricalFisherOfRows()
-    raise ValueError(f"no estimator {name!r} of outer products: ggn, ef_sequence and ef_token are")
+    raise ValueError(f"an estimator of outer products must be one of ggn, ef_sequence, ef_token, got {name!r}")

@@ -2,15 +2,14 @@
 
     log p(D) ~ log p(D | theta*) + log N(theta*; mean, tau^-1) + d/2 log 2 pi - 1/2 log det(H + tau)
 
-H and theta* are held fixed while tau moves, one value for the model, for each tensor or for each element. In a
-stationary point every group g obeys MacKay's tau_g sum_g (theta* - mean)^2 = |g| - tau_g sum_g diag((H + tau)^-1).
+H and theta* stay fixed while tau varies: one value for the model, for each tensor or for each element. At a stationary
+point every group g satisfies MacKay's tau_g sum_g (theta* - mean)^2 = |g| - tau_g sum_g diag((H + tau)^-1).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,20 +21,24 @@ from hf_bayes.methods.laplace.curvature import Curvature, NotPositiveDefinite, n
 SCOPES = ("model", "tensor", "element")
 
 BOUNDS = (1e-10, 1e10)
-"""Of a prior precision: the evidence of a tensor that the data leave at the prior's mean grows without end."""
+"""The bounds of a prior precision.
+
+The evidence of a tensor that the data leave at the prior's mean has no maximum: it grows with the precision.
+"""
 
 MAX_ROUNDS = 500
-"""Of the search for the largest evidence, after which it is told that it has not converged."""
+"""The largest number of steps of the search. Without convergence it then warns."""
 
-MAX_POLISHES = 10
+MAX_RESTARTS = 10
+"""The largest number of runs of L-BFGS."""
 
 MAX_STEP = 4.0
-"""In log tau: where the data say next to nothing of an element, rounding decides what they say."""
+"""The largest step in log tau. Without it, rounding would set the step of elements that the data hardly determine."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The log posterior to second order around theta*.
+    """The second-order expansion of the log posterior around theta*.
 
     Attributes:
         curvature: H.
@@ -48,17 +51,17 @@ class Expansion:
     offset: Tensor
 
     def log_evidence(self, precision: Tensor) -> Tensor:
-        """log p(D), differentiable in the prior's precision ([d] or a scalar tensor)."""
+        """Return log p(D), differentiable in the prior's precision ([d] or a scalar tensor)."""
         precision = precision.double()
         dim = self.curvature.dim
-        spread = precision.expand(dim)
+        tau = precision.expand(dim)
         # d/2 log 2 pi cancels against the prior's normaliser
-        log_prior = 0.5 * (spread.log().sum() - (spread * self.offset.double().square()).sum())
+        log_prior = 0.5 * (tau.log().sum() - (tau * self.offset.double().square()).sum())
         return self.log_lik + log_prior - 0.5 * self.curvature.log_det(precision.to(self.offset)).double()
 
 
 def groups(scope: str, layout: Layout) -> Tensor:
-    """[d] which of the free precisions each element has."""
+    """Return the index of the free precision of each element, [d]."""
     if scope == "model":
         return torch.zeros(layout.dim, dtype=torch.int64)
     if scope == "tensor":
@@ -69,17 +72,17 @@ def groups(scope: str, layout: Layout) -> Tensor:
 
 
 def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) -> Tensor:
-    """[d]: the prior precision with the largest evidence, from ``start`` [d].
+    """Return the prior precision with the largest evidence, [d], from ``start`` [d].
 
-    With s the Schur complement of an element of H + tau, less its own tau, its evidence given all others is
-    (log tau - tau m^2 - log(s + tau)) / 2, m its distance to the prior's mean: its maximum is a root of a quadratic
-    (Tipping and Faul 2003). All groups step there at once, which for a diagonal H is the end, and otherwise
-    shorter where they overshoot; what coupling is left is L-BFGS's.
+    Let s be the Schur complement of an element of H + tau, without its own tau, and m its distance to the prior's mean.
+    Given all other elements, its evidence is (log tau - tau m^2 - log(s + tau)) / 2, and the maximum is a root of a
+    quadratic (Tipping and Faul 2003). All groups step there together. For a diagonal H that is the maximum. Otherwise
+    groups that overshoot take shorter steps, and L-BFGS resolves the remaining coupling.
 
-    Ends where a step promises less than 1e-7 nats (and rounding); warns where it cannot.
+    The search ends when a step promises less than 1e-7 nats (and rounding); it warns if it cannot get there.
 
     Raises:
-        NotPositiveDefinite: if H + tau is not at the start, or where the search ends for that.
+        NotPositiveDefinite: if H + tau is not positive definite at the start, or where that ends the search.
     """
     index = groups(scope, layout).to(start.device)
     sizes = index.bincount().double()
@@ -87,55 +90,90 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
     def mean_of(values: Tensor) -> Tensor:
         return torch.zeros_like(sizes).index_add(0, index, values.double().expand(layout.dim)) / sizes
 
-    low, high = (math.log(bound) for bound in BOUNDS)
+    low, high = _log_bounds()
     log_tau, squares = mean_of(start.double().log()).clamp(low, high), mean_of(expansion.offset.double().square())
-    eps = torch.finfo(expansion.offset.dtype).eps
-    tolerance = 1e-7 + 64 * eps * layout.dim
-    defined = True
-
-    def look(where: Tensor) -> tuple[float, Tensor]:
-        nonlocal defined
-        value, slope = _value_and_slope(expansion, where, index)
-        fine = math.isfinite(value) and bool(slope.isfinite().all())
-        defined &= fine
-        return (value, slope) if fine else (-math.inf, torch.zeros_like(slope))
-
-    def step_from(where: Tensor, slope: Tensor) -> tuple[Tensor, float]:
-        """And what it promises, in nats."""
-        step = _alone(where, slope / sizes, squares).clamp(low, high) - where
-        step = step.clamp(-MAX_STEP, MAX_STEP)
-        return step, float((slope * step).abs().sum())
-
-    value, slope = look(log_tau)
-    if not defined:
-        raise _undefined(expansion)
-    reach = torch.full_like(log_tau, MAX_STEP)
-    for _ in range(MAX_ROUNDS):
-        step, left = step_from(log_tau, slope)
-        if left < 1e-13 + 8 * eps * layout.dim:  # log tau is then as exact as rounding lets it be
+    rounding = torch.finfo(expansion.offset.dtype).eps * layout.dim
+    tolerance = 1e-7 + 64 * rounding
+    evidence = _Evidence(expansion, index)
+    # below this gain, log tau is as exact as rounding allows
+    log_tau, gain = _ascend(evidence, log_tau, squares, sizes, least_gain=1e-13 + 8 * rounding)
+    for _ in range(MAX_RESTARTS):  # a new start forgets the curvature of distant points
+        if gain < tolerance:
             break
-        trial = (log_tau + step.clamp(-reach, reach)).clamp(low, high)
-        before, (value, slope) = slope, look(trial)
-        if value == -math.inf:
-            value, slope, reach = *look(log_tau), 0.5 * reach
-            continue
-        log_tau = trial
-        # groups that push one another past their maxima take shorter steps, each its own: others have far to go
-        reach = torch.where(slope * before < 0, 0.5 * reach, (1.5 * reach).clamp_max(MAX_STEP))
-    for _ in range(MAX_POLISHES):  # begun anew it forgets curvature from far away
-        if left < tolerance:
-            break
-        log_tau = _polished(look, log_tau, squares, sizes).clamp(low, high)
-        left = step_from(log_tau, look(log_tau)[1])[1]
-    if left >= tolerance:
-        if not defined:
+        log_tau = _refine(evidence, log_tau, squares, sizes).clamp(low, high)
+        gain = _step_and_gain(log_tau, evidence(log_tau)[1], squares, sizes)[1]
+    if gain >= tolerance:
+        if not evidence.defined:
             raise _undefined(expansion)
         warnings.warn(
             f"the evidence is not at its maximum: the prior precisions (prior_scope={scope!r}, {len(sizes)} of them) "
-            f"may gain {left:.2g} nats more (expected below {tolerance:.1g}). Fit from a prior_std nearer to it, or "
+            f"may gain {gain:.2g} nats more (expected below {tolerance:.1g}). Fit from a prior_std nearer to it, or "
             "choose a coarser prior_scope"
         )
     return log_tau.exp()[index].to(start)
+
+
+class _Evidence:
+    """The log evidence and its slope as functions of log tau [G], one value per group.
+
+    Attributes:
+        defined: False once H + tau was not positive definite. The value there is -inf.
+    """
+
+    def __init__(self, expansion: Expansion, index: Tensor) -> None:
+        self.expansion, self.index = expansion, index
+        self.defined = True
+
+    def __call__(self, log_tau: Tensor) -> tuple[float, Tensor]:
+        leaf = log_tau.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            tensor = self.expansion.log_evidence(leaf.exp()[self.index])
+            (slope,) = torch.autograd.grad(tensor, leaf)
+        value = float(tensor.detach())
+        finite = math.isfinite(value) and bool(slope.isfinite().all())
+        self.defined &= finite
+        return (value, slope) if finite else (-math.inf, torch.zeros_like(slope))
+
+
+def _log_bounds() -> tuple[float, float]:
+    low, high = BOUNDS
+    return math.log(low), math.log(high)
+
+
+def _ascend(
+    evidence: _Evidence, log_tau: Tensor, squares: Tensor, sizes: Tensor, *, least_gain: float
+) -> tuple[Tensor, float]:
+    """Step all groups together to the maxima that they have on their own.
+
+    Returns:
+        log tau [G], and the gain in nats that the last step promised.
+    """
+    low, high = _log_bounds()
+    value, slope = evidence(log_tau)
+    if not evidence.defined:
+        raise _undefined(evidence.expansion)
+    largest = torch.full_like(log_tau, MAX_STEP)
+    for _ in range(MAX_ROUNDS):
+        step, gain = _step_and_gain(log_tau, slope, squares, sizes)
+        if gain < least_gain:
+            break
+        trial = (log_tau + step.clamp(-largest, largest)).clamp(low, high)
+        before, (value, slope) = slope, evidence(trial)
+        if value == -math.inf:
+            value, slope, largest = *evidence(log_tau), 0.5 * largest
+            continue
+        log_tau = trial
+        # groups that push one another past their maxima take shorter steps, each its own: other groups have far to go
+        largest = torch.where(slope * before < 0, 0.5 * largest, (1.5 * largest).clamp_max(MAX_STEP))
+    return log_tau, gain
+
+
+def _step_and_gain(log_tau: Tensor, slope: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
+    """Return the step [G] of each group to its own maximum, and the gain in nats that it promises."""
+    low, high = _log_bounds()
+    step = _separate_maximum(log_tau, slope / sizes, squares).clamp(low, high) - log_tau
+    step = step.clamp(-MAX_STEP, MAX_STEP)
+    return step, float((slope * step).abs().sum())
 
 
 def _undefined(expansion: Expansion) -> NotPositiveDefinite:
@@ -145,26 +183,26 @@ def _undefined(expansion: Expansion) -> NotPositiveDefinite:
     )
 
 
-def _alone(log_tau: Tensor, slope: Tensor, squares: Tensor) -> Tensor:
-    """[G]: log tau with the largest evidence of each group as if nothing else moved.
+def _separate_maximum(log_tau: Tensor, slope: Tensor, squares: Tensor) -> Tensor:
+    """Return the log tau [G] of each group that maximises the evidence while all other groups stay fixed.
 
     Args:
-        slope: [G] of the evidence in log tau, per element.
+        slope: [G] of the evidence in log tau, per element of the group.
         squares: [G] m^2.
     """
     tau = log_tau.exp()
     share = (1 - tau * squares - 2 * slope).clamp(1e-300, 1.0)  # tau / (s + tau)
     schur = tau * (1 - share) / share
-    # the positive root of m^2 tau^2 + m^2 s tau - s = 0, in the form that cancels nothing
+    # the positive root of m^2 tau^2 + m^2 s tau - s = 0, in the form without cancellation
     product = squares * schur
     best = 2 * schur / (product + (product.square() + 4 * product).sqrt())
-    # one that the data do not see goes to where its prior is flat, one that they leave at the mean to where it holds
+    # a group that the data do not determine gets the lowest precision, and a group at the prior's mean the highest
     return torch.where(schur <= 0, -torch.inf, torch.where(squares <= 0, torch.inf, best.log()))
 
 
-def _polished(look: Callable, log_tau: Tensor, squares: Tensor, sizes: Tensor) -> Tensor:
-    """L-BFGS on the evidence, in units in which its own curvature per group is about 1."""
-    low, high = (math.log(bound) for bound in BOUNDS)
+def _refine(evidence: _Evidence, log_tau: Tensor, squares: Tensor, sizes: Tensor) -> Tensor:
+    """Return log tau after L-BFGS on the evidence, in units in which its own curvature per group is about 1."""
+    low, high = _log_bounds()
     unit = (sizes * (log_tau.exp() * squares).clamp(1e-3, 1.0)).rsqrt()
     scaled = (log_tau / unit).requires_grad_()
     optimizer = torch.optim.LBFGS(
@@ -173,20 +211,12 @@ def _polished(look: Callable, log_tau: Tensor, squares: Tensor, sizes: Tensor) -
     )  # fmt: skip
 
     def closure() -> float:
-        where = scaled.detach() * unit
-        inside = where.clamp(low, high)
-        value, slope = look(inside)
-        scaled.grad = -torch.where(where == inside, slope, 0.0) * unit
+        log_tau = scaled.detach() * unit
+        inside = log_tau.clamp(low, high)
+        value, slope = evidence(inside)
+        scaled.grad = -torch.where(log_tau == inside, slope, 0.0) * unit
         return -value
 
     with torch.enable_grad():
         optimizer.step(closure)
     return scaled.detach() * unit
-
-
-def _value_and_slope(expansion: Expansion, log_tau: Tensor, index: Tensor) -> tuple[float, Tensor]:
-    leaf = log_tau.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        value = expansion.log_evidence(leaf.exp()[index])
-        (slope,) = torch.autograd.grad(value, leaf)
-    return float(value.detach()), slope

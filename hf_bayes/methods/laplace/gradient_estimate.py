@@ -1,13 +1,13 @@
-"""grad log p(D | theta), from all rows of the data or from some of them, and squares of it that some do not bias.
+"""grad log p(D | theta) from all rows of the data or from a part of them, and unbiased squares of it.
 
-Of R rows, two halves of n each are drawn without replacement. With g_r the gradient of a row, G = sum_r g_r and
+From R rows, two halves of n rows each are drawn without replacement. With g_r the gradient of a row, G = sum_r g_r and
 G_i = (R / n) sum_{r in half i} g_r, every symmetric A has
 
-    G' A G = E[ G_1' A G_2 + n / (2 R) (G_1 - G_2)' A (G_1 - G_2) ]:
+    G' A G = E[ G_1' A G_2 + n / (2 R) (G_1 - G_2)' A (G_1 - G_2) ].
 
-halves that share no row are anticorrelated, Cov(G_1, G_2) = -R S with S the covariance of the rows, and the
-second term is R tr(A S) in expectation. The square of one estimate would be too large by (R / n - 1) R tr(A S), which
-at a MAP is most of it. Where the halves are all rows, the formula is G' A G.
+Halves without a common row are anticorrelated, Cov(G_1, G_2) = -R S with S the covariance of the rows, and the
+expectation of the second term is R tr(A S). The square of one estimate would be too large by (R / n - 1) R tr(A S),
+which is most of it at a MAP. If the halves contain all rows, the formula is G' A G.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from torch import Tensor
 from hf_bayes.core.rng import generator
 
 LEAST_ROWS = 128
-"""Rows up to which all are looked at."""
+"""The smallest number of rows to evaluate. Smaller data sets are evaluated whole."""
 
 SHARE = 1 / 16
-"""Of more rows, the part that is."""
+"""The share of a larger data set that is evaluated."""
 
 SMALL = 1 << 14
-"""d up to which all rows are: the standard error of the squared displacement is about R / (n sqrt(d)) at most."""
+"""The largest d for which all rows are evaluated.
+
+The standard error of the squared displacement is at most about R / (n sqrt(d)).
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Slope:
-    """grad log p(D | theta).
+    """The estimated grad log p(D | theta).
 
     Attributes:
-        halves: [2, d] estimates, from either half of the rows; the same twice where all rows were looked at.
-        num_rows: in both halves together.
+        halves: [2, d] the estimates from the two halves of the rows; equal if all rows were evaluated.
+        num_rows: number of rows in both halves together.
         num_data_rows: R.
     """
 
@@ -46,23 +49,28 @@ class Slope:
 
     @property
     def mean(self) -> Tensor:
-        """[d]"""
+        """The mean of both estimates, [d]."""
         return self.halves.mean(0)
 
     def scaled(self, factor: float) -> Slope:
-        """That of factor * log p(D | theta)."""
+        """Return the gradient of factor * log p(D | theta)."""
         return Slope(factor * self.halves, self.num_rows, self.num_data_rows)
 
     def square(self, offset: Tensor, product: Callable[[Tensor], Tensor]) -> float:
-        """(G + offset)' A (G + offset) without bias, so that it may be negative; ``product`` maps rows v to A v."""
+        """Return an unbiased estimate of (G + offset)' A (G + offset), which may be negative.
+
+        Args:
+            offset: [d]
+            product: a function that maps rows v to A v.
+        """
         first, second = self.halves + offset
-        apart = first - second
-        along, across = product(torch.stack([second, apart]))
-        return float(first @ along + self.num_rows / (4 * self.num_data_rows) * (apart @ across))
+        difference = first - second
+        of_second, of_difference = product(torch.stack([second, difference]))
+        return float(first @ of_second + self.num_rows / (4 * self.num_data_rows) * (difference @ of_difference))
 
 
 def halves(num_rows: int, dim: int, seed: int) -> list[list[int]] | None:
-    """The rows of either half, in order; None if all rows are to be looked at."""
+    """Return the row numbers of both halves, sorted; None if all rows are to be evaluated."""
     size = max(LEAST_ROWS, int(SHARE * num_rows)) // 2
     if dim <= SMALL or num_rows <= 2 * size:
         return None

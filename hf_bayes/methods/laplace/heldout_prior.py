@@ -1,21 +1,22 @@
-"""The prior precision whose posterior predicts held-out rows best: a descent along the gradient, through the draws.
+"""The prior precision whose posterior predicts held-out rows best, by descent along the gradient through the draws.
 
-Draws theta_m(rho) = theta* + L(rho) eps_m, L L' = T (H + rho)^-1, move with the precision rho as long as eps_m stays
-what it is. So do the mixture's nats, whose gradient in theta_m the model gives:
+For fixed noise eps_m, the draws theta_m(rho) = theta* + L(rho) eps_m, L L' = T (H + rho)^-1, are functions of the
+precision rho. So is the mixture's negative log-likelihood, and the model gives its gradient in theta_m:
 
     NLL = -1/n sum_t log 1/M sum_m p(y_t | theta_m)
     d NLL / d log rho = sum_m (d NLL / d theta_m) d theta_m / d log rho
 
-Of one precision all rows tell the best. As many as there are tensors or weights fit the rows that chose them, and the
-draws' noise: they descend on one half of the rows, and the other half, with noise of its own, says where to end.
+A single precision is fitted to all rows. As many precisions as tensors or weights would overfit the rows, and the noise
+of the draws. So they descend on one half of the rows, and the other half, with separate noise, determines where to end.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,34 +26,48 @@ from hf_bayes.core.rng import generator
 from hf_bayes.methods.laplace.evidence import BOUNDS
 
 NUM_MEMBERS = 10
-"""Draws of each Gaussian that a prior is judged by."""
+"""The number of draws of each Gaussian by which a prior is scored."""
 
 FACTORS = tuple(10 ** (power / 2) for power in range(-4, 5))
-"""Of the given prior's standard deviation: where the descent may begin."""
+"""The multiples of the given prior's standard deviation from which the descent may start."""
 
 MAX_STEPS = 50
-"""Of L-BFGS."""
+"""The largest number of L-BFGS steps."""
 
-MAX_LOOKS = 20
-"""In one step of it."""
+MAX_EVALUATIONS = 20
+"""The largest number of evaluations in one L-BFGS step."""
 
 PATIENCE = 5
-"""Steps without a better value for the other half of the rows, after which the descent has ended."""
+"""The number of steps without a better value on the other half of the rows after which the descent ends."""
 
 
-class Judge(Protocol):
-    """log of stds relative to the prior's [G] -> nats, and the slope [G] where it is asked for."""
+class Loss(Protocol):
+    """The held-out loss in nats per term, as a function of log factors [G] of the prior's standard deviations."""
 
-    def __call__(self, where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]: ...
+    def __call__(self, where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
+        """Return the loss at ``where``, and its slope [G] if ``slope`` is true."""
+        ...
 
 
-class Found(NamedTuple):
-    """Where a search ended.
+class Score(Protocol):
+    """The held-out score of draws [M, d]: mean negative log-likelihood of their mixture, and the gradient [M, d]."""
+
+    def __call__(self, theta: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]: ...
+
+
+class ScoreOfPart(Protocol):
+    """A ``Score`` with a choice of the held-out rows (``HeldOut.part``)."""
+
+    def __call__(self, theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]: ...
+
+
+class SearchResult(NamedTuple):
+    """The end of a search.
 
     Attributes:
-        log_factors: [G] of the prior's stds.
-        report: {name: nats} on the rows that decide, and which these are: those of "map", no spread at all, of the
-            "given" prior, of its best multiple ("common"), and of what was "found".
+        log_factors: [G] log factors of the prior's standard deviations.
+        report: "rows" names the deciding rows. The other entries are losses on them: "map" of the weights alone,
+            "given" of the given prior, "common" of its best multiple, and "found" of the result.
     """
 
     log_factors: Tensor
@@ -63,83 +78,86 @@ def fit_by_heldout(
     theta: Tensor,
     given: Tensor,
     index: Tensor,
-    spread: Callable[[int, Tensor, Tensor], Tensor],
-    ask: Callable[..., tuple[float, Tensor | None]],
+    deviations: Callable[[int, Tensor, Tensor], Tensor],
+    score: ScoreOfPart,
     *,
     halves: bool,
     seed: int,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """[d]: the precision whose draws, of all rows of ``theta`` as one mixture, predict best; and what to report.
+    """Return the precision [d] whose draws predict best, as one mixture over all rows of ``theta``, and a report.
 
     Args:
         theta: [M, d] the members' means.
-        given: [d] precision that is multiplied.
-        index: [d] which of the factors each element has.
-        spread: number of a member, precision [d], standard normal noise [S, d] -> its draws [S, d] less its mean.
-        ask: draws [M, d], which rows, gradient=... -> their mixture's nats and the gradient (``HeldOut``).
-        halves: whether half of the rows choose and the other half says where to end.
-        seed: of the noise.
+        given: [d] the precision that is multiplied by factors.
+        index: [d] the index of the factor of each element.
+        deviations: (index of a member, precision [d], standard normal noise [S, d]) -> its draws [S, d] minus its mean.
+        score: the score of draws on a part of the held-out rows.
+        halves: descend on one half of the rows, and end by the other half.
+        seed: seed of the noise.
     """
     low, high = BOUNDS
 
     def precision(where: Tensor) -> Tensor:
         return (given.double() * (-2 * where)[index].exp()).clamp(low, high)
 
-    def judge_by(part: str) -> Judge:
+    def loss_on(part: str) -> Loss:
         noise = torch.randn(len(theta), NUM_MEMBERS, theta.shape[1], dtype=theta.dtype, generator=generator(seed, part))
 
         def draw(where: Tensor) -> Tensor:
             tau = precision(where).to(theta)
             rows = zip(theta, noise, strict=True)
-            return torch.cat([row + spread(number, tau, own) for number, (row, own) in enumerate(rows)])
+            return torch.cat([row + deviations(number, tau, own) for number, (row, own) in enumerate(rows)])
 
-        return judge(draw, lambda draws, *, gradient: ask(draws, part, gradient=gradient))
+        return loss_of_draws(draw, functools.partial(score, part=part))
 
-    descend, decide = (judge_by("even"), judge_by("odd")) if halves else (judge_by("all"), None)
+    descend, decide = (loss_on("even"), loss_on("odd")) if halves else (loss_on("all"), None)
     part = "odd" if halves else "all"
-    found = search(int(index.max()) + 1, descend, decide, at_map=lambda: ask(theta, part, gradient=False)[0])
+    found = search(int(index.max()) + 1, descend, decide, at_map=lambda: score(theta, part, gradient=False)[0])
     return precision(found.log_factors).to(theta), found.report
 
 
 def groups_by_expression(expressions: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """[d]: which of the factors each element has, that of the first expression that its tensor's name matches."""
+    """Return the index of the factor of each element, [d]: the first expression that matches its tensor's name."""
     firsts = [next(k for k, one in enumerate(expressions) if re.search(one, name)) for name in shapes]
     sizes = torch.tensor([math.prod(shape) for shape in shapes.values()])
-    return torch.tensor(firsts).unique(return_inverse=True)[1].repeat_interleave(sizes)
+    index: Tensor = torch.tensor(firsts).unique(return_inverse=True)[1]
+    return index.repeat_interleave(sizes)
 
 
-def judge(draw: Callable[[Tensor], Tensor], ask: Callable[..., tuple[float, Tensor | None]]) -> Judge:
-    """By the chain rule: ``draw`` is differentiable, ``ask(theta, gradient=...)`` gives nats and their gradient."""
+def loss_of_draws(draw: Callable[[Tensor], Tensor], score: Score) -> Loss:
+    """Return the loss of ``draw(log_factors)``, with its slope by the chain rule; ``draw`` is differentiable."""
 
-    def judged(where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
+    def loss(where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
         leaf = where.detach().clone().requires_grad_(slope)
         with torch.set_grad_enabled(slope):
             theta = draw(leaf)
-        nats, pull = ask(theta.detach(), gradient=slope)
+        nats, gradient = score(theta.detach(), gradient=slope)
         if not slope:
             return nats, None
-        assert pull is not None
-        (found,) = torch.autograd.grad(theta, leaf, pull.to(theta))
+        assert gradient is not None
+        (found,) = torch.autograd.grad(theta, leaf, gradient.to(theta))
         return nats, found
 
-    return judged
+    return loss
 
 
-def search(num_groups: int, descend: Judge, decide: Judge | None, *, at_map: Callable[[], float]) -> Found:
-    """The best stds for ``decide`` along the descent on ``descend``; None: they are few, and it goes on to its minimum.
+def search(num_groups: int, descend: Loss, decide: Loss | None, *, at_map: Callable[[], float]) -> SearchResult:
+    """Return the best log factors for ``decide`` along the descent on ``descend``.
+
+    With ``decide=None`` the descent continues to the minimum of ``descend``.
 
     Args:
-        at_map: nats of the weights themselves, on the rows that decide.
+        at_map: returns the loss of the weights themselves, on the deciding rows.
     """
     given = torch.zeros(num_groups, dtype=torch.float64)
     starts = [given + math.log(factor) for factor in FACTORS]
     common = min(starts, key=lambda where: _finite(descend(where, slope=False)[0]))
-    judges = descend if decide is None else decide
-    values = {name: _finite(judges(where, slope=False)[0]) for name, where in (("given", given), ("common", common))}
+    deciding = descend if decide is None else decide
+    values = {name: _finite(deciding(where, slope=False)[0]) for name, where in (("given", given), ("common", common))}
     best = common if values["common"] <= values["given"] else given
     least, waited = min(values.values()), 0
-    for where in _path(descend, best):
-        nats = _finite(judges(where, slope=False)[0])
+    for where in _iterates(descend, best):
+        nats = _finite(deciding(where, slope=False)[0])
         waited = 0 if nats < least else waited + 1
         if nats < least:
             best, least = where, nats
@@ -153,11 +171,11 @@ def search(num_groups: int, descend: Judge, decide: Judge | None, *, at_map: Cal
             f"{least:.4g}. Draws of this curvature are not better than the MAP: train it with another prior_std, take "
             "another estimator or structure, or predict by linearise()"
         )
-    return Found(best, report)
+    return SearchResult(best, report)
 
 
-def _path(descend: Judge, start: Tensor) -> Any:
-    """The iterates of L-BFGS, until one does not move or the slope is 0."""
+def _iterates(loss: Loss, start: Tensor) -> Iterator[Tensor]:
+    """Yield the iterates of L-BFGS, until they stop moving or the slope is 0."""
     seen: dict[bytes, tuple[float, Tensor]] = {}
     where = start.clone().requires_grad_()
     worst = 0.0
@@ -166,10 +184,10 @@ def _path(descend: Judge, start: Tensor) -> Any:
         nonlocal worst
         key = where.detach().numpy().tobytes()
         if key not in seen:
-            nats, slope = descend(where.detach(), slope=True)
+            nats, slope = loss(where.detach(), slope=True)
             assert slope is not None
             if not (math.isfinite(nats) and bool(slope.isfinite().all())):
-                nats, slope = worst + 1e3, torch.zeros_like(where)  # the line search turns round
+                nats, slope = worst + 1e3, torch.zeros_like(where)  # the line search goes back
             worst = max(worst, nats) if len(seen) < 1 else worst
             seen[key] = nats, slope
         nats, slope = seen[key]
@@ -178,12 +196,14 @@ def _path(descend: Judge, start: Tensor) -> Any:
 
     unit = 1.0
     closure()
-    # the first step is then 1 in the sum of all logarithms, whatever nats are worth here
+    # in this unit the first step is 1 in the sum of all logarithms, whatever the scale of the loss
     unit = float(where.grad.abs().sum()) if where.grad is not None else 0.0
     if unit == 0:
         return
-    optimizer = torch.optim.LBFGS([where], max_iter=1, max_eval=MAX_LOOKS, tolerance_grad=1e-5, tolerance_change=0.0,
-                                  line_search_fn="strong_wolfe")  # fmt: skip
+    optimizer = torch.optim.LBFGS(
+        [where], max_iter=1, max_eval=MAX_EVALUATIONS, tolerance_grad=1e-5, tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
     for _ in range(MAX_STEPS):
         before = where.detach().clone()
         with torch.enable_grad():

@@ -1,19 +1,20 @@
-"""Kronecker-factored sums and their correction: structures "kronecker" and "kronecker_corrected".
+"""Kronecker-factored sums and their correction: the structures "kronecker" and "kronecker_corrected".
 
-K-FAC (Martens and Grosse 2015) of a matrix that multiplies an input a and whose output has gradient g, with positions
-shared as in Eschenhagen et al. 2023 (the g of one pull are of the row's summed loss):
+K-FAC (Martens and Grosse 2015) of a matrix with input a and output gradient g, where positions share the matrix as in
+Eschenhagen et al. 2023 (the g of one pull are gradients of the row's summed loss):
 
     expand   H = (sum_np g g') (x) (sum_np a a') / (number of positions np)
     reduce   H = (sum_n (sum_p g)(sum_p g)') (x) (sum_n abar abar') / (number of rows n),   abar the mean over positions
 
-Padding is no position. A classifier's head that scores every token has one position a row, the one that is read; a
-causal model's head has one for each likelihood term.
+Padding does not count as a position. A classifier's head that scores every token has one position per row, the one
+that is used. A causal model's head has one position for each likelihood term.
 
 "kronecker_corrected" (EK-FAC, George et al. 2018) keeps the eigenspaces of a K-FAC and replaces its eigenvalues by the
-second moments of the rows' gradients there. Directions where a factor is 0 are one eigenspace, whose basis is
-rounding's choice: they share the mean of their moments. With "expand" these are 0; with "reduce" they are not, since
-sums and means over positions hold less than the positions do: keys without rotary positions have gradients that sum to
-0 in every row. Sharing the mean is the projection (Frobenius) of the moments onto what is constant within eigenspaces.
+second moments of the rows' gradients in these spaces. All directions in which a factor is 0 form one eigenspace.
+Rounding determines its basis, so these directions share the mean of their moments. With "expand" the moments are 0.
+With "reduce" they are not, since sums and means over positions lose information: keys without rotary positions have
+gradients that sum to 0 in every row. The shared mean is the projection (Frobenius) of the moments onto those that are
+constant within eigenspaces.
 """
 
 from __future__ import annotations
@@ -26,24 +27,29 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, Module, Processes, require_once
-from hf_bayes.methods.laplace.curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
 
 NULL = 10
-"""An eigenvalue below this times the rounding of the largest is 0: sums over 20 to 2000 batches, 8 to 768 wide, left
-at most 2 there."""
+"""An eigenvalue below this multiple of the rounding error of the largest one counts as 0.
+
+Sums over 20 to 2000 batches of width 8 to 768 left multiples of at most 2.
+"""
 
 CANCELLED = 100
-"""A factor whose root is below this times the rounding of what cancelled in it is 0: keys without rotary positions, 4
-to 256 wide and over 4 to 128 positions, left 1 to 6."""
+"""A factor whose root is below this multiple of the rounding error of its cancelled terms counts as 0.
+
+Keys without rotary positions, of width 4 to 256 and with 4 to 128 positions, left multiples of 1 to 6.
+"""
 
 
 class Spectrum(NamedTuple):
-    """A factor [n, n], decomposed.
+    """The eigendecomposition of a factor [n, n].
 
     Attributes:
         values: [n] eigenvalues, ascending.
         vectors: [n, n] eigenvectors in columns; None if the factor is diagonal.
-        num_null: how many, the first, are 0 up to rounding, so that their vectors are any basis of what they span.
+        num_null: number of eigenvalues that are 0 up to rounding. They come first, and their vectors are an arbitrary
+            basis of one space.
     """
 
     values: Tensor
@@ -55,7 +61,7 @@ class CorrectedSum(DiagonalSum):
     """The diagonal in the eigenbasis of a K-FAC (George et al. 2018): the second pass of "kronecker_corrected".
 
     Args:
-        spectra: name -> those of its two sides, for tensors that have factors.
+        spectra: name -> the spectra of both factors, for tensors that have factors.
     """
 
     def __init__(self, layout: Layout, like: Tensor, spectra: Mapping[str, tuple[Spectrum, Spectrum]]) -> None:
@@ -85,12 +91,12 @@ class CorrectedSum(DiagonalSum):
 
 
 class KroneckerSum(Accumulator):
-    """K-FAC where a module multiplies by a matrix, the diagonal elsewhere.
+    """The sums of K-FAC for modules that multiply by a matrix, and the diagonal for other tensors.
 
     Args:
         sharing: "expand" or "reduce".
         max_factor: largest side of a factor; the factor of a longer side is diagonal.
-        modules: all that will be tapped.
+        modules: all modules that are recorded.
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class KroneckerSum(Accumulator):
         require_once(share)
         tap: Module = share.tap
         if tap.weight is None or len(tap.names) > 1:
-            self.rest.add(share._replace(tap=_Without(tap)))
+            self.rest.add(share._replace(tap=_WithoutMatrix(tap)))
         if tap.weight is None:
             return
         valid = share.valid
@@ -128,7 +134,7 @@ class KroneckerSum(Accumulator):
         self._add_moment(self.outputs, tap.weight, rows)
         self.sources.setdefault(tap.weight, (share.source, tap.transposed))
         if self.sources[tap.weight][0] != share.source:
-            raise ValueError(f"{tap.path} reads another module's input in one batch and its own in another: use "
+            raise ValueError(f"{tap.path} shares its input with another module in some batches and not in others: use "
                              "structure='diagonal' for this model")  # fmt: skip
         own = self.sources[tap.weight][0]
         if not share.first or self._owners().get(own) != tap.weight:
@@ -157,7 +163,7 @@ class KroneckerSum(Accumulator):
         ]
 
     def sum_over(self, processes: Processes) -> None:
-        # rows without a likelihood term never reach a language model's head: a process may have met fewer modules
+        # rows without a likelihood term never reach a language model's head: a process may have seen fewer modules
         self.sources = {name: source for found in processes.share(self.sources) for name, source in found.items()}
         shapes = self.layout.named_shapes
         for name, (source, transposed) in self.sources.items():
@@ -172,17 +178,18 @@ class KroneckerSum(Accumulator):
         super().sum_over(processes)
 
     def _no_moment(self, size: int) -> Tensor:
+        """Return a factor of zeros, diagonal if its side is longer than ``max_factor``."""
         return self.like.new_zeros(size if size > self.max_factor else (size, size))
 
     def _owners(self) -> dict[int, str]:
-        """source -> the one of its weights that adds up its factor."""
+        """Return source -> the weight that accumulates the factor of this input."""
         owners: dict[int, str] = {}
         for name, (source, _) in self.sources.items():
             owners.setdefault(source, name)
         return owners
 
     def _add_moment(self, sums: dict[Any, Tensor], key: Any, rows: Tensor) -> None:
-        """In place: of a factor there is never a second copy."""
+        """Add to a factor in place, so that no second copy exists."""
         if key not in sums:
             sums[key] = self._no_moment(rows.shape[1])
         if sums[key].ndim == 1:
@@ -191,11 +198,11 @@ class KroneckerSum(Accumulator):
             sums[key].addmm_(rows.mT, rows)
 
     def _add_size(self, key: int | str, rows: Tensor) -> None:
-        """What a factor's trace would be if nothing cancelled in the sums over positions."""
+        """Add to the trace that a factor would have without cancellation in the sums over positions."""
         self.sizes[key] = self.sizes.get(key, 0) + rows.square().sum()
 
     def _spectra(self) -> dict[str, tuple[Spectrum, Spectrum]]:
-        """Of the two sides of each matrix, row by row. The factors are given up, one by one."""
+        """Return the spectra (left, right) of each matrix. Each factor is freed after its decomposition."""
         inputs = {source: self._spectrum(self.inputs, source) for source in [*self.inputs]}
         spectra = {}
         for name, (source, transposed) in self.sources.items():
@@ -216,7 +223,7 @@ class KroneckerSum(Accumulator):
         return Spectrum(values.clamp_min(0).to(dtype), vectors.to(dtype), int((values <= null).sum()))
 
     def result(self) -> KroneckerCurvature:
-        """K-FAC. The factors are given up: once."""
+        """Return the K-FAC curvature. This frees the factors, so it works only once."""
         counts = {name: max(self.counts[source], 1.0) for name, (source, _) in self.sources.items()}
         spectra = self._spectra()
         blocks: list[KroneckerFactors | Tensor] = []
@@ -225,17 +232,17 @@ class KroneckerSum(Accumulator):
                 left, right = spectra[name]
                 values = left.values[:, None] * right.values / counts[name]
                 blocks.append(KroneckerFactors(left.vectors, right.vectors, values))
-            else:  # a matrix that no gradient reached has no factors either
+            else:  # a matrix that no gradient reached has no factors
                 blocks.append(self.rest.sums.get(name, self.like.new_zeros(shape)).flatten())
         return KroneckerCurvature(tuple(blocks))
 
     def corrected(self) -> CorrectedSum:
-        """What takes the second pass. The factors are given up: once, and there is no ``result`` then."""
+        """Return the accumulator of the second pass. This frees the factors, and ``result`` is no longer available."""
         return CorrectedSum(self.layout, self.like, self._spectra())
 
 
-class _Without:
-    """A module without its Kronecker-factored matrix: what is left of it is kept diagonally."""
+class _WithoutMatrix:
+    """A module without its Kronecker-factored matrix. The curvature of its other tensors is diagonal."""
 
     def __init__(self, tap: Module) -> None:
         self.tap = tap
@@ -243,13 +250,13 @@ class _Without:
         self.tied = tap.tied
 
     def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        if self.tap.weight is not None:  # a bias is all there is beside a matrix
+        if self.tap.weight is not None:  # a module with a matrix has no other tensor than a bias
             return {self.names["bias"]: g.to(dtype).sum(1)}
         return self.tap.row_gradients(x, g, dtype)
 
 
 def _fallbacks(layout: Layout, modules: Sequence[Module], max_factor: int) -> dict[str, str]:
-    """{parameter name: why it is kept diagonally, in whole or in part}."""
+    """Return {parameter name: the reason for a diagonal in place of factors, in whole or in part}."""
     found = {}
     shapes = layout.named_shapes
     for tap in modules:

@@ -2,11 +2,12 @@
 
     N(theta*, T (H + tau)^-1),   H the curvature of -log p(D | theta) at theta*, tau the prior's precision
 
-A posterior as prior makes it online Laplace with one penalty (Huszar 2018; posteriors section 5.2): precisions add up.
+``temper="likelihood"`` gives the covariance (H / T + tau)^-1. A posterior as the prior makes this online Laplace with
+one penalty (Huszar 2018; posteriors section 5.2): precisions add up.
 
-with covariance (H / T + tau)^-1 for ``temper="likelihood"``. The chains run ``map`` (AdamW on U / N) to the end; one
-pass over the data then finds H (``estimators``, ``accumulators``). Around several chains it is an equally weighted
-mixture (Eschenhagen et al. 2021). There is no stationary law: it is exact where log p(D | theta) is quadratic.
+The chains run ``map`` (AdamW on U / N) to the end. One pass over the data then computes H (``estimators``,
+``accumulators``). Several chains give an equally weighted mixture (Eschenhagen et al. 2021). There is no stationary
+law: the approximation is exact if log p(D | theta) is quadratic.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Covariance, LowRank, log_normal
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import BETA_1, MAPState, begin, descend
-from hf_bayes.methods.laplace import distance_to_map as account
 from hf_bayes.methods.laplace.curvature import temper, temper_draws
+from hf_bayes.methods.laplace.distance_to_map import (
+    diagonal_warning,
+    gradient_norm_in_errors,
+    how_far,
+    prior_gradient_at,
+    summary,
+)
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.evidence import SCOPES, Expansion, groups, maximise
 from hf_bayes.methods.laplace.gradient_estimate import Slope
@@ -39,30 +46,30 @@ from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceConfig(MethodConfig):
-    """Laplace approximation around each chain's MAP; ends in one Gaussian per chain.
+    """The Laplace approximation around each chain's MAP. A chain ends in one Gaussian.
 
     Attributes:
         estimator: "ggn", "ef_sequence", "ef_token" or "hessian".
         structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full".
-        num_samples: label draws ("ggn") or random signs ("ef_token") per row; None is exact, at a backward pass for
-            each term and each output but one of classes.
-        sharing: K-FAC over positions: "expand" or "reduce".
+        num_samples: number of label draws ("ggn") or random signs ("ef_token") per row. None is exact, and takes a
+            backward pass for each term and each output (each class but one).
+        sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
-        rank: of "low_rank".
-        max_rank: of "low_rank" with a low-rank posterior as the prior: directions that are kept of the sum, of the
-            others the diagonal. None keeps all, which is exact; the ranks add up then.
+        rank: rank of the structure "low_rank".
+        max_rank: with "low_rank" and a low-rank posterior as the prior, the number of directions to keep of the sum;
+            the remaining ones become diagonal. None keeps all, which is exact: then the ranks add up.
         momentum: AdamW's beta_1 on the way to the MAP.
-        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence, "heldout" by the one
-            whose draws predict held-out rows best (``laplace.heldout``), None keeps it. The MAP stays where
-            ``prior_std`` put it.
-        prior_scope: one fitted precision for the "model", for each "tensor" or each "element". Held-out rows fit, for
-            the model, one factor of ``prior_std`` or, of a mapping, one for each of its expressions.
-        fit_noise: replace the noise of a regression by the one with the largest evidence, the weights held fixed
-            (``laplace.noise``).
-        strength: lambda, what H is multiplied by before tau is added. 1 is the Laplace approximation; above 1 the
-            result holds fast to these data when it is the prior of others. The MAP does not depend on it.
-        check_gradient: find the gradient at the MAP, of many rows and parameters from a part of the rows
-            (``laplace.slope``).
+        fit_prior: "evidence" replaces ``prior_std`` by the precision with the largest evidence (``laplace.evidence``),
+            and "heldout" by the precision whose draws predict held-out rows best (``laplace.heldout_prior``). None
+            keeps it. The MAP does not move.
+        prior_scope: one fitted precision for the "model", for each "tensor" or for each "element". For the model,
+            held-out rows fit one factor of ``prior_std``, or one for each expression of a mapping.
+        fit_noise: replace the noise of a regression by the one with the largest evidence at fixed weights
+            (``laplace.noise_std``).
+        strength: lambda, the factor of H before tau is added. 1 is the Laplace approximation. Above 1, a later fit with
+            the result as its prior keeps closer to these data. The MAP does not depend on it.
+        check_gradient: compute the gradient at the MAP; with many rows and parameters, from a part of the rows
+            (``laplace.gradient_estimate``).
     """
 
     name: ClassVar[str] = "laplace"
@@ -109,15 +116,15 @@ class LaplaceConfig(MethodConfig):
             self._check_count("max_rank", self.max_rank, minimum=1)
             if self.structure != "low_rank":
                 raise ValueError(
-                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: the "
-                    "others hold as many numbers after every episode. Leave it out"
+                    f"{self.name}: max_rank={self.max_rank} needs structure='low_rank', got {self.structure!r}: only "
+                    "low-rank factors grow from episode to episode. Leave it out"
                 )
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_number("strength", self.strength, minimum=0.0, strict=True)
         if self.fit_prior is not None and self.strength != 1:
             raise ValueError(
-                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: there is no "
-                "evidence of data that count several times"
+                f"{self.name}: fit_prior={self.fit_prior!r} needs strength=1, got {self.strength!r}: the "
+                "evidence is not defined for data that count several times"
             )
         if self.fit_prior == "heldout" and self.max_rank is not None:
             raise ValueError(
@@ -132,18 +139,19 @@ class LaplaceConfig(MethodConfig):
     def _check_noise(self) -> None:
         if self.fit_prior == "heldout":
             raise ValueError(
-                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise has the largest "
-                "evidence, and the prior another measure. Use fit_prior='evidence' or None, or give noise_std"
+                f"{self.name}: fit_noise=True and fit_prior='heldout' do not go together: the noise maximises the "
+                "evidence, and the prior another score. Use fit_prior='evidence' or None, or give noise_std"
             )
         if self.temperature != 1 or self.strength != 1:
             raise ValueError(
                 f"{self.name}: fit_noise=True needs temperature=1 and strength=1, got {self.temperature:g} and "
-                f"{self.strength:g}: there is no evidence of a tempered likelihood, or of data that count several times"
+                f"{self.strength:g}: the evidence is not defined for a tempered likelihood, or for data that count "
+                "several times"
             )
         if self.estimator not in ("ggn", "hessian"):
             raise ValueError(
-                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: it follows "
-                "the curvature as 1 / noise_std^2, and an empirical Fisher goes with residuals / noise_std^4"
+                f"{self.name}: fit_noise=True needs estimator='ggn' or 'hessian', got {self.estimator!r}: their "
+                "curvature is proportional to 1 / noise_std^2, and an empirical Fisher to residuals^2 / noise_std^4"
             )
 
     @property
@@ -160,13 +168,13 @@ class LaplaceConfig(MethodConfig):
 
     @property
     def spec(self) -> CurvatureSpec:
-        """Estimator and structure."""
+        """The estimator and the structure."""
         fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "rank")
         return CurvatureSpec(**{field: getattr(self, field) for field in fields})
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[MAPState]:
         self._check_prior(problem)
-        # now, and not at the pass: that comes after all updates
+        # at once, since the pass comes only after all updates
         self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
 
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
@@ -175,7 +183,7 @@ class LaplaceConfig(MethodConfig):
         def finish(state: MAPState, draws: Tensor) -> Draws:
             warnings.warn(
                 "laplace made no pass over the data: these are the chains' MAP points, with no spread. An energy has "
-                "no likelihood terms to find a curvature from; BayesianTrainer and fit_laplace do",
+                "no likelihood terms to compute a curvature from. Use BayesianTrainer or fit_laplace for a Gaussian",
                 stacklevel=3,
             )
             return Draws.from_chains(draws[:, -1:])
@@ -186,21 +194,20 @@ class LaplaceConfig(MethodConfig):
         return Rule(begin, locate_at_theta, update, finish, revise)
 
     def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
-        """The Gaussian around each row of ``theta`` [M, d], and what the pass found; a warning of what is diagonal."""
+        """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
         found = self.around(theta, look, problem)
-        # of all chains the same parts
-        if fallbacks := found.report["laplace"][0].get("diagonal"):
-            warnings.warn(account.what_is_diagonal(fallbacks, self.structure, problem.shapes))
+        if fallbacks := found.report["laplace"][0].get("diagonal"):  # the same tensors in all chains
+            warnings.warn(diagonal_warning(fallbacks, self.structure, problem.shapes))
         return found
 
     def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
-        """As ``revise``, without a word: for candidates that are compared."""
+        """Return the same as ``revise`` without a warning."""
         self._check_prior(problem)
         surveys = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
             assert problem.noise_std is not None
-            assert problem.root_columns is not None  # one for each number of a label
+            assert problem.root_columns is not None  # one column for each number of a label
             surveys, noise_std = with_fitted_noise(
                 surveys,
                 lambda number, one: self.expand(theta[number], one, problem),
@@ -229,63 +236,63 @@ class LaplaceConfig(MethodConfig):
             )
         if self.fit_noise:
             raise ValueError(
-                f"{self.name}: fit_noise=True and a posterior as the prior do not go together, whose data had the "
-                "noise that they had: give noise_std, or leave prior= out"
+                f"{self.name}: fit_noise=True and a posterior as the prior do not go together: that posterior was "
+                "computed with the noise of its own data. Give noise_std, or leave prior= out"
             )
 
     def _by_heldout(
         self, theta: Tensor, surveys: Sequence[Any], look: Look, problem: Problem
     ) -> tuple[Tensor, dict[str, Any]]:
-        """[d]: the prior precision, and what to report."""
+        """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
         assert isinstance(given, Tensor)
         index = groups(self.prior_scope, _layout(problem))
         if self.prior_scope == "model" and isinstance(self.prior_std, dict):
             index = groups_by_expression(list(self.prior_std), problem.shapes)
 
-        def spread(number: int, precision: Tensor, noise: Tensor) -> Tensor:
+        def deviations(number: int, precision: Tensor, noise: Tensor) -> Tensor:
             curvature = surveys[number].curvature
             return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
 
-        def ask(draws: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
-            return look(draws, HeldOut(part), gradient=gradient)
+        def score(theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
+            nats, slope = look(theta, HeldOut(part), gradient=gradient)
+            return nats, slope
 
         halves = self.requirements.heldout == "halves"
-        return fit_by_heldout(theta, given, index, spread, ask, halves=halves, seed=problem.seed)
+        return fit_by_heldout(theta, given, index, deviations, score, halves=halves, seed=problem.seed)
 
     @property
     def _power(self) -> float:
-        """Of the likelihood."""
+        """The exponent of the likelihood."""
         return 1 / self.temperature if self.temper == "likelihood" else 1.0
 
     def _slope(self, found: Any) -> Slope | None:
-        """Of the tempered likelihood."""
+        """Return the gradient of the tempered log-likelihood."""
         return None if found.slope is None else found.slope.scaled(self._power)
 
     def expand(self, theta: Tensor, found: Any, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
-        """The log posterior around ``theta`` [d], from a ``survey.Survey``, and the prior's precision."""
+        """Return the log posterior around ``theta`` [d] and the prior's precision; ``found`` is the pass's result."""
         mean, precision = prior_moments(problem.prior, theta)
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
-            slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
-            with account.telling_how_far(slope, pull):
+            with gradient_norm_in_errors(self._slope(found), prior_gradient_at(expansion.offset, precision)):
                 precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
         return expansion, precision
 
     def _around(
         self, theta: Tensor, found: Any, problem: Problem, fitted: Tensor | None
     ) -> tuple[Covariance, dict[str, Any]]:
-        """Around one row [d], with the precision that held-out rows have ``fitted``."""
+        """Return the covariance around one row [d] and its report; ``fitted`` is the precision from held-out rows."""
         expansion, precision = self.expand(theta, found, problem)
         precision = precision if fitted is None else fitted
         note: dict[str, Any] = {"log_lik": found.log_lik}
         if self.fit_prior is not None:
             assert isinstance(precision, Tensor)
-            note["prior_precision"] = account.summary(precision, self.prior_scope, problem.sizes)
+            note["prior_precision"] = summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
-        slope, pull = self._slope(found), account.pull_of(precision, expansion.offset)
-        with account.telling_how_far(slope, pull):
+        slope, prior_gradient = self._slope(found), prior_gradient_at(expansion.offset, precision)
+        with gradient_norm_in_errors(slope, prior_gradient):
             covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
         if isinstance(precision, Covariance):
@@ -294,10 +301,12 @@ class LaplaceConfig(MethodConfig):
             evidence = expansion.log_lik + log_prior + 0.5 * log_det
         else:
             evidence = expansion.log_evidence(precision)
-        if self.strength == 1 and bool(evidence.isfinite()):  # a flat prior has none, nor have data counted twice
+        if self.strength == 1 and bool(
+            evidence.isfinite()
+        ):  # a flat prior has no evidence, nor do data that count twice
             note["log_evidence"] = float(evidence)
         if slope is not None:
-            note |= account.how_far(slope, pull, covariance, untempered)
+            note |= how_far(slope, prior_gradient, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         if self.max_rank is not None:
@@ -311,10 +320,10 @@ def _layout(problem: Problem) -> Layout:
 
 
 def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covariance]:
-    """Mean [d], and precision [d] of a prior whose elements are independent, or the covariance of another Gaussian.
+    """Return the mean [d] and the precision [d] of an independent prior, or the covariance of another Gaussian.
 
     Raises:
-        ValueError: for another prior.
+        ValueError: for any other prior.
     """
     if isinstance(prior, Gaussian) and len(prior.means) == 1:
         prior = prior.to(like)

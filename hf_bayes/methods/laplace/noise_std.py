@@ -1,4 +1,4 @@
-"""The noise of a regression with the largest Laplace evidence, the weights held fixed (MacKay 1992)."""
+"""The noise of a regression that maximises the Laplace evidence at fixed weights (MacKay 1992)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def with_fitted_noise(
     noise_std: float,
     count: float,
 ) -> tuple[list[Any], float]:
-    """The surveys as they would be with the learnt noise, and that; one for all of them.
+    """Return the surveys at the fitted noise, and the fitted noise, which all members share.
 
     Args:
-        surveys: of y = f + N(0, ``noise_std``^2), one ``survey.Survey`` for each member.
-        expand: number of a member, survey -> the log posterior around it, and the prior's precision.
-        count: numbers observed, of each.
+        surveys: the results of a curvature pass for y = f + N(0, ``noise_std``^2), one for each member.
+        expand: (index of a member, its survey) -> (the log posterior around it, the prior's precision).
+        count: number of observed numbers, for each member.
     """
     constant = 0.5 * math.log(2 * math.pi)
     squares = [-2 * noise_std**2 * (one.log_lik + count * (math.log(noise_std) + constant)) for one in surveys]
@@ -48,27 +48,27 @@ def with_fitted_noise(
 
 
 def fit_noise(expand: Callable[[float], Sequence[tuple[Expansion, Tensor]]], squares: float, count: float) -> float:
-    """sigma of y = f + N(0, sigma^2) with the largest evidence, theta* held fixed (MacKay 1992).
+    """Return the sigma of y = f + N(0, sigma^2) with the largest evidence at fixed theta* (MacKay 1992).
 
     sigma^2 = squares / (count - gamma), with gamma = sum_i (1 - tau_i [(H + tau)^-1]_ii) the number of parameters that
-    the data determine; the residuals alone would give squares / count, as if nothing had been fitted to them.
+    the data determine. The residuals alone would give squares / count, which ignores that f was fitted to them.
 
     Args:
-        expand: sigma -> expansions with H at that sigma, and the prior precision of each.
+        expand: sigma -> expansions with H at that sigma, each with its prior precision.
         squares: sum of squared residuals, over all expansions.
-        count: numbers observed, over all expansions.
+        count: number of observed numbers, over all expansions.
     Raises:
-        ValueError: if the residuals are 0, or the data determine as many parameters as there are numbers.
+        ValueError: if the residuals are 0, or if the data determine as many parameters as there are numbers.
     """
     if not 0 < squares < math.inf:
-        raise ValueError(f"the squared residuals sum to {squares:.3g}: there is no noise to learn. Give noise_std")
+        raise ValueError(f"the squared residuals sum to {squares:.3g}: there is no noise to fit. Give noise_std")
     sigma = math.sqrt(squares / count)
     for _ in range(200):
         gamma = sum(_num_determined(expansion, precision) for expansion, precision in expand(sigma))
         if gamma >= count:
             raise ValueError(
-                f"the data determine {gamma:.4g} parameters, and there are {count:.4g} numbers: noise cannot be told "
-                "from the model. Give noise_std, or lower prior_std"
+                f"the data determine {gamma:.4g} parameters, and there are {count:.4g} numbers: noise cannot "
+                "be distinguished from the model. Give noise_std, or lower prior_std"
             )
         before, sigma = sigma, math.sqrt(squares / (count - gamma))
         if abs(math.log(sigma / before)) < 1e-8:
@@ -77,7 +77,8 @@ def fit_noise(expand: Callable[[float], Sequence[tuple[Expansion, Tensor]]], squ
 
 
 def _num_determined(expansion: Expansion, precision: Tensor) -> float:
+    """Return gamma, the number of parameters that the data determine."""
     leaf = precision.detach().clone().requires_grad_()
     with torch.enable_grad():
-        (diagonal,) = torch.autograd.grad(expansion.curvature.log_det(leaf), leaf)  # of (H + tau)^-1
+        (diagonal,) = torch.autograd.grad(expansion.curvature.log_det(leaf), leaf)  # the diagonal of (H + tau)^-1
     return float((1 - precision * diagonal).double().sum())

@@ -1,4 +1,4 @@
-"""Which cells of estimator x structure exist, and what each module gets of a structure."""
+"""The supported combinations of estimator and structure, and the structures of each kind of module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hf_bayes.methods.laplace.estimators import ESTIMATORS, Estimator, build_est
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 
 MAX_FULL = 8192
-"""d past which a dense [d, d] is refused."""
+"""The largest d of a dense [d, d]."""
 
 MAX_HESSIAN = 2048
-"""d past which a Hessian, d backward passes of a batch, is refused."""
+"""The largest d of a Hessian, which takes d backward passes per batch."""
 
 MAX_PULLS = 1024
-"""Backward passes of one batch past which the exact GGN is refused."""
+"""The largest number of backward passes per batch for the exact GGN."""
 
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
@@ -29,7 +29,7 @@ _UNDEFINED = {
     "kronecker_corrected": _NO_SUM,
     "low_rank": "a low-rank curvature is a sum of squares, and a Hessian has negative eigenvalues",
 }
-"""Structures that a Hessian has not, and why."""
+"""The structures that a Hessian does not have, with the reasons."""
 
 _FACTORED = "K-FAC; the diagonal on a side longer than max_factor"
 MODULES = {
@@ -40,20 +40,20 @@ MODULES = {
     "bias, norm, embedding, tied": dict.fromkeys(STRUCTURES, "yes")
     | {"kronecker": "diagonal", "kronecker_corrected": "diagonal"},
 }
-"""Module -> structure -> what it gets there."""
+"""Kind of module -> structure -> the form of its curvature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureSpec:
-    """A cell of the table.
+    """A combination of estimator and structure, with their options.
 
     Attributes:
-        estimator: see ``estimators``.
+        estimator: one of ``ESTIMATORS``.
         structure: one of ``STRUCTURES``.
-        num_samples: draws of labels or signs; None is exact.
-        sharing: "expand" or "reduce", of K-FAC over positions.
+        num_samples: number of draws of labels or signs; None is exact.
+        sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
-        rank: of "low_rank".
+        rank: rank of the structure "low_rank".
     """
 
     estimator: str = "ggn"
@@ -64,10 +64,10 @@ class CurvatureSpec:
     rank: int = 32
 
     def check(self) -> None:
-        """Refuse a cell that is not there.
+        """Check that the combination exists.
 
         Raises:
-            ValueError: naming it and what there is.
+            ValueError: if it does not; the message lists the choices.
         """
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
@@ -82,14 +82,15 @@ class CurvatureSpec:
             )
 
     def check_size(self, dim: int, most_terms: int | None, root_columns: int | None) -> None:
-        """Refuse what would take too long or too much memory.
+        """Check that the curvature does not take too much time or memory.
 
         Args:
             dim: d.
-            most_terms: likelihood terms of the row that has most; None if nobody has counted.
-            root_columns: of a root of the Fisher information of a term (``Likelihood.num_root_columns``), or None.
+            most_terms: the largest number of likelihood terms in one row; None if they were not counted.
+            root_columns: number of columns of a root of a term's Fisher information (``Likelihood.num_root_columns``),
+                or None.
         Raises:
-            ValueError: naming the limit.
+            ValueError: if it would; the message names the limit.
         """
         if self.estimator == "hessian" and dim > MAX_HESSIAN:
             raise ValueError(
@@ -110,12 +111,13 @@ class CurvatureSpec:
             )
 
     def build_estimator(self) -> Estimator:
+        """Return the estimator of this combination."""
         return build_estimator(self.estimator, self.num_samples)
 
     def accumulator(
         self, layout: Layout, like: Tensor, modules: Sequence[Module]
     ) -> tuple[Accumulator, dict[str, str]]:
-        """What streams the structure's sums, and {parameter: why it is kept diagonally}."""
+        """Return the accumulator of the structure, and {parameter: the reason for a diagonal in its place}."""
         if self.structure.startswith("kronecker"):
             kronecker = KroneckerSum(layout, like, modules, sharing=self.sharing, max_factor=self.max_factor)
             return kronecker, kronecker.fallbacks
@@ -125,7 +127,7 @@ class CurvatureSpec:
 
 
 def table() -> str:
-    """The cells, as markdown."""
+    """Return the supported combinations as a markdown table."""
     lines = [f"| estimator | {' | '.join(STRUCTURES)} |", "|---" * (len(STRUCTURES) + 1) + "|"]
     for estimator in ESTIMATORS:
         cells = ["-" if estimator == "hessian" and s in _UNDEFINED else "yes" for s in STRUCTURES]

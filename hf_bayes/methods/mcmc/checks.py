@@ -1,4 +1,4 @@
-"""What every exact kernel refuses before its first update."""
+"""The checks of all kernels before the first update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_temperature(name: str, temperature: float) -> None:
-    """Refuse T = 0: exp(-U / T) has no density there, and a chain that only ever goes downhill is a poor optimiser."""
+    """Raise a ValueError at T = 0: exp(-U / T) has no density there, and a chain that only descends optimises badly."""
     if temperature == 0:
         raise ValueError(
             f"{name}: temperature must be > 0, got {temperature}: an accept-reject kernel has no T = 0 limit worth "
@@ -15,7 +15,7 @@ def check_temperature(name: str, temperature: float) -> None:
 
 
 def check_start(name: str, start: Tensor, gradient: Tensor | None = None) -> None:
-    """Refuse chains that start where the energy [M] or its gradient [M, d] is not finite."""
+    """Raise an error if a chain starts where the energy [M] or its gradient [M, d] is not finite."""
     finite = start.isfinite() if gradient is None else start.isfinite() & gradient.isfinite().all(1)
     bad = (~finite).nonzero().flatten().tolist()
     if bad:

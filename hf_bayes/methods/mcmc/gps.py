@@ -1,4 +1,4 @@
-"""Exact GPS: Metropolis-Hastings with the proposal of ``samplers/agps.py`` (agps, app. C), all chains in one batch.
+"""Exact GPS: Metropolis-Hastings with the proposal of ``sgmcmc/agps.py`` (agps, app. C), all chains in one batch.
 
 With s = -grad U / T and a reference mu that is the same for both ends of a move, elementwise
 
@@ -7,24 +7,24 @@ With s = -grad U / T and a reference mu that is the same for both ends of a move
     theta' ~ q(. | theta) = N(m(theta), min(sigma(theta), lambda)^2)
     accepted with probability min(1, exp(-dU / T) q(theta | theta') / q(theta' | theta))
 
-Stationary law: exp(-U / T) exactly. The paper's Algorithm 2 is no valid kernel: it carries mu_t from move to move, so
-that the way back is proposed from another mu than its q(theta | theta') says; the weights of modes come out wrong. Here
-the first half of burn-in is a-GPS itself, which accepts every finite proposal; its mean (with ``family`` gamma or beta,
-Algorithms 3 and 4, also its variance) is the reference from then on.
+Stationary law: exp(-U / T) exactly. The paper's Algorithm 2 is not a valid kernel: it carries mu_t from move to move,
+so the reverse move uses another mu than its q(theta | theta') assumes, and the weights of modes are wrong. Here the
+first half of burn-in is a-GPS itself, which accepts every finite proposal. Its mean (with ``family`` gamma or beta,
+Algorithms 3 and 4, also its variance) is the reference afterwards.
 
-a-GPS is wider than the law and leaves chains in tails. From there a proposal goes about mu, which proposes no way back,
-so that these moves alone hold a chain for thousands of updates. In the second half of burn-in every other move is
-therefore one of a random walk, of random size and the same stationary law. On the banana x ~ N(0, 1),
-y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 comes out right within 0.01 of its standard
-deviation for lambda = 1 and 3, where without the walk it is 0.03 and 0.2 too large. There is a limit: lambda = 10
-needs 5000 updates of burn-in; 1500 leave E y^2 2.4 standard deviations too large (6.6 without).
+a-GPS is wider than the law and leaves chains in the tails. A proposal from there moves close to mu, where the reverse
+move is improbable, so these moves alone hold a chain for thousands of updates. In the second half of burn-in every
+other move is therefore a random walk of random size, with the same stationary law. On the banana x ~ N(0, 1),
+y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 is correct within 0.01 of its standard deviation for
+lambda = 1 and 3; without the walk it is 0.03 and 0.2 too large. lambda = 10 needs 5000 updates of burn-in: with 1500,
+E y^2 is 2.4 standard deviations too large (6.6 without the walk).
 
-a-GPS is slow from afar: of starts that scatter by 14 standard deviations of a normal law, 1500 updates of burn-in with
-lambda = 1 leave a twentieth with a mu by which they accept nothing (of starts that scatter by 3, none). Start at a MAP
-estimate, or with ``warm_start_steps``.
+a-GPS is slow from distant starts. With starts that scatter by 14 standard deviations of a normal law, 1500 updates of
+burn-in and lambda = 1, a twentieth of the chains have a mu with which they accept nothing (none with starts that
+scatter by 3). Start at a MAP estimate, or with ``warm_start_steps``.
 
-One gradient a move; energy and gradient at theta are carried along. All coordinates move together: for tens of
-parameters at most, fewer if they are correlated.
+A move takes one gradient; the state holds energy and gradient at theta. All coordinates move together. So the method
+suits tens of parameters at most, and fewer if they are correlated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hf_bayes.methods.sgmcmc.agps import FAMILIES, Family, Parameters, check_sup
 
 
 class GPSState(NamedTuple):
-    """What the next update needs; V = U / T."""
+    """The state of the chains, with V = U / T."""
 
     theta: Tensor
     """[M, d]"""
@@ -56,15 +56,15 @@ class GPSState(NamedTuple):
     gradient: Tensor
     """[M, d] grad V at theta."""
     first: Tensor
-    """[M, d] mu (or alpha): what a-GPS carries, later the reference."""
+    """[M, d] mu (or alpha): the proposal that a-GPS carries, and later the reference."""
     second: Tensor
-    """[M, d] sigma (or beta) with it; a Gaussian reference has no use for it."""
+    """[M, d] sigma (or beta) of the same proposal; a Gaussian reference does not use it."""
     mean: Tensor
-    """[M, d] of theta in a-GPS."""
+    """[M, d] mean of theta in a-GPS."""
     variance: Tensor
-    """[M, d] of theta in a-GPS."""
+    """[M, d] variance of theta in a-GPS."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class GPSConfig(MethodConfig):
 
     Attributes:
         max_std: lambda, the largest standard deviation of a proposal in parameter units; None takes the run's
-            learning_rate. Make it several times the posterior's.
-        family: of the proposal: "gaussian"; "gamma" for parameters > 0, "beta" for parameters in (0, 1).
+            learning_rate. Choose several times the posterior's standard deviation.
+        family: family of the proposal: "gaussian"; "gamma" for parameters > 0, "beta" for parameters in (0, 1).
     """
 
     name: ClassVar[str] = "gps"
@@ -92,7 +92,7 @@ class GPSConfig(MethodConfig):
     def requirements(self) -> Requirements:
         return Requirements(all_data_in_every_update=True)
 
-    def build(self, problem: Problem) -> Kernel:
+    def build(self, problem: Problem) -> Kernel[GPSState]:
         family, max_std = FAMILIES[self.family], self.max_std or problem.learning_rate
         explored_steps = problem.burn_in // 2
 
@@ -111,11 +111,11 @@ class GPSConfig(MethodConfig):
             return GPSState(theta, value, gradient, *family.fit(theta, variance), theta, variance, steps)
 
         def explored(state: GPSState, matched: Parameters, moved: Tensor) -> GPSState:
-            """What a-GPS carries on, and its moments; after its last update the reference."""
+            """Return the state with a-GPS's proposal and moments; after its last update, with the reference."""
             weight = torch.where(moved, (state.step.to(state.theta.dtype) + 1) ** -0.75, 0.0)[:, None]
-            off = state.theta - state.mean
-            mean = state.mean + weight * off
-            variance = (1 - weight) * (state.variance + weight * off.square())
+            deviation = state.theta - state.mean
+            mean = state.mean + weight * deviation
+            variance = (1 - weight) * (state.variance + weight * deviation.square())
             last, moving = (state.step == explored_steps)[:, None], moved[:, None]
             pairs = zip(family.fit(mean, variance), matched, (state.first, state.second), strict=True)
             first, second = (torch.where(last, fit, torch.where(moving, new, old)) for fit, new, old in pairs)
@@ -124,7 +124,7 @@ class GPSConfig(MethodConfig):
         def step(state: GPSState, evaluate: Evaluate, rngs: Rngs) -> tuple[GPSState, Info]:
             reference, exploring = Parameters(state.first, state.second), state.step < explored_steps
             forward = family.match(state.theta, -state.gradient, reference, max_std)
-            updates = int(state.step[0])  # all chains have done the same
+            updates = int(state.step[0])  # all chains have done the same number
             walking = explored_steps < updates < problem.burn_in and updates % 2 == 0
             proposal = walk(state, family, rngs) if walking else family.draw(rngs, forward)
             value, gradient = potential(proposal, evaluate)
@@ -147,12 +147,15 @@ class GPSConfig(MethodConfig):
                 "divergent": divergent.to(value.dtype),
             }
 
-        return Kernel(init, step, lambda state, draws: Draws.from_chains(draws))
+        def finish(state: GPSState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Kernel(init, step, finish)
 
 
 def walk(state: GPSState, family: Family, rngs: Rngs) -> Tensor:
-    """[M, d]: a random walk's proposal, of a-GPS's width over sqrt(d) or down to 1 % of it."""
+    """Return a random-walk proposal [M, d], of width between 1 % and 100 % of a-GPS's width over sqrt(d)."""
     size = 2.4 / math.sqrt(state.theta.shape[1]) * 0.01 ** rand(rngs, state.theta)
     proposal = state.theta + size[:, None] * state.variance.sqrt() * randn(rngs, state.theta)
-    # outside the density is 0, whatever the energy says there: the chain stays
+    # outside the support the density is 0, whatever the value of the energy: the chain stays
     return torch.where(family.contains(proposal).all(1, keepdim=True), proposal, state.theta)

@@ -1,34 +1,34 @@
 """Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011), all chains in one batch.
 
-With V = U / T, scales s and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I), makes ``num_leapfrog``
+With V = U / T, scales s and H(theta, p) = V(theta) + |p|^2 / 2, an update draws p ~ N(0, I) and makes ``num_leapfrog``
 steps
 
     p     -= e/2 s grad V(theta)
     theta += e s p
     p     -= e/2 s grad V(theta),
 
-and accepts the end with probability min(1, exp(-dH)): a diagonal mass matrix 1 / s^2, in coordinates theta / s.
+It accepts the end with probability min(1, exp(-dH)). This is a diagonal mass matrix 1 / s^2, in coordinates theta / s.
 
-Stationary law: exp(-U / T) exactly, at any e and s. Both are tuned in burn-in, for each chain, and frozen with its last
-update. Doubling or halving finds the first e (Hoffman & Gelman 2014, algorithm 4). From there Robbins-Monro, as in
+Stationary law: exp(-U / T) exactly, at any e and s. Burn-in tunes both for each chain, and its last update freezes
+them. Doubling or halving finds the first e (Hoffman & Gelman 2014, algorithm 4). Then Robbins-Monro, as in
 ``metropolis``, moves log e towards the target acceptance,
 
     log e += 2.5 (t + 10)^-0.75 (acceptance - target),   t = 1, 2, ... since the last change of s;
 
-an average of these log e is what is frozen. 2.5 is 1 / |d acceptance / d log e| at 0.8: with sigma^2 the variance of
-dH, which grows as e^4, acceptance = 2 Phi(-sigma / 2), and its slope there is 2 sigma phi(sigma / 2) = 0.39. The dual
-averaging of Hoffman & Gelman moves log e by as much as 0.5 at a time, and acceptance is concave in log e: frozen at the
-mean of such moves it was 0.86 to 0.96 where 0.8 was asked for, and after burn-ins of 20 updates a quarter of the chains
-accepted nothing.
+and the frozen value is an average of these log e. 2.5 is 1 / |d acceptance / d log e| at 0.8: with sigma^2 the variance
+of dH, which grows as e^4, acceptance = 2 Phi(-sigma / 2), and its slope there is 2 sigma phi(sigma / 2) = 0.39. The
+dual averaging of Hoffman & Gelman moves log e by up to 0.5 at a time, and acceptance is concave in log e. Frozen at the
+mean of such moves, acceptance was 0.86 to 0.96 for a target of 0.8, and after burn-ins of 20 updates a quarter of the
+chains accepted nothing.
 
 s is the standard deviation of the chain's positions in windows that double, as in Stan (``mass_windows``). When s
-changes to s', e changes by the factor mean_i((s_i / s'_i)^4)^(1/4): of a Gaussian law with standard deviations s' the
-variance of dH is proportional to sum_i (e s_i / s'_i)^4 for small e, and stays.
+changes to s', e changes by the factor mean_i((s_i / s'_i)^4)^(1/4). For a Gaussian law with standard deviations s' and
+small e, the variance of dH is proportional to sum_i (e s_i / s'_i)^4, so this factor keeps it.
 
-Every update runs at e (1 + jitter (2u - 1)), u uniform and independent of the state: without it a trajectory as long
-as the period of some direction brings that direction back to where it was, for ever.
+Every update uses the step e (1 + jitter (2u - 1)), with u uniform and independent of the state. Without jitter, a
+trajectory as long as the period of some direction would return that direction to its start, for ever.
 
-``num_leapfrog`` gradients an update; energy and gradient at theta are carried along.
+An update takes ``num_leapfrog`` gradients; the state holds energy and gradient at theta.
 """
 
 from __future__ import annotations
@@ -53,22 +53,25 @@ Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 """theta [M, d] -> V = U / T [M] and its gradient [M, d]."""
 
 MAX_ENERGY_ERROR = 1000.0
-"""|dH| beyond which a trajectory is called divergent and rejected (Stan's bound). Symmetric in the sign of dH, so a
-trajectory and its reversal are rejected alike and the stationary law stays exact."""
+"""The largest |dH| of a trajectory that is not divergent (Stan's bound). Divergent trajectories are rejected.
+
+The bound is symmetric in the sign of dH: it rejects a trajectory and its reversal alike, so the law stays exact.
+"""
 
 
 class HMCState(NamedTuple):
-    """What the next update needs; V = U / T.
+    """The state of the chains, with V = U / T.
 
     Attributes:
         theta: [M, d].
         potential: [M] V at theta.
         gradient: [M, d] grad V at theta.
         log_step: [M] log e of the next update.
-        log_step_mean: [M] its weighted average, what is frozen.
+        log_step_mean: [M] weighted average of log e, which is frozen at the end of burn-in.
         scale: [M, d] s.
-        mean, squares: [M, d] of the positions in this window, and of their deviations from it, summed.
-        step: [M] int64, updates done.
+        mean: [M, d] mean of the positions in this window.
+        squares: [M, d] sum of the squared deviations from ``mean``.
+        step: [M] int64, number of updates done.
     """
 
     theta: Tensor
@@ -87,12 +90,12 @@ class HMCConfig(MethodConfig):
     """Hamiltonian Monte Carlo.
 
     Attributes:
-        num_leapfrog: leapfrog steps (gradients) in an update.
-        step_size: leapfrog step e in parameter units; None takes the run's learning_rate. With burn-in it is where the
-            search for the first e starts, without it is used as it is.
-        target_acceptance: mean acceptance probability the adaptation aims at. None: no adaptation, of the mass neither.
-        adapt_mass: whether burn-in learns a diagonal mass matrix (burn-ins below 20 updates never do).
-        jitter: each update's e is uniform on e (1 +- jitter).
+        num_leapfrog: number of leapfrog steps (gradients) in an update.
+        step_size: leapfrog step e in parameter units; None takes the run's learning_rate. With burn-in it is the start
+            of the search for the first e; without burn-in it does not change.
+        target_acceptance: target mean acceptance probability of the adaptation. None: no adaptation of step or mass.
+        adapt_mass: learn a diagonal mass matrix in burn-in (never in burn-ins below 20 updates).
+        jitter: the step of each update is uniform on e (1 +- jitter).
     """
 
     name: ClassVar[str] = "hmc"
@@ -116,19 +119,13 @@ class HMCConfig(MethodConfig):
     def requirements(self) -> Requirements:
         return Requirements(all_data_in_every_update=True)
 
-    def build(self, problem: Problem) -> Kernel:
+    def build(self, problem: Problem) -> Kernel[HMCState]:
         first_size = self.step_size if self.step_size is not None else problem.learning_rate
         adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
         windows = mass_windows(adapted_steps) if self.adapt_mass else ()
 
         def potential_of(evaluate: Evaluate) -> Potential:
-            def potential(theta: Tensor) -> tuple[Tensor, Tensor]:
-                evaluation, weight = evaluate(theta), self.prior_weight
-                value = energy(evaluation, theta, problem.prior, prior_weight=weight)
-                gradient = grad_energy(evaluation, theta, problem.prior, prior_weight=weight)
-                return value / self.temperature, gradient / self.temperature
-
-            return potential
+            return self._potential(problem, evaluate)
 
         def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> HMCState:
             potential = potential_of(evaluate)
@@ -169,39 +166,50 @@ class HMCConfig(MethodConfig):
                 "energy_error": error,
                 "divergent": divergent.to(size.dtype),
             }
-            return tuned(moved, acceptance), info
-
-        def tuned(state: HMCState, acceptance: Tensor) -> HMCState:
-            done = int(state.step[0])  # updates of every chain
-            if done > adapted_steps:
-                return state
-            assert self.target_acceptance is not None
-            found = max((edge for edge in windows[1:] if edge < done), default=0)
-            state = with_step_size(state, self.target_acceptance - acceptance, done - found)
-            if windows and windows[0] < done <= windows[-1]:
-                count = done - max(edge for edge in windows if edge < done)
-                state = with_position(state, count)
-                if done in windows:
-                    state = with_scale(state, count)
-            return state._replace(log_step=state.log_step_mean) if done == adapted_steps else state
+            return self._tuned(moved, acceptance, adapted_steps, windows), info
 
         def finish(state: HMCState, draws: Tensor) -> Draws:
             return Draws.from_chains(draws)
 
         return Kernel(init, step, finish)
 
+    def _potential(self, problem: Problem, evaluate: Evaluate) -> Potential:
+        def potential(theta: Tensor) -> tuple[Tensor, Tensor]:
+            evaluation, weight = evaluate(theta), self.prior_weight
+            value = energy(evaluation, theta, problem.prior, prior_weight=weight)
+            gradient = grad_energy(evaluation, theta, problem.prior, prior_weight=weight)
+            return value / self.temperature, gradient / self.temperature
+
+        return potential
+
+    def _tuned(self, state: HMCState, acceptance: Tensor, adapted_steps: int, windows: tuple[int, ...]) -> HMCState:
+        """Return the state with the step size, and at the end of a window the scales, of the next update."""
+        done = int(state.step[0])  # all chains have done the same number of updates
+        if done > adapted_steps:
+            return state
+        assert self.target_acceptance is not None
+        found = max((edge for edge in windows[1:] if edge < done), default=0)
+        state = with_step_size(state, self.target_acceptance - acceptance, done - found)
+        if windows and windows[0] < done <= windows[-1]:
+            count = done - max(edge for edge in windows if edge < done)
+            state = with_position(state, count)
+            if done in windows:
+                state = with_scale(state, count)
+        return state._replace(log_step=state.log_step_mean) if done == adapted_steps else state
+
 
 def with_step_size(state: HMCState, shortfall: Tensor, t: int) -> HMCState:
-    """Robbins-Monro's update ``t``, from 1; ``shortfall`` [M] is target - acceptance."""
+    """Return the state after Robbins-Monro update ``t`` (from 1); ``shortfall`` [M] is target - acceptance."""
     log_step = state.log_step - 2.5 * (t + 10) ** -0.75 * shortfall.to(state.log_step.dtype)
     return state._replace(log_step=log_step, log_step_mean=torch.lerp(state.log_step_mean, log_step, t**-0.75))
 
 
 def mass_windows(adapted_steps: int) -> tuple[int, ...]:
-    """Updates between which positions are gathered: Stan's windows of 25, 50, 100, ..., the last as long as is left.
+    """Return the edges of the windows in which positions are collected: Stan's windows of 25, 50, 100, ... updates.
 
-    Before them a chain finds the typical set (75 updates), after them its step size (50); of fewer than 150 updates
-    these take 15 and 10 %, and of fewer than 20 there are no windows.
+    The last window takes the remaining updates. Before the windows a chain finds the typical set (75 updates), and
+    after them its step size (50 updates). With fewer than 150 updates these two phases take 15 % and 10 %. With fewer
+    than 20 updates there are no windows.
     """
     if adapted_steps < 20:
         return ()
@@ -209,14 +217,14 @@ def mass_windows(adapted_steps: int) -> tuple[int, ...]:
         (75, 50, 25) if adapted_steps >= 150 else (adapted_steps * 15 // 100, adapted_steps // 10, None)
     )
     edges, last = [first], adapted_steps - after
-    while size is not None and edges[-1] + 3 * size <= last:  # else the next one, of 2 sizes, would not fit behind it
+    while size is not None and edges[-1] + 3 * size <= last:  # otherwise the next window, twice as long, would not fit
         edges.append(edges[-1] + size)
         size *= 2
     return (*edges, last)
 
 
 def with_position(state: HMCState, count: int) -> HMCState:
-    """The position as number ``count`` of its window, from 1 (Welford's recursion)."""
+    """Return the state with the position added as number ``count`` (from 1) of its window, by Welford's recursion."""
     mean, squares = (torch.zeros_like(state.mean),) * 2 if count == 1 else (state.mean, state.squares)
     deviation = state.theta - mean
     mean = mean + deviation / count
@@ -224,16 +232,17 @@ def with_position(state: HMCState, count: int) -> HMCState:
 
 
 def with_scale(state: HMCState, count: int) -> HMCState:
-    """The window's standard deviations as scales, their logarithms drawn to the mean one as by 5 more positions.
+    """Return the state with the window's standard deviations as scales.
 
-    The step size goes along: the variance of dH stays as it was, where the scales are those of a Gaussian law.
+    Their logarithms are shrunk towards the mean logarithm, with the weight of 5 positions. The step size changes with
+    the scales, so that the variance of dH stays the same for a Gaussian law with these scales.
     """
     total = state.squares.mean(1, keepdim=True)
-    # a coordinate that rounding kept still gets the smallest scale that its neighbours' digits allow
+    # a coordinate that did not move because of rounding gets the smallest scale that the other coordinates allow
     least = total.clamp_min(torch.finfo(total.dtype).tiny) * torch.finfo(total.dtype).eps
     logs = 0.5 * (state.squares.maximum(least) / count).log()
     logs = (count * logs + 5 * logs.mean(1, keepdim=True)) / (count + 5)
-    scale = torch.where(total > 0, logs.exp(), state.scale)  # a still chain keeps its scales
+    scale = torch.where(total > 0, logs.exp(), state.scale)  # a chain that did not move keeps its scales
     factor = 0.25 * (4 * (state.scale / scale).log()).logsumexp(1) - 0.25 * math.log(scale.shape[1])
     log_step = state.log_step_mean + factor
     return state._replace(scale=scale, log_step=log_step, log_step_mean=log_step)
@@ -242,11 +251,11 @@ def with_scale(state: HMCState, count: int) -> HMCState:
 def leapfrog(
     theta: Tensor, momentum: Tensor, gradient: Tensor, step_size: Tensor, num_leapfrog: int, potential: Potential
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Leapfrog steps of size ``step_size`` [M, 1 or d]: time-reversible and volume-preserving, local error O(e^3).
+    """Make leapfrog steps of size ``step_size`` [M, 1 or d]: time-reversible, volume-preserving, local error O(e^3).
 
     Returns:
-        theta [M, d], momentum [M, d], V [M] and grad V [M, d] at the end. The potential is only ever asked at finite
-        theta: a chain whose trajectory has left the numbers stands still, and its momentum stays non-finite.
+        theta [M, d], momentum [M, d], V [M] and grad V [M, d] at the end. The potential is evaluated only at finite
+        theta. A chain whose trajectory is no longer finite does not move, and its momentum stays non-finite.
     """
     for _ in range(num_leapfrog):
         momentum = momentum - step_size / 2 * gradient
@@ -258,8 +267,8 @@ def leapfrog(
 
 
 def energy_error(start_momentum: Tensor, end_momentum: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """[M]: dH of a trajectory; inf where it is not a number."""
-    # the difference of squares element by element: two sums of d squares would lose dH in float32 when d is large
+    """Return dH of a trajectory, [M]; inf where it is not a number."""
+    # the difference of squares element by element: for large d, two sums of d squares would lose dH in float32
     kinetic = 0.5 * ((end_momentum - start_momentum) * (end_momentum + start_momentum)).sum(1)
     error = end - start + kinetic
     return torch.where(error.isfinite(), error, torch.inf)
@@ -273,7 +282,7 @@ def find_step_size(
     step_size: Tensor,
     potential: Potential,
 ) -> Tensor:
-    """[M]: ``step_size`` doubled or halved until one leapfrog step's acceptance crosses 1/2 (their algorithm 4)."""
+    """Double or halve ``step_size`` [M] until the acceptance of one leapfrog step crosses 1/2 (their algorithm 4)."""
 
     def log_acceptance(step_size: Tensor) -> Tensor:
         _, end_momentum, end, _ = leapfrog(theta, momentum, gradient, step_size[:, None], 1, potential)
@@ -282,7 +291,7 @@ def find_step_size(
     log_ratio = log_acceptance(step_size)
     direction = torch.where(log_ratio > -math.log(2), 1.0, -1.0).to(step_size.dtype)
     searching = torch.ones_like(log_ratio, dtype=torch.bool)
-    for _ in range(50):  # 15 decades; a potential that is flat over all of them has no scale to find
+    for _ in range(50):  # 15 decades; a potential that is flat over all of them has no scale
         searching = searching & (direction * log_ratio > -direction * math.log(2))
         if not searching.any():
             break

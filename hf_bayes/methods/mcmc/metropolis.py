@@ -3,13 +3,13 @@
     theta' = theta + s xi,   xi ~ N(0, I)
     accepted with probability min(1, exp(-(U(theta') - U(theta)) / T))
 
-Stationary law: exp(-U / T) exactly, at any proposal standard deviation s. Burn-in tunes s of each chain by
+Stationary law: exp(-U / T) exactly, at any proposal standard deviation s. Burn-in tunes the s of each chain by
 Robbins-Monro (Andrieu & Thoms 2008, section 5.1),
 
     log s += 2 t^-0.75 (acceptance - target),
 
-and freezes it with the last update of burn-in: what follows is one time-homogeneous chain. One energy an update, no
-gradient; the energy at theta is carried along. For tens of parameters: s falls as d^-1/2, and an
+and freezes it with the last update of burn-in. Afterwards the chain is time-homogeneous. An update takes one energy and
+no gradient; the state holds the energy at theta. The method suits tens of parameters: s falls as d^-1/2, and an
 independent draw takes O(d) updates.
 """
 
@@ -31,12 +31,16 @@ from hf_bayes.methods.mcmc.checks import check_start, check_temperature
 
 
 class MetropolisState(NamedTuple):
-    """theta [M, d], its energy [M] in nats (with the prior's weight), log of the proposal std [M], updates done [M]."""
+    """The position, its energy, and the adapted proposal."""
 
     theta: Tensor
+    """[M, d]"""
     energy: Tensor
+    """[M] in nats, with the prior's weight."""
     log_std: Tensor
+    """[M] log of the proposal's standard deviation."""
     step: Tensor
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +49,8 @@ class MetropolisConfig(MethodConfig):
 
     Attributes:
         proposal_std: standard deviation of the proposal in parameter units; None takes the run's learning_rate. With
-            burn-in it is where the adaptation starts, without it is used as it is.
-        target_acceptance: acceptance rate the adaptation aims at; 0.234 is optimal in many dimensions, 0.44 in one
+            burn-in it is the start of the adaptation; without burn-in it does not change.
+        target_acceptance: target acceptance rate of the adaptation; 0.234 is optimal in many dimensions, 0.44 in one
             (Roberts & Rosenthal 2001). None: no adaptation.
     """
 
@@ -66,7 +70,7 @@ class MetropolisConfig(MethodConfig):
     def requirements(self) -> Requirements:
         return Requirements(all_data_in_every_update=True)
 
-    def build(self, problem: Problem) -> Kernel:
+    def build(self, problem: Problem) -> Kernel[MetropolisState]:
         first_std = self.proposal_std if self.proposal_std is not None else problem.learning_rate
         adapted_steps = 0 if self.target_acceptance is None else problem.burn_in
 
@@ -84,7 +88,7 @@ class MetropolisConfig(MethodConfig):
             std = state.log_std.exp()
             proposal = state.theta + std[:, None] * randn(rngs, state.theta)
             proposed = energy_at(proposal, evaluate)
-            # an infinite or NaN energy is a proposal outside the support: its probability is 0, the chain stays
+            # an infinite or NaN energy means a proposal outside the support: its probability is 0, and the chain stays
             divergent = ~proposed.isfinite()
             log_ratio = (state.energy - proposed) / self.temperature
             acceptance = log_ratio.clamp(max=0).exp().masked_fill(divergent, 0.0)
@@ -103,7 +107,7 @@ class MetropolisConfig(MethodConfig):
         return Kernel(init, step, finish)
 
     def _adapted(self, state: MetropolisState, acceptance: Tensor, adapted_steps: int) -> Tensor:
-        """[M]: the log proposal std of the next update; unchanged after ``adapted_steps`` updates."""
+        """Return the log proposal std of the next update, [M]; it does not change after ``adapted_steps`` updates."""
         if self.target_acceptance is None:
             return state.log_std
         # 2 is 1 / |d acceptance / d log s| at 0.234 for a Gaussian in many dimensions: the fastest gain that is stable

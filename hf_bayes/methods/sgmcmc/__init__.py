@@ -1,1 +1,4 @@
-"""Stochastic-gradient samplers: one gradient per update."""
+"""Stochastic-gradient samplers: one gradient per update, from minibatches. Each file is one method.
+
+``gradient_noise`` and ``preconditioner`` hold parts that several of them share.
+"""

@@ -1,4 +1,4 @@
-"""a-GPS: draws from a proposal that takes the score of the posterior, without a test (agps, Algorithms 1, 3 and 4).
+"""a-GPS: draws from a proposal that uses the posterior's score, without a test (agps, Algorithms 1, 3 and 4).
 
 With s = -grad U(theta_t) / T, elementwise (Algorithm 1, eqs 3 and 7):
 
@@ -6,15 +6,15 @@ With s = -grad U(theta_t) / T, elementwise (Algorithm 1, eqs 3 and 7):
     mu_{t+1} = theta_t + sigma^2 s                       with the uncapped variance: theta_t +- |theta_t - mu_t|
     theta_{t+1} ~ N(mu_{t+1}, min(sigma, lambda)^2)      lambda caps the standard deviation
 
-mu_1 is the start, best a MAP (``warm_start_steps``), theta_1 ~ N(mu_1, lambda^2). ``family`` chooses the proposal:
+mu_1 is the start, best a MAP (``warm_start_steps``), and theta_1 ~ N(mu_1, lambda^2). ``family`` selects the proposal:
 gamma on theta > 0 (Algorithm 3) and beta on (0, 1) (Algorithm 4) carry both of their parameters instead of mu.
 
-Stationary law: exp(-U / T) if that is elementwise independent and of the family; mu gets there as 1 / t, while
-sigma^2 is heavy-tailed, so leave the first hundred updates to burn-in. Else there is no law to speak of: of several
-modes it finds more than it weighs rightly. ``mcmc/gps.py`` is exact.
+Stationary law: exp(-U / T) if its coordinates are independent and belong to the family. mu converges as 1 / t, while
+sigma^2 is heavy-tailed, so burn-in needs a hundred updates or more. Otherwise no law is known: a-GPS finds several
+modes, but it does not weigh them correctly. ``mcmc/gps.py`` is exact.
 
-With minibatches |theta - mu| / |s| is dominated by the noise of s: on N(2, 4) noise of 10 % of the score's standard
-deviation makes the variance 5.2. The cap is the width of the draws then; how many coordinates are at it is reported.
+With minibatches, the noise of s dominates |theta - mu| / |s|: on N(2, 4), noise of 10 % of the score's standard
+deviation makes the variance 5.2. Then the cap is the width of the draws. The share of capped coordinates is reported.
 """
 
 from __future__ import annotations
@@ -36,51 +36,53 @@ from hf_bayes.distributions.energy import grad_energy
 
 
 class Parameters(NamedTuple):
-    """Of a proposal, [M, d] each: mu and sigma (Gaussian), or alpha and beta (gamma, beta)."""
+    """The parameters of a proposal, [M, d] each: mu and sigma (Gaussian), or alpha and beta (gamma, beta)."""
 
     first: Tensor
     second: Tensor
 
 
 class Family(Protocol):
-    """A distribution on the line that a proposal is taken from, coordinate by coordinate."""
+    """A family of distributions on the real line, from which each coordinate of a proposal is drawn."""
 
     def start(self, theta: Tensor, max_std: float) -> Parameters:
-        """The first proposal, for a chain at ``theta``."""
+        """Return the first proposal, for a chain at ``theta``."""
         ...
 
     def match(self, theta: Tensor, score: Tensor, carried: Parameters, max_std: float) -> Parameters:
-        """The proposal after ``carried``, given the score at theta."""
+        """Return the proposal after ``carried``, given the score at theta."""
         ...
 
     def fit(self, mean: Tensor, variance: Tensor) -> Parameters:
-        """The member with these moments."""
+        """Return the parameters with these moments."""
         ...
 
     def first_variance(self, mean: Tensor) -> Tensor:
-        """A wide guess, for ``fit`` when only a point is known."""
+        """Return a wide guess of the variance, for ``fit`` where only a point is known."""
         ...
 
-    def draw(self, rngs: Rngs, at: Parameters) -> Tensor: ...
+    def draw(self, rngs: Rngs, at: Parameters) -> Tensor:
+        """Return one draw [M, d] per chain."""
+        ...
 
     def log_prob(self, theta: Tensor, at: Parameters) -> Tensor:
-        """[M, d]; -inf outside the support."""
+        """Return the log density [M, d]; -inf outside the support."""
         ...
 
     def contains(self, theta: Tensor) -> Tensor:
-        """[M, d] whether a coordinate is inside the support."""
+        """Return a mask [M, d], True for coordinates inside the support."""
         ...
 
 
 class GaussianFamily:
-    """Algorithm 1."""
+    """Gaussian proposals (Algorithm 1)."""
 
     def start(self, theta: Tensor, max_std: float) -> Parameters:
         return Parameters(theta, torch.full_like(theta, max_std))
 
     def match(self, theta: Tensor, score: Tensor, carried: Parameters, max_std: float) -> Parameters:
         distance = (theta - carried.first).abs()
-        # theta = mu, by rounding: a variance of 0 would hold the coordinate there for ever
+        # if rounding makes theta = mu, a variance of 0 would hold the coordinate there for ever
         variance = torch.where(distance > 0, distance / score.abs(), torch.inf)
         mean = theta + score.sign() * distance  # eq. 19: finite where the score is 0
         return Parameters(mean, variance.sqrt().clamp(max=max_std))
@@ -95,14 +97,15 @@ class GaussianFamily:
         return at.first + at.second * randn(rngs, at.first)
 
     def log_prob(self, theta: Tensor, at: Parameters) -> Tensor:
-        return torch.distributions.Normal(at.first, at.second, validate_args=False).log_prob(theta)
+        density: Tensor = torch.distributions.Normal(at.first, at.second, validate_args=False).log_prob(theta)
+        return density
 
     def contains(self, theta: Tensor) -> Tensor:
         return torch.ones_like(theta, dtype=torch.bool)
 
 
 class GammaFamily:
-    """Algorithm 3 (eq. 37), on theta > 0. Its first proposal is Gamma(1, 1); there is no cap."""
+    """Gamma proposals on theta > 0 (Algorithm 3, eq. 37). The first one is Gamma(1, 1); there is no cap."""
 
     def start(self, theta: Tensor, max_std: float) -> Parameters:
         return Parameters(torch.ones_like(theta), torch.ones_like(theta))
@@ -130,7 +133,7 @@ class GammaFamily:
 
 
 class BetaFamily:
-    """Algorithm 4 (eq. 39), on (0, 1). Its first proposal is uniform; there is no cap."""
+    """Beta proposals on (0, 1) (Algorithm 4, eq. 39). The first one is uniform; there is no cap."""
 
     def start(self, theta: Tensor, max_std: float) -> Parameters:
         return Parameters(torch.ones_like(theta), torch.ones_like(theta))
@@ -168,18 +171,18 @@ FAMILIES: dict[str, Family] = {"gaussian": GaussianFamily(), "gamma": GammaFamil
 
 
 class AGPSState(NamedTuple):
-    """Position, the proposal it was drawn from, and how much of it was capped."""
+    """The position, the proposal that it was drawn from, and the share of capped coordinates."""
 
     theta: Tensor
     """[M, d]"""
     first: Tensor
-    """[M, d] mu (or alpha) of the proposal that theta was drawn from."""
+    """[M, d] mu (or alpha) of this proposal."""
     second: Tensor
-    """[M, d] its sigma (or beta)."""
+    """[M, d] sigma (or beta) of this proposal."""
     capped: Tensor
-    """[M] sum over the updates after burn-in of the share of coordinates at the cap."""
+    """[M] sum, over the updates after burn-in, of the share of coordinates at the cap."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +192,7 @@ class AGPSConfig(MethodConfig):
     Attributes:
         max_std: lambda, the largest standard deviation of a proposal in parameter units; None takes the learning_rate
             of each update. With minibatches it is the width of the posterior's draws.
-        family: of the proposal: "gaussian"; "gamma" for parameters > 0, "beta" for parameters in (0, 1).
+        family: family of the proposal: "gaussian"; "gamma" for parameters > 0, "beta" for parameters in (0, 1).
     """
 
     name: ClassVar[str] = "agps"
@@ -207,7 +210,7 @@ class AGPSConfig(MethodConfig):
             self._check_number("max_std", self.max_std, minimum=0.0, strict=True)
         self._check_choice("family", self.family, tuple(FAMILIES))
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[AGPSState]:
         family = FAMILIES[self.family]
 
         def init(theta: Tensor, rngs: Rngs) -> AGPSState:
@@ -237,8 +240,8 @@ class AGPSConfig(MethodConfig):
                 width = "learning_rate" if self.max_std is None else f"max_std={self.max_std:g}"
                 warnings.warn(
                     f"{self.name}: {share:.0%} of the coordinates were at the cap of the proposal's standard deviation "
-                    f"({width}): the cap is the width of these draws, not the data. With minibatches that is the rule; "
-                    "choose the cap by held-out likelihood",
+                    f"({width}): the data do not set the width of these draws, the cap does. This is usual with "
+                    "minibatches; choose the cap by held-out likelihood",
                     stacklevel=2,
                 )
             return Draws.from_chains(draws)
@@ -247,7 +250,7 @@ class AGPSConfig(MethodConfig):
 
 
 def check_support(name: str, family: str, theta: Tensor) -> None:
-    """Refuse a start outside the family's support."""
+    """Raise a ValueError for a start outside the family's support."""
     upper = {"gaussian": None, "gamma": torch.inf, "beta": 1.0}[family]
     if upper is not None and not bool(((theta > 0) & (theta < upper)).all()):
         raise ValueError(
@@ -257,11 +260,11 @@ def check_support(name: str, family: str, theta: Tensor) -> None:
 
 
 def _positive(alpha: Tensor, beta: Tensor) -> Parameters:
-    """Away from 0, where neither is a distribution."""
+    """Return the parameters, kept away from 0, where there is no distribution."""
     tiny = torch.finfo(alpha.dtype).eps
     return Parameters(alpha.clamp_min(tiny), beta.clamp_min(tiny))
 
 
 def _standard_gamma(rngs: Rngs, alpha: Tensor) -> Tensor:
-    """[M, d] draws of Gamma(alpha, 1), row m from generator m."""
+    """Return draws [M, d] of Gamma(alpha, 1), row m from generator m."""
     return torch.stack([torch._standard_gamma(row, generator=rng) for row, rng in zip(alpha, rngs, strict=True)])

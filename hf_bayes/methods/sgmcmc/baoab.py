@@ -7,10 +7,11 @@
     O  m_t = c_t m + sqrt((1 - c_t^2) T) R_t
     A  theta_t = theta + h_t m_t / 2
 
-The two half kicks B that meet between updates of BAOAB use the same gradient, so they are made as one: after the first
-update BAOAB and BAOA (posteriors' name) are the same chain of positions. What tells them apart is where a momentum is
-looked at. BAOAB looks between the half kicks, where m is independent of theta, so a run that starts at m_0 ~ N(0, T)
-begins with half a kick; BAOA looks after O and begins with a whole one. The state holds m_t after O in both.
+Between two updates of BAOAB, two half kicks B use the same gradient, so they are done as one kick. After the first
+update BAOAB and BAOA (posteriors' name) are therefore the same chain of positions. They differ in the place at which
+the momentum is read. BAOAB reads it between the half kicks, where m is independent of theta, so a run that starts at
+m_0 ~ N(0, T) begins with half a kick. BAOA reads it after O and begins with a whole kick. In both, the state holds m_t
+after O.
 
 Stationary law for U = lambda theta^2 / 2, constant l and x = h^2 lambda < 4:
 
@@ -45,7 +46,7 @@ class BAOABState(NamedTuple):
     momentum: Tensor
     """[M, d] after O: unit mass, variance T."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ class BAOABConfig(LangevinConfig):
     """Langevin dynamics of weak order 2, whose variance on a Gaussian is exact at any stable learning rate.
 
     Attributes:
-        momentum: beta in [0, 1), the share of the momentum that an update at the peak learning rate keeps.
+        momentum: beta in [0, 1), the share of the momentum that remains after an update at the peak learning rate.
         scheme: "baoab" starts with half a kick and reports the momentum between half kicks; "baoa" starts with a
-            whole one and reports it after O.
+            whole kick and reports the momentum after O.
     """
 
     name: ClassVar[str] = "baoab"
@@ -67,7 +68,7 @@ class BAOABConfig(LangevinConfig):
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_choice("scheme", self.scheme, ("baoab", "baoa"))
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[BAOABState]:
         peak, temperature = problem.learning_rate, self.temperature
 
         def init(theta: Tensor, rngs: Rngs) -> BAOABState:
@@ -78,7 +79,7 @@ class BAOABConfig(LangevinConfig):
             h = math.sqrt(lr / problem.num_data)
             decay = self.momentum ** math.sqrt(lr / peak)
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
-            # no update came before the first one of BAOAB, and left it half a kick
+            # before the first update of BAOAB there is no earlier update whose half kick remains to be done
             kicked = (state.step > 0).to(gradient)[:, None] if self.scheme == "baoab" else 1.0
             between = state.momentum - h / 2 * kicked * gradient
             momentum = between - h / 2 * gradient
@@ -96,4 +97,7 @@ class BAOABConfig(LangevinConfig):
             }
             return BAOABState(theta, refreshed, state.step + 1), info
 
-        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
+        def finish(state: BAOABState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Rule(init, locate_at_theta, update, finish)

@@ -1,9 +1,9 @@
-"""The noise that minibatches bring into the gradient of U: compared with what a sampler injects, or taken off it.
+"""The noise of minibatches in the gradient of U: its comparison with a sampler's own noise, and its correction.
 
-``Evaluation.grad_variance`` holds its variance V, estimated from the micro-batches of the update or, now and then, from
-the halves of a single one. A sampler that adds
-noise of variance q to a momentum moved by -h grad U has q + h^2 V of it in truth; Chen, Fox and Guestrin (2014) inject
-the rest only, q - h^2 V (their 2 (C - B) epsilon with B = epsilon V / 2; ``beta`` in posteriors' code is V at T = 1).
+``Evaluation.grad_variance`` holds the variance V of this noise. It is estimated from the micro-batches of the update
+or, now and then, from the halves of a single one. A sampler that adds noise of variance q to a momentum moved by -h
+grad U has noise of variance q + h^2 V in total. Chen, Fox and Guestrin (2014) inject only the rest, q - h^2 V (their
+2 (C - B) epsilon with B = epsilon V / 2; ``beta`` in posteriors' code is V at T = 1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from hf_bayes.core.types import Info, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class LangevinConfig(MethodConfig):
-    """What samplers share that add noise to a gradient.
+    """The base class of samplers that add noise to a gradient.
 
     Attributes:
-        measure_gradient_noise: report ``noise_ratio``, the variance of the sampler's own noise over that of its
-            gradient. True: of each update, from its micro-batches, of which it takes two (gradient_accumulation_steps
-            times processes that share a chain). None: where there is only one, of about every hundredth update, from
-            the halves of its rows, of which it takes two; half a gradient each. False: never.
+        measure_gradient_noise: report ``noise_ratio``, the variance of the sampler's own noise divided by the variance
+            of its gradient. True: in every update, from its micro-batches; this requires two of them
+            (gradient_accumulation_steps times processes that share a chain). None: as True where there are several
+            micro-batches; with a single one, in about every hundredth update, from the two halves of its rows, at the
+            cost of half a gradient each. False: never.
     """
 
     measure_gradient_noise: bool | None = None
@@ -47,10 +48,10 @@ class LangevinConfig(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectedLangevinConfig(LangevinConfig):
-    """A sampler that can take the gradient's noise off its own.
+    """The base class of samplers that can subtract the gradient's noise from their own.
 
     Attributes:
-        correct_gradient_noise: inject less noise by what the gradient brings (Chen et al. 2014), measured likewise.
+        correct_gradient_noise: inject less noise, by the measured noise of the gradient (Chen et al. 2014).
     """
 
     correct_gradient_noise: bool = False
@@ -66,82 +67,96 @@ class CorrectedLangevinConfig(LangevinConfig):
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:
-    """q / (h^2 V) of each chain, V [M, S] averaged over all coordinates; nothing at T = 0, or where V is not known."""
+    """Return q / (h^2 V) of each chain, with V [M, S] averaged over all coordinates.
+
+    The result is empty at T = 0, and where V is not known.
+    """
     if variance is None or (injected == 0 and squared_step > 0):
         return {}
     sizes = torch.tensor(problem.sizes).to(variance)
-    per_step = injected / squared_step if squared_step > 0 else math.inf  # its limit
+    per_step = injected / squared_step if squared_step > 0 else math.inf  # the limit
     return {"noise_ratio": per_step / ((variance * sizes).sum(1) / sizes.sum())}
 
 
 WINDOW = 100
-"""Updates that the account looks back on, and that it must have seen before a run is refused."""
+"""The number of updates in the means of a ``NoiseAccount``. No run is refused before so many updates."""
 
 MAX_EXCESS = 1.5
-"""Of h^2 V over q before a run is refused: two micro-batches and a tensor of one coordinate, the worst case, leave the
-mean of 100 estimates of V a standard error of sqrt(2 / 100) = 14 %, 3.5 of which are 0.5."""
+"""The largest h^2 V / q that is not refused.
+
+The worst case is two micro-batches and a tensor of one coordinate. The mean of 100 estimates of V then has a standard
+error of sqrt(2 / 100) = 14 %, and 3.5 standard errors are 0.5.
+"""
 
 
-class Account(NamedTuple):
-    """What ``correct_gradient_noise`` had to inject and what the gradient brought of it; a field [M, 3 + S] of states.
+class NoiseAccount(NamedTuple):
+    """The noise that ``correct_gradient_noise`` should inject, and the noise of the gradient.
 
-    Both are means over all updates that could tell V, from the hundredth on with a memory of about ``WINDOW`` of them.
+    States hold it as one tensor. Both are means over all updates with a known V; from the hundredth on they forget
+    earlier ones, within about ``WINDOW`` updates.
     """
 
     seen: Tensor
-    """[M] updates that could tell."""
+    """[M] number of updates with a known V."""
     lacking: Tensor
-    """[M] those of them in which the gradient of a tensor alone brought more than q."""
+    """[M] number of these updates in which the gradient noise of some tensor exceeded q."""
     injected: Tensor
     """[M] mean of q."""
     brought: Tensor
     """[M, S] mean of h^2 V."""
 
     @classmethod
-    def of(cls, field: Tensor) -> Account:
+    def of(cls, field: Tensor) -> NoiseAccount:
+        """Return the account that a state's field [M, 3 + S] holds."""
         return cls(field[:, 0], field[:, 1], field[:, 2], field[:, 3:])
 
     @property
     def field(self) -> Tensor:
+        """The account as one tensor [M, 3 + S]."""
         return torch.cat([torch.stack([self.seen, self.lacking, self.injected], 1), self.brought], 1)
 
 
-def open_account(theta: Tensor, problem: Problem) -> Tensor:
-    """[M, 3 + S]"""
+def empty_account(theta: Tensor, problem: Problem) -> Tensor:
+    """Return the field [M, 3 + S] of a ``NoiseAccount`` before the first update."""
     return theta.new_zeros(len(theta), 3 + len(problem.sizes))
 
 
 def remaining_std(
-    state: Any,
+    account: Tensor,
+    step: Tensor,
     variance: Tensor | None,
     problem: Problem,
     *,
     name: str,
     injected: float,
     squared_step: float,
-) -> tuple[Tensor | float, Any]:
-    """sqrt(q - h^2 V) [M, d] from V [M, S], and the state with its ``account`` after it.
+) -> tuple[Tensor | float, Tensor]:
+    """Return sqrt(q - h^2 V) [M, d] from V [M, S], and the account after this update.
 
-    All of the noise in an update that cannot tell V: the last one of a stream may have a single micro-batch.
+    If V is not known, the whole noise is injected: the last update of a stream may have a single micro-batch.
 
-    Where the gradient alone brings more than q there is none left to inject, and the momenta are hotter than T. V is an
-    estimate from a few micro-batches (of two it scatters by sqrt(2) in a tensor of one coordinate), l falls within a
-    cycle and V within burn-in; so a single update, or a start, ends no run: the first such update of a run warns. A run
-    is refused where nothing of this can excuse it: at a draw, if over the last ``WINDOW`` updates h^2 V was more than
-    ``MAX_EXCESS`` times q in most coordinates. Nothing is refused at T = 0, where there is no noise to correct.
+    If the gradient alone has more noise than q, nothing is left to inject, and the momenta are hotter than T. V is an
+    estimate from a few micro-batches: with two, its relative error is sqrt(2) in a tensor of one coordinate. The
+    learning rate falls within a cycle, and V falls within burn-in. So a single update, or the start of a run, never
+    ends a run; the first such update warns. A run is refused at a draw, if over the last ``WINDOW`` updates h^2 V was
+    more than ``MAX_EXCESS`` times q in most coordinates. At T = 0 there is no noise to correct, and no run is refused.
 
     Args:
-        state: has ``account``, and ``step`` [M], the updates done; a draw follows those of ``problem.draw_steps``.
+        account: [M, 3 + S] the field of a ``NoiseAccount``.
+        step: [M] number of updates done; a draw follows the updates of ``problem.draw_steps``.
+        variance: [M, S] V, or None.
+        injected: q.
+        squared_step: h^2.
     Raises:
-        ValueError: then, with both numbers.
+        ValueError: if the run is refused; the message holds both variances.
     """
     if variance is None:
-        return math.sqrt(injected), state
-    old, brought = Account.of(state.account), squared_step * variance.to(state.account.dtype)
+        return math.sqrt(injected), account
+    old, brought = NoiseAccount.of(account), squared_step * variance.to(account.dtype)
     gain = 1 / (old.seen + 1).clamp(max=WINDOW)
     left = injected - brought
     lacking = (left < 0).any(1) & (injected > 0)
-    new = Account(
+    new = NoiseAccount(
         seen=old.seen + 1,
         lacking=old.lacking + lacking,
         injected=old.injected + gain * (injected - old.injected),
@@ -150,18 +165,18 @@ def remaining_std(
     if bool(lacking.any()) and not bool(old.lacking.any()):
         warnings.warn(
             f"{name}: the gradient of {_worst(brought, injected, problem)}, more than correct_gradient_noise has to "
-            "inject: a tensor's momenta get no noise in such an update, and are hotter than T where that lasts. Use a "
+            "inject: a tensor's momenta get no noise in such an update, and are hotter than T if that lasts. Use a "
             "larger batch or a lower learning rate",
             stacklevel=2,
         )
-    update = int(state.step[0]) + 1  # all chains have done the same
+    update = int(step[0]) + 1  # all chains have done the same number
     if update in problem.draw_steps and bool((new.seen >= WINDOW).all()):
         _require_room(new, problem, name)
-    return per_element(left.clamp_min(0).sqrt(), problem.sizes), state._replace(account=new.field)
+    return per_element(left.clamp_min(0).sqrt(), problem.sizes), new.field
 
 
-def _require_room(account: Account, problem: Problem, name: str) -> None:
-    """Refuse a run whose gradients bring more noise than there is to inject, for good."""
+def _require_room(account: NoiseAccount, problem: Problem, name: str) -> None:
+    """Raise a ValueError if the gradient noise lastingly exceeds the noise to inject."""
     sizes = torch.tensor(problem.sizes).to(account.brought)
     beyond = (account.brought > MAX_EXCESS * account.injected[:, None]) & (account.injected > 0)[:, None]
     share = float((beyond * sizes).sum() / (len(beyond) * sizes.sum()))
@@ -175,7 +190,7 @@ def _require_room(account: Account, problem: Problem, name: str) -> None:
 
 
 def _worst(brought: Tensor, injected: Tensor | float, problem: Problem) -> str:
-    """The chain and tensor with the largest h^2 V / q, in words, with both numbers."""
+    """Return a phrase that names the chain and tensor with the largest h^2 V / q, with both numbers."""
     injected = torch.as_tensor(injected).to(brought).expand(len(brought))
     chain, tensor = divmod(int((brought / injected[:, None]).nan_to_num(0.0).argmax()), brought.shape[1])
     where = list(problem.shapes)[tensor] or "theta"
@@ -186,7 +201,7 @@ def _worst(brought: Tensor, injected: Tensor | float, problem: Problem) -> str:
 def require_friction(
     name: str, decay: float, *, h: float, friction: float, lr: float, peak: float, beta: float
 ) -> None:
-    """Refuse an update that would reverse the momentum."""
+    """Raise a ValueError if an update would reverse the momentum."""
     if decay < -1e-12:  # beta = 0 at the peak is a decay of 0, up to rounding
         raise ValueError(
             f"{name} needs 1 - h * friction >= 0, got h={h:.4g}, friction={friction:.4g}: learning_rate "

@@ -7,30 +7,30 @@
     theta_t = theta_{t-1} + h_t m_t                                                 eq. 10
 
 The state is the paper's m, in units where its law does not depend on l: theta moves by h_t m_t, so torch's momentum
-buffer is -m_t / sqrt(N l_t). Algorithm 1 draws m_0 from N(0, I), the stationary law only at T = 1; here m_0 ~ N(0, T).
+buffer is -m_t / sqrt(N l_t). Algorithm 1 draws m_0 from N(0, I), the stationary law only at T = 1. Here m_0 ~ N(0, T).
 
-Stationary law for U = lambda theta^2 / 2, constant l, b = beta (solve the three equations that second moments obey):
+Stationary law for U = lambda theta^2 / 2, constant l, b = beta (from the three equations of the second moments):
 
     E theta^2 = (T / lambda) / (1 - h^2 lambda / (2 (1 + b)))        E m^2 = 2 T / (1 + b - h^2 lambda / 2)
 
 A gradient of U with noise of variance V adds h^2 V / (2 (1 - b)) to T, unless ``correct_gradient_noise`` injects h^2 V
-less. As h^2 lambda -> 0 the target exp(-U / T) is
-left invariant while E m^2 -> 2 T / (1 + b), not T: the noise of eq. 9 is exact only as h gamma -> 0. At fixed gamma the
-stationary law of theta is off by O(h^2), that of m by O(h).
+less. As h^2 lambda -> 0 the target exp(-U / T) is left invariant, while E m^2 -> 2 T / (1 + b), not T: the noise of
+eq. 9 is exact only as h gamma -> 0. At fixed gamma the stationary law of theta has an error of O(h^2), and the law of m
+an error of O(h).
 
-``preconditioner="layerwise"`` gives each tensor a mass M, estimated anew in every cycle (``preconditioner``):
+``preconditioner="layerwise"`` gives each tensor a mass M, with a new estimate in every cycle (``preconditioner``):
 
     n_t = beta_t n_{t-1} - h_t M^(-1/2) grad U(theta_{t-1}) + sqrt(2 gamma h_t T) R_t         eqs 8-9, n = M^(-1/2) m
     theta_t = theta_{t-1} + h_t M^(-1/2) n_t                                                  eq. 10
 
-which is the same chain in theta M^(1/2): lambda / M takes the place of lambda in the stationary law.
+This is the same chain in theta M^(1/2): lambda / M replaces lambda in the stationary law.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
+    empty_account,
     noise_ratio,
-    open_account,
     remaining_std,
     require_friction,
 )
@@ -50,33 +50,33 @@ from hf_bayes.methods.sgmcmc.preconditioner import Layerwise
 
 
 class SGHMCState(NamedTuple):
-    """Position and Wenzel's momentum."""
+    """The position and Wenzel's momentum."""
 
     theta: Tensor
     """[M, d]"""
     momentum: Tensor
     """[M, d] m of eq. 8: unit mass, variance about T."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
     account: Tensor
-    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
+    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
 
 
 class PreconditionedSGHMCState(NamedTuple):
-    """SGHMC's state and its layerwise preconditioner."""
+    """The state of SGHMC with a layerwise preconditioner."""
 
     theta: Tensor
     """[M, d]"""
     momentum: Tensor
     """[M, d] n = M^(-1/2) m: variance about T."""
     step: Tensor
-    """[M] int64 updates done, those of estimates included."""
+    """[M] int64, number of updates done, including the updates of estimates."""
     account: Tensor
-    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
+    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
     mass: Tensor
     """[M, S] M of each tensor."""
     squares: Tensor
-    """[M, S] what the estimate under way (or the last one) has summed up."""
+    """[M, S] the sum of the current estimate of M, or of the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ class SGHMCConfig(CorrectedLangevinConfig):
     """Symplectic Euler SGHMC. At T = 0 and constant learning rate it is ``torch.optim.SGD(momentum=beta)``.
 
     Attributes:
-        momentum: beta in [0, 1), SGD's meaning; the friction is (1 - beta) sqrt(N / l_0). 0 gives SGLD.
+        momentum: beta in [0, 1), as in SGD; the friction is (1 - beta) sqrt(N / l_0). 0 gives SGLD.
         preconditioner: "layerwise" gives each tensor a mass M (Algorithm 4), "identity" is M = I.
-        preconditioner_batches: K, updates that an estimate of the masses takes; theta does not move in them.
-        preconditioner_period: updates from the beginning of one estimate to the next; None begins one with each
-            cycle, that is after each draw.
+        preconditioner_batches: K, the number of updates for an estimate of the masses; theta does not move in them.
+        preconditioner_period: number of updates from the beginning of one estimate to the next; None begins one with
+            each cycle, that is after each draw.
     """
 
     name: ClassVar[str] = "sghmc"
@@ -105,51 +105,121 @@ class SGHMCConfig(CorrectedLangevinConfig):
         if self.preconditioner_period is not None:
             self._check_count("preconditioner_period", self.preconditioner_period, minimum=1)
 
-    def build(self, problem: Problem) -> Rule:
-        peak, temperature = problem.learning_rate, self.temperature
-        friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
-
-        layerwise = None
+    def build(self, problem: Problem) -> Rule[SGHMCState] | Rule[PreconditionedSGHMCState]:
+        dynamics = Dynamics(self, problem)
         if self.preconditioner == "layerwise":
-            layerwise = Layerwise(problem, self.preconditioner_batches, self.preconditioner_period)
+            return self._build_preconditioned(dynamics)
 
-        def init(theta: Tensor, rngs: Rngs) -> Any:
-            step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            account = open_account(theta, problem)
-            state = SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
-            return state if layerwise is None else PreconditionedSGHMCState(*state, *layerwise.start(theta))
+        def update(state: SGHMCState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGHMCState, Info]:
+            gradient = dynamics.gradient(state.theta, evaluation)
+            return dynamics.move(state, gradient, evaluation.grad_variance, lr, rngs, scale=1.0)
 
-        def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
-            h = math.sqrt(lr / problem.num_data)
-            decay = 1 - h * friction
-            require_friction(self.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=self.momentum)
-            gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
-            injected = 2 * friction * h * temperature
-            noise_std: float | Tensor = math.sqrt(injected)
-            step_size: float | Tensor = h
-            variance = evaluation.grad_variance
-            if layerwise is not None:
-                seen = layerwise.batches_seen(int(state.step[0]))  # all chains have done the same updates
-                if seen is not None:
-                    return layerwise.observe(state, gradient, seen), diagnose(state.momentum, state, gradient, decay)
-                step_size = h * layerwise.scale(state.mass)
-                variance = None if variance is None else variance / state.mass
-            if self.correct_gradient_noise:
-                noise_std, state = remaining_std(
-                    state, variance, problem, name=self.name, injected=injected, squared_step=h**2
-                )
-            momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
-            moved = state._replace(theta=state.theta + step_size * momentum, momentum=momentum, step=state.step + 1)
-            ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)
-            return moved, diagnose(momentum, state, gradient, decay) | ratio
+        return Rule(dynamics.start, locate_at_theta, update, finish)
 
-        def diagnose(momentum: Tensor, state: Any, gradient: Tensor, decay: float) -> Info:
-            kinetic = momentum.square().mean(1)
-            return {
-                "kinetic_temperature": kinetic,
-                # the limit h^2 lambda -> 0 of E m^2; under a schedule m follows it within 1 / (1 - decay^2) updates
-                "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),
-                "configurational_temperature": (state.theta * gradient).mean(1),  # eq. 43; T in the mean, eq. 44
-            }
+    def _build_preconditioned(self, dynamics: Dynamics) -> Rule[PreconditionedSGHMCState]:
+        layerwise = Layerwise(dynamics.problem, self.preconditioner_batches, self.preconditioner_period)
 
-        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
+        def init(theta: Tensor, rngs: Rngs) -> PreconditionedSGHMCState:
+            return PreconditionedSGHMCState(*dynamics.start(theta, rngs), *layerwise.start(theta))
+
+        def update(
+            state: PreconditionedSGHMCState, evaluation: Evaluation, lr: float, rngs: Rngs
+        ) -> tuple[PreconditionedSGHMCState, Info]:
+            gradient, variance = dynamics.gradient(state.theta, evaluation), evaluation.grad_variance
+            seen = layerwise.batches_seen(int(state.step[0]))  # all chains have done the same number of updates
+            if seen is not None:
+                mass, squares = layerwise.observe(state.mass, state.squares, gradient, seen)
+                _, decay = dynamics.step_size_and_decay(lr)
+                observed = state._replace(mass=mass, squares=squares, step=state.step + 1)
+                return observed, dynamics.temperatures(state.momentum, state.theta, gradient, decay)
+            variance = None if variance is None else variance / state.mass
+            return dynamics.move(state, gradient, variance, lr, rngs, scale=layerwise.scale(state.mass))
+
+        return Rule(init, locate_at_theta, update, finish)
+
+
+AnyState = TypeVar("AnyState", SGHMCState, PreconditionedSGHMCState)
+
+
+def finish(state: AnyState, draws: Tensor) -> Draws:
+    """Return the draws of all chains."""
+    return Draws.from_chains(draws)
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """Eqs 8-10 for one run, with or without a preconditioner."""
+
+    config: SGHMCConfig
+    problem: Problem
+
+    @property
+    def friction(self) -> float:
+        """gamma of eq. 13."""
+        return (1 - self.config.momentum) * math.sqrt(self.problem.num_data / self.problem.learning_rate)
+
+    def start(self, theta: Tensor, rngs: Rngs) -> SGHMCState:
+        """Return the state before the first update, with m_0 ~ N(0, T)."""
+        temperature = self.config.temperature
+        step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+        account = empty_account(theta, self.problem)
+        return SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
+
+    def gradient(self, theta: Tensor, evaluation: Evaluation) -> Tensor:
+        """Return grad U(theta) [M, d]."""
+        return grad_energy(evaluation, theta, self.problem.prior, prior_weight=self.config.prior_weight)
+
+    def step_size_and_decay(self, lr: float) -> tuple[float, float]:
+        """Return h_t and beta_t.
+
+        Raises:
+            ValueError: if beta_t is negative.
+        """
+        problem, friction = self.problem, self.friction
+        h = math.sqrt(lr / problem.num_data)
+        decay = 1 - h * friction
+        peak, beta = problem.learning_rate, self.config.momentum
+        require_friction(self.config.name, decay, h=h, friction=friction, lr=lr, peak=peak, beta=beta)
+        return h, decay
+
+    def move(
+        self,
+        state: AnyState,
+        gradient: Tensor,
+        variance: Tensor | None,
+        lr: float,
+        rngs: Rngs,
+        *,
+        scale: float | Tensor,
+    ) -> tuple[AnyState, Info]:
+        """Return the state after an update, and its figures.
+
+        Args:
+            gradient: [M, d] of U.
+            variance: [M, S] of the noise of M^(-1/2) grad U; None if it is not known.
+            scale: M^(-1/2), [M, d] or 1.
+        """
+        problem, config, friction, temperature = self.problem, self.config, self.friction, self.config.temperature
+        h, decay = self.step_size_and_decay(lr)
+        injected = 2 * friction * h * temperature
+        noise_std: float | Tensor = math.sqrt(injected)
+        step_size, account = h * scale, state.account
+        if config.correct_gradient_noise:
+            noise_std, account = remaining_std(
+                account, state.step, variance, problem, name=config.name, injected=injected, squared_step=h**2
+            )
+        momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
+        theta = state.theta + step_size * momentum
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)
+        return moved, self.temperatures(momentum, state.theta, gradient, decay) | ratio
+
+    def temperatures(self, momentum: Tensor, theta: Tensor, gradient: Tensor, decay: float) -> Info:
+        """Return the kinetic and the configurational temperature, and the law of the kinetic one."""
+        kinetic = momentum.square().mean(1)
+        return {
+            "kinetic_temperature": kinetic,
+            # the limit h^2 lambda -> 0 of E m^2; under a schedule m follows it within 1 / (1 - decay^2) updates
+            "kinetic_temperature_law": torch.full_like(kinetic, 2 * self.config.temperature / (1 + decay)),
+            "configurational_temperature": (theta * gradient).mean(1),  # eq. 43; its mean is T, eq. 44
+        }

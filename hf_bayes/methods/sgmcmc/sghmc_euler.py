@@ -4,17 +4,18 @@
     theta_t = theta_{t-1} + h_t m_{t-1}
     m_t = beta_t m_{t-1} - h_t grad U(theta_{t-1}) + sqrt(2 gamma h_t T) R_t
 
-In B.2, with theirs on the right: l = (epsilon / sigma)^2, 1 - beta = epsilon alpha / sigma^2, m = sqrt(N) m / sigma and
-T = N times their temperature. ``sghmc`` is the better choice; this form is for comparison with posteriors.
+In terms of the symbols of B.2, on the right: l = (epsilon / sigma)^2, 1 - beta = epsilon alpha / sigma^2,
+m = sqrt(N) m / sigma, and T = N times their temperature. ``sghmc`` is the better choice; this form is for comparison
+with posteriors.
 
 Stationary law for U = lambda theta^2 / 2, constant l, b = beta and x = h^2 lambda:
 
     E theta^2 = (T / lambda) (1 - b) (1 + b + x) / ((1 - b - x) (1 + b + x / 2))
     E m^2 = 2 T (1 - b) / ((1 - b - x) (1 + b + x / 2))
 
-so it is stable for x < 1 - beta only, where sghmc's bound is 2 (1 + beta). A gradient of U with noise of variance V
-adds h^2 V / (2 (1 - b)) to T. Weak order 1 in h. At T = 0 and constant l, theta_{t+1} is where
-``torch.optim.SGD(momentum=beta)`` would go with gradients taken one update earlier.
+so it is stable only for x < 1 - beta, while sghmc is stable for x < 2 (1 + beta). A gradient of U with noise of
+variance V adds h^2 V / (2 (1 - b)) to T. Weak order 1 in h. At T = 0 and constant l, theta_{t+1} is the
+position of ``torch.optim.SGD(momentum=beta)`` with gradients taken one update earlier.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
+    empty_account,
     noise_ratio,
-    open_account,
     remaining_std,
     require_friction,
 )
@@ -45,11 +46,11 @@ class SGHMCEulerState(NamedTuple):
     theta: Tensor
     """[M, d]"""
     momentum: Tensor
-    """[M, d] of unit mass, variance about T."""
+    """[M, d] unit mass, variance about T."""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
     account: Tensor
-    """[M, 3 + S] of the noise that gradients bring (``gradient_noise.Account``); stands still without a correction."""
+    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +68,13 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
         super().__post_init__()
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[SGHMCEulerState]:
         peak, temperature = problem.learning_rate, self.temperature
         friction = (1 - self.momentum) * math.sqrt(problem.num_data / peak)
 
         def init(theta: Tensor, rngs: Rngs) -> SGHMCEulerState:
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            account = open_account(theta, problem)
+            account = empty_account(theta, problem)
             return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
 
         def update(
@@ -85,9 +86,10 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
+            account, variance = state.account, evaluation.grad_variance
             if self.correct_gradient_noise:
-                noise_std, state = remaining_std(
-                    state, evaluation.grad_variance, problem, name=self.name, injected=injected, squared_step=h**2
+                noise_std, account = remaining_std(
+                    account, state.step, variance, problem, name=self.name, injected=injected, squared_step=h**2
                 )
             theta = state.theta + h * state.momentum
             momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
@@ -96,8 +98,11 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
                 "kinetic_temperature": kinetic,
                 "kinetic_temperature_law": torch.full_like(kinetic, 2 * temperature / (1 + decay)),  # x -> 0
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
-                **noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=h**2),
+                **noise_ratio(variance, problem, injected=injected, squared_step=h**2),
             }
-            return SGHMCEulerState(theta, momentum, state.step + 1, state.account), info
+            return SGHMCEulerState(theta, momentum, state.step + 1, account), info
 
-        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
+        def finish(state: SGHMCEulerState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Rule(init, locate_at_theta, update, finish)

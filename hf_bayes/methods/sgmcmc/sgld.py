@@ -2,8 +2,8 @@
 
     theta_t = theta_{t-1} - (l_t / N) grad U(theta_{t-1}) + sqrt(2 (l_t / N) T) R_t
 
-l is SGD's learning rate: at T = 0 this is ``torch.optim.SGD`` on U / N. In posteriors' B.1, epsilon is l, and 1 / N is
-the Bayes posterior's temperature: T here is N times theirs. Welling and Teh's epsilon is 2 l / N.
+l is SGD's learning rate: at T = 0 this is ``torch.optim.SGD`` on U / N. In posteriors' B.1, epsilon is l, and the Bayes
+posterior has temperature 1 / N: T here is N times theirs. Welling and Teh's epsilon is 2 l / N.
 
 Stationary law for U = lambda theta^2 / 2 and constant l:
 
@@ -29,12 +29,12 @@ from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig, noise_ratio
 
 
 class SGLDState(NamedTuple):
-    """Position."""
+    """The position of the chains."""
 
     theta: Tensor
     """[M, d]"""
     step: Tensor
-    """[M] int64 updates done."""
+    """[M] int64, number of updates done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class SGLDConfig(LangevinConfig):
 
     name: ClassVar[str] = "sgld"
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[SGLDState]:
         def init(theta: Tensor, rngs: Rngs) -> SGLDState:
             return SGLDState(theta, torch.zeros(len(theta), dtype=torch.int64, device=theta.device))
 
@@ -52,10 +52,13 @@ class SGLDConfig(LangevinConfig):
             step_size = lr / problem.num_data
             noise = math.sqrt(2 * step_size * self.temperature) * randn(rngs, state.theta)
             theta = state.theta - step_size * gradient + noise
-            # cold_posteriors eq. 43; T in the mean (eq. 44)
+            # cold_posteriors eq. 43; its mean is T (eq. 44)
             info = {"configurational_temperature": (state.theta * gradient).mean(1)}
             injected = 2 * step_size * self.temperature
             info |= noise_ratio(evaluation.grad_variance, problem, injected=injected, squared_step=step_size**2)
             return SGLDState(theta, state.step + 1), info
 
-        return Rule(init, locate_at_theta, update, lambda state, draws: Draws.from_chains(draws))
+        def finish(state: SGLDState, draws: Tensor) -> Draws:
+            return Draws.from_chains(draws)
+
+        return Rule(init, locate_at_theta, update, finish)

@@ -1,1 +1,4 @@
-"""Variational inference: rules that end in a Gaussian. Each file is one method."""
+"""Variational inference: methods that fit a distribution to the posterior by its free energy.
+
+Each file is one method, and each method ends in a Gaussian per chain.
+"""

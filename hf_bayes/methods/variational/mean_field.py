@@ -5,15 +5,16 @@
     dF/dmean    = E[grad U(theta)]
     dF/dlog std = E[grad U(theta) eps] std - T
 
-minimised by Adam with one eps per chain and update. ``temper="likelihood"`` makes U the sum U_lik + T U_prior and so F
+Adam minimises F with one eps per chain and update. With ``temper="likelihood"`` U is U_lik + T U_prior, and so F is
 E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian posterior with covariance S at T = 1, its mean and the precision
 diag(S^-1) / T.
 
-Three things make one draw enough. The entropy is exact. The part of grad U(theta) linear in eps, slope * eps, is learnt
-coordinate by coordinate (least mean squares) and its expectation put in its place. As slope depends on past draws
-only, both gradients stay unbiased; the noise of a Gaussian prior vanishes with it, as if its part were in closed form,
-and on a diagonal Gaussian posterior all noise does. Last, q averages the iterates after burn-in, or of the second half
-of the run if that is shorter (Polyak & Juditsky 1992): what noise is left falls as 1 / sqrt(updates).
+Three properties make one draw enough. First, the entropy is exact. Second, the part of grad U(theta) that is linear in
+eps, slope * eps, is learned coordinate by coordinate (least mean squares) and replaced by its expectation. As slope
+depends only on past draws, both gradients stay unbiased. The noise of a Gaussian prior vanishes in this way, as if its
+part were in closed form, and on a diagonal Gaussian posterior all noise vanishes. Third, q averages the iterates after
+burn-in, or of the second half of the run if that is shorter (Polyak & Juditsky 1992): the remaining noise falls as
+1 / sqrt(updates).
 """
 
 from __future__ import annotations
@@ -34,24 +35,27 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import by_column
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
-"""Adam's."""
+"""The constants of Adam."""
 
 SLOPE_RATE = 0.05
-"""Of the least mean squares: a memory of 20 updates. Where grad U does not depend on eps at all it adds 3 % to the
-variance of the gradient in mean and 5 % in log std: rate / (2 - 3 rate) and twice that."""
+"""The rate of the least mean squares, with a memory of 20 updates.
+
+If grad U does not depend on eps at all, it adds 3 % to the variance of the gradient in mean and 5 % in log std:
+rate / (2 - 3 rate) and twice that.
+"""
 
 
 class MeanFieldState(NamedTuple):
-    """q, Adam's state and the draw that ``update`` will be given the gradient at.
+    """q, the state of Adam, and the draw at which ``update`` receives the gradient.
 
     Attributes:
         theta: [M, d] mean of q (averaged over iterates).
-        log_std: [M, d] log std of q (averaged).
+        log_std: [M, d] log std of q (averaged over iterates).
         iterate: [M, 2, d] the last mean and log std.
         first, second: [M, 2, d] Adam's moments.
         slope: [M, d] regression of grad U(mean + std eps) on eps.
         noise: [M, d] eps of the current draw.
-        step: [M] int64, updates done.
+        step: [M] int64, number of updates done.
     """
 
     theta: Tensor
@@ -66,12 +70,12 @@ class MeanFieldState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanFieldConfig(MethodConfig):
-    """Mean-field Gaussian variational inference: ends in one Gaussian per chain, ``draws_per_chain`` is not used.
+    """Mean-field Gaussian variational inference. A chain ends in one Gaussian; ``draws_per_chain`` is not used.
 
     Attributes:
         init_std: standard deviation of q at the start, in parameter units.
-        std_learning_rate: Adam's step size for log std, a relative change per update; it follows the schedule of
-            the learning rate, which Adam uses for the mean and which is in parameter units.
+        std_learning_rate: Adam's step size for log std, a relative change per update. It follows the schedule of the
+            learning rate, which is Adam's step size for the mean, in parameter units.
     """
 
     name: ClassVar[str] = "mean_field"
@@ -93,7 +97,7 @@ class MeanFieldConfig(MethodConfig):
     def requirements(self) -> Requirements:
         return Requirements(draws_are_chain_states=False)
 
-    def build(self, problem: Problem) -> Rule:
+    def build(self, problem: Problem) -> Rule[MeanFieldState]:
         first_averaged = max(problem.burn_in, problem.num_steps // 2)
 
         def init(theta: Tensor, rngs: Rngs) -> MeanFieldState:
@@ -123,16 +127,16 @@ class MeanFieldConfig(MethodConfig):
                 std = iterate[:, 1].exp()
                 part, prior_pull = prior.of(torch.addcmul(iterate[:, 0], std, noise), *parameters)
                 log_prior = log_prior + part
-                # minus what slope * noise leaves of grad U
+                # minus (grad U - slope * noise)
                 remainder = torch.add(pull, prior_pull, alpha=self.prior_weight).addcmul_(slope, noise)
                 correlated = remainder * noise
-                # units that keep Adam's epsilon small beside every gradient: per datum as in a HF loss, and in kT
+                # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
                 gradients = torch.empty_like(iterate)
                 torch.mul(remainder, -1 / problem.num_data, out=gradients[:, 0])
                 torch.sub(slope, correlated, out=gradients[:, 1])
                 gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
                 first, second, denominator = adam(gradients, first, second, count)
-                moved = gradients  # which have done their duty
+                moved = gradients  # the memory is used again
                 for half, rate in enumerate(rates):
                     direction = first[:, half], denominator[:, half]
                     torch.addcdiv(iterate[:, half], *direction, value=-rate, out=moved[:, half])
@@ -156,7 +160,7 @@ class MeanFieldConfig(MethodConfig):
 
 
 def _draw(state: MeanFieldState) -> Tensor:
-    """[M, d]: theta = mean + std eps at the last iterate."""
+    """Return theta = mean + std eps [M, d] at the last iterate."""
 
     def draw(iterate: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         return (torch.addcmul(iterate[:, 0], iterate[:, 1].exp(), noise),)
@@ -165,8 +169,10 @@ def _draw(state: MeanFieldState) -> Tensor:
 
 
 def adam(gradient: Tensor, first: Tensor, second: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's two moments after update number ``step`` (Kingma & Ba 2015, alg. 1), and what its direction divides the
-    first by."""
+    """Return Adam's two moments after update number ``step`` (Kingma & Ba 2015, alg. 1).
+
+    The third tensor is the divisor of the first moment in Adam's direction.
+    """
     first = torch.lerp(first, gradient, 1 - BETA1)
     second = (BETA2 * second).addcmul_(gradient, gradient, value=1 - BETA2)
     of_first, of_second = 1 - BETA1**step, 1 - BETA2**step

@@ -1,4 +1,4 @@
-"""Linear regression on minibatches, and torch.optim.SGD on it, as a reference for what runs SGD."""
+"""Linear regression on minibatches with torch.optim.SGD, the reference for methods that run SGD."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BATCHES = list(torch.randperm(N, generator=generator("batches")).split(8))
 
 
 def energy(theta: Tensor, batch: Tensor) -> Tensor:
-    """Unit noise, a prior of sd 0.7."""
+    """Return U of a regression with unit noise and a prior of standard deviation 0.7."""
     residual = TARGETS[batch] - theta @ INPUTS[batch].T
     return 0.5 * N / len(batch) * residual.square().sum(1) + 0.5 * theta.square().sum(1) / 0.7**2
 
 
 def torch_sgd(num_steps: int, *, momentum: float, schedule: Callable[[Any], Any] | None = None) -> Tensor:
-    """[num_steps, M, d]: the iterates of torch.optim.SGD on U / N; ``schedule`` makes torch's scheduler of it."""
+    """Return the iterates [num_steps, M, d] of torch.optim.SGD on U / N; ``schedule`` makes a scheduler of torch."""
     theta = START.clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], lr=RATE, momentum=momentum)
     scheduler = schedule(optimizer) if schedule else None

@@ -27,13 +27,13 @@ PRIOR = GaussianPrior(torch.zeros((), dtype=torch.float64), torch.tensor(STD, dt
 
 
 def evaluate(theta: Tensor, *, gradient: bool = True) -> Evaluation:
-    """Linear regression with unit noise."""
+    """Return the evaluation of a linear regression with unit noise."""
     residual = TARGETS - theta @ INPUTS.T
     return Evaluation(-0.5 * residual.square().sum(1), residual @ INPUTS if gradient else None)
 
 
 def mode(prior_weight: float) -> Tensor:
-    """[5] the minimiser of U_lik + prior_weight * U_prior."""
+    """Return the minimiser [5] of U_lik + prior_weight * U_prior."""
     precision = INPUTS.T @ INPUTS + prior_weight / STD**2 * torch.eye(5, dtype=torch.float64)
     return torch.linalg.solve(precision, INPUTS.T @ TARGETS)
 
@@ -43,7 +43,7 @@ def problem(**changes: object) -> Problem:
 
 
 def run(config: MethodConfig, num_steps: int, *, lr: float = 0.02, seed: int = 0) -> tuple[object, list[Tensor]]:
-    """The last state, and theta after each update."""
+    """Return the last state, and theta after each update."""
     method = build(config, problem(learning_rate=lr))
     rngs = [generator(seed, chain) for chain in range(2)]
     path = []

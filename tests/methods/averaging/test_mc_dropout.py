@@ -35,7 +35,7 @@ def masks_of(model: Any, p: float = P) -> Masks:
 
 
 def assert_law(scales: Tensor, p: float) -> None:
-    """Entries 0 or 1 / (1 - p), with mean 1 and independent between inputs: each within 4.5 standard errors."""
+    """Check that entries are 0 or 1 / (1 - p), with mean 1 and independent between inputs (4.5 standard errors)."""
     assert set(scales.unique().tolist()) == {0.0, scales.max().item()}
     assert scales.max().item() == pytest.approx(1 / (1 - p))
     std, count = math.sqrt(p / (1 - p)), len(scales)
@@ -73,7 +73,7 @@ def test_members_have_masks_of_their_own_whose_mean_is_the_trained_row() -> None
 
 
 class FixedMask(nn.Module):
-    """In place of peft's dropout."""
+    """A fixed mask in place of peft's dropout."""
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class FixedMask(nn.Module):
 
 
 def gradients(*, rescaled: bool = True) -> tuple[Tensor, Tensor]:
-    """[d] of the loss in theta: s * grad at s * theta, and by autograd with peft's dropout replaced by the mask."""
+    """Return two gradients [d] of the loss: s * grad at s * theta, and autograd's with the mask as peft's dropout."""
     inputs = batch()
     inputs["labels"] = inputs["input_ids"]
     with attach(with_lora(tiny_llama(dtype=torch.float64))) as model:

@@ -40,11 +40,11 @@ POINTS = torch.randn(50, 3, generator=generator("points"), dtype=torch.float64)
 POINTS -= POINTS.mean(0)
 BATCH_SIZE, STEP = 4, 0.3
 NOISE = HESSIAN @ (POINTS.T @ POINTS / len(POINTS)) @ HESSIAN / BATCH_SIZE
-"""Of the gradient of the mean loss (theta - x)' H (theta - x) / 2 of points drawn with replacement, at any theta."""
+"""The covariance of the gradient of the mean loss (theta - x)' H (theta - x) / 2 for points drawn with replacement."""
 
 
 def stationary(momentum: float, step: float) -> Tensor:
-    """[3, 3]: covariance of theta, from the map of (theta, v) that an update is."""
+    """Return the covariance [3, 3] of theta, from the linear map of (theta, v) in one update."""
     eye = torch.eye(3, dtype=torch.float64)
     matrix = torch.cat(
         [torch.cat([eye - step * HESSIAN, -step * momentum * eye], 1), torch.cat([HESSIAN, momentum * eye], 1)]
@@ -54,7 +54,7 @@ def stationary(momentum: float, step: float) -> Tensor:
 
 
 def deviation(draws: Tensor, law: Tensor) -> float:
-    """Of the covariance of independent Gaussian-like draws [S, d], in standard errors, the largest."""
+    """Return the largest error of the covariance of independent, nearly Gaussian draws [S, d], in standard errors."""
     variance = torch.outer(law.diagonal(), law.diagonal()) + law**2
     return float(((draws.T @ draws / len(draws) - law).abs() / (variance / len(draws)).sqrt()).max())
 

@@ -31,12 +31,12 @@ def run(rank: int) -> SampleResult:
 
 
 def collected() -> Tensor:
-    """[n, M, d]"""
+    """Return the iterates, [n, M, d]."""
     return torch_sgd(NUM_STEPS, momentum=0.8)[BURN_IN + INTERVAL - 1 :: INTERVAL]
 
 
 def by_definition(iterates: Tensor, rank: int) -> Tensor:
-    """[d, d] of iterates [n, d]: (S + D D' / (K - 1)) / 2 as the paper writes it."""
+    """Return the covariance [d, d] of iterates [n, d] as the paper writes it: (S + D D' / (K - 1)) / 2."""
     count = len(iterates)
     variance = iterates.square().mean(0) - iterates.mean(0).square()
     running = iterates.cumsum(0) / torch.arange(1, count + 1)[:, None]

@@ -1,4 +1,4 @@
-"""Curvature by its definition: one row at a time, unpadded, one backward pass for every output. Shares no code."""
+"""The curvature by its definition: unpadded rows one at a time, one backward pass per output, no shared code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests import tiny_models as models
 
 LENGTHS = (5, 3, 4)
 DECODERS = {"gpt2": GPT2ForSequenceClassification, "llama": LlamaForSequenceClassification}
-"""Classifiers that score every token and read the last one of a row."""
+"""Classifiers that score every token and use the last token of a row."""
 
 NOISE = 0.7
 
 
 @dataclass
 class Problem:
-    """A model, what is random in it, and data.
+    """A model, its random parameters, and data.
 
     Attributes:
         task: "lm", "classes", "tokens" (a class for each) or "regression".
@@ -47,7 +47,7 @@ class Problem:
         return select(self.model, self.subspace)
 
     def batches(self, size: int) -> Callable[[Sequence[int]], list[dict[str, Tensor]]]:
-        """Right-padded batches of ``size`` rows, of those that are asked for by number."""
+        """Yield right-padded batches of ``size`` rows, from the rows with these numbers."""
         return lambda numbers: [
             pad([self.rows[number] for number in numbers[start : start + size]])
             for start in range(0, len(numbers), size)
@@ -66,7 +66,7 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def problem(family: str, part: str, task: str) -> Problem:
-    """Fewer than 400 random parameters, float64."""
+    """Return a problem with fewer than 400 random parameters, in float64."""
     size = 8 if part == "lora" else 4
     small: dict[str, Any] = {"vocab_size": 9, "max_position_embeddings": 16}
     model: PreTrainedModel
@@ -115,7 +115,7 @@ def problem(family: str, part: str, task: str) -> Problem:
 
 @dataclass
 class Row:
-    """One row: logits of its terms, their Jacobian, labels, and what its linear modules saw.
+    """One row: the logits of its terms, their Jacobian, the labels, and the inputs of its linear modules.
 
     Attributes:
         logits: [t, C].
@@ -132,7 +132,7 @@ class Row:
 
 
 def look(problem: Problem) -> list[Row]:
-    """Run every row alone."""
+    """Run every row separately."""
     layout, named = problem.layout, dict(problem.model.named_parameters())
     parameters = [named[name] for name in layout.names]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
@@ -199,7 +199,7 @@ def score(problem: Problem, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fisher(problem: Problem, logits: Tensor) -> Tensor:
-    """[C, C] of one term."""
+    """Return the Fisher information [C, C] of one term."""
     if problem.task == "regression":
         return torch.eye(len(logits), dtype=logits.dtype) / NOISE**2
     p = logits.softmax(-1)
@@ -216,7 +216,7 @@ def log_lik(problem: Problem, rows: list[Row]) -> float:
 def cotangents(
     problem: Problem, rows: list[Row], estimator: str, samples: int | None, uniforms: list
 ) -> list[list[Tensor]]:
-    """For each row its cotangents [t, C], one for every pull."""
+    """Return the cotangents [t, C] of each row, one for every pull."""
     found = []
     for number, row in enumerate(rows):
         t, c = row.logits.shape
@@ -244,7 +244,7 @@ def cotangents(
 
 
 def drawn(problem: Problem, logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Labels of the model where its distribution function crosses the uniforms."""
+    """Return the model's labels, where its distribution function crosses the uniforms."""
     if problem.task == "regression":
         return logits + NOISE * torch.distributions.Normal(0.0, 1.0).icdf(uniforms.view(-1, 1))
     steps = logits.softmax(-1).cumsum(-1)
@@ -252,7 +252,7 @@ def drawn(problem: Problem, logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def uniform_streams(rows: list[Row], make: Callable[[int, int], torch.Generator], samples: int) -> list:
-    """For each sample those of every row."""
+    """Return the uniforms of each sample, for every row."""
     return [
         [
             torch.rand(tuple(row.labels.shape), generator=make(sample, number), dtype=torch.float64)
@@ -263,7 +263,7 @@ def uniform_streams(rows: list[Row], make: Callable[[int, int], torch.Generator]
 
 
 def outer(rows: list[Row], pulls: list[list[Tensor]]) -> Tensor:
-    """[d, d]: sum over rows and pulls of (J' c)(J' c)'."""
+    """Return the sum [d, d] over rows and pulls of (J' c)(J' c)'."""
     g = torch.stack(
         [torch.einsum("tcd,tc->d", row.jacobian, c) for row, own in zip(rows, pulls, strict=True) for c in own]
     )
@@ -273,7 +273,7 @@ def outer(rows: list[Row], pulls: list[list[Tensor]]) -> Tensor:
 def factors(
     problem: Problem, name: str, rows: list[Row], pulls: list[list[Tensor]], sharing: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:
-    """Of a matrix, in the order of its sides; and the trace of either, if nothing cancelled in sums over positions."""
+    """Return the two factors of a matrix, and their traces without cancellation in sums over positions."""
     gs = [row.pull(c)[name] for row, own in zip(rows, pulls, strict=True) for c in own]
     xs = [row.inputs[name] for row in rows]
     sizes = tuple(float(sum(part.abs().sum(0).square().sum() for part in parts)) for parts in (gs, xs))
@@ -286,7 +286,7 @@ def factors(
 
 
 def kfac(problem: Problem, rows: list[Row], pulls: list[list[Tensor]], sharing: str) -> Tensor:
-    """[d, d]: Kronecker blocks for matrices, diagonal for the rest."""
+    """Return K-FAC [d, d]: Kronecker blocks for matrices, a diagonal for other tensors."""
     diagonal = outer(rows, pulls).diagonal()
     blocks, start = [], 0
     for name, shape in problem.layout.named_shapes.items():

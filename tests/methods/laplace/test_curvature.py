@@ -16,12 +16,11 @@ from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
     FullCurvature,
-    KroneckerCurvature,
-    KroneckerFactors,
-    LowRankCurvature,
     temper,
 )
 from hf_bayes.methods.laplace.evidence import Expansion, maximise
+from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.distributions.test_covariance import make
 
 LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))

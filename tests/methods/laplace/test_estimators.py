@@ -1,4 +1,4 @@
-"""What likelihoods tell estimators: scores, roots of the Fisher information, labels of their own."""
+"""The parts of likelihoods that estimators use: scores, roots of the Fisher information, and drawn labels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logits() -> Tensor:
 
 
 def root(likelihood: Likelihood, at: Tensor) -> Tensor:
-    """[columns, n, C]"""
+    """Return the columns of the roots, [columns, n, C]."""
     return torch.stack([likelihood.fisher_root(at, k) for k in range(likelihood.num_root_columns(at.shape[-1]))])
 
 
@@ -57,7 +57,7 @@ def test_a_root_of_classes_has_a_column_less_than_there_are(num_classes: int) ->
 @pytest.mark.parametrize("certain", [0, 1, 2, 3])
 @pytest.mark.parametrize("gap", [20.0, 60.0, 95.0, 200.0, math.inf])
 def test_the_root_of_a_certain_class_is_that_of_float64(certain: int, gap: float) -> None:
-    """Up to the least number of float32: beside a class as probable as 1 the others are down to nothing."""
+    """Check the root up to the smallest number of float32, where one class has a probability of nearly 1."""
     at = torch.tensor([[0.3, -0.4, 1.1, 0.0]]) - gap
     at[0, certain] = 0
     found, probs = root(Categorical(), at).double(), at.double().softmax(-1)

@@ -13,16 +13,16 @@ from torch import Tensor
 from hf_bayes import LaplaceConfig, fit_laplace
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import KroneckerBlock, dense
-from hf_bayes.methods.laplace import evidence
-from hf_bayes.methods.laplace import method as laplace
-from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature, LowRankCurvature
+from hf_bayes.methods.laplace import evidence, laplace
+from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.evidence import BOUNDS, Expansion, groups, maximise
+from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
 from tests.objectives.test_curvature_pass import looked, pulls
 
 
 def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
-    """[d, d]: of each matrix the diagonal of tau in its eigenbasis, turned back; of other tensors tau."""
+    """Return tau as [d, d]: its diagonal in the eigenbasis of each matrix, and tau itself for other tensors."""
     parts, start = [], 0
     for block in blocks:
         size = block.variances.numel() if isinstance(block, KroneckerBlock) else len(block)
@@ -84,7 +84,7 @@ def test_evidence_of_a_classifier_by_kfac_is_that_of_dense_matrices(
 
 
 def highest(value: Callable[[Tensor], Tensor], start: Tensor) -> float:
-    """By torch's L-BFGS, from a point 1 away in every direction; within the bounds."""
+    """Return the maximum within the bounds by torch's L-BFGS, from a point 1 away in every direction."""
     low, high = (math.log(bound) for bound in BOUNDS)
     where = (start - start.sign()).detach().requires_grad_()
     optimizer = torch.optim.LBFGS([where], max_iter=2000, tolerance_grad=1e-9, tolerance_change=0.0,
@@ -101,7 +101,7 @@ def highest(value: Callable[[Tensor], Tensor], start: Tensor) -> float:
 
 
 def planted(num_rows: int = 30, dim: int = 12) -> tuple[Tensor, Tensor]:
-    """Rows whose columns differ by orders of magnitude and are correlated; weights, of which two are at the mean."""
+    """Return rows with correlated columns of very different sizes, and weights, two of which are at the mean."""
     rng = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows, dim, generator=rng, dtype=torch.float64) * torch.logspace(-2, 1, dim).double()
     theta = 0.3 * torch.randn(dim, generator=rng, dtype=torch.float64)
@@ -111,7 +111,7 @@ def planted(num_rows: int = 30, dim: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def by_bisection(h: float, square: float) -> float:
-    """log tau at which the slope 1 - tau m^2 - tau / (h + tau) of an element's own evidence is 0, within the bounds."""
+    """Return the log tau within the bounds where the slope 1 - tau m^2 - tau / (h + tau) of the evidence is 0."""
     low, high = math.log(BOUNDS[0]), math.log(BOUNDS[1])
     for _ in range(100):
         middle = 0.5 * (low + high)
@@ -140,7 +140,7 @@ def test_evidence_ends_in_the_maximum_from_everywhere(make: Any, scope: str, sta
     index = groups(scope, layout)
 
     def value(log_tau: Tensor) -> Tensor:
-        """By dense matrices."""
+        """Return the evidence from dense matrices."""
         tau = log_tau.exp()[index]
         return 0.5 * (tau.log().sum() - (tau * theta.square()).sum() - torch.logdet(rows.T @ rows + torch.diag(tau)))
 
@@ -155,6 +155,6 @@ def test_a_search_that_has_not_converged_says_so(monkeypatch: pytest.MonkeyPatch
     rows, theta = planted()
     layout = Layout(("a", "b"), ((5,), (7,)))
     monkeypatch.setattr(evidence, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(evidence, "MAX_POLISHES", 1)
+    monkeypatch.setattr(evidence, "MAX_RESTARTS", 1)
     with pytest.warns(UserWarning, match=r"evidence is not at its maximum: .*'element', 12 of them\) may gain"):
         maximise(Expansion(FullCurvature(rows.T @ rows), 0.0, theta), torch.ones(12).double(), "element", layout)

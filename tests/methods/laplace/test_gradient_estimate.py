@@ -1,4 +1,4 @@
-"""The gradient from a part of the rows: which rows, and squares that are right on average over the choice."""
+"""The gradient from a part of the rows: the choice of the rows, and unbiased squares."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ def test_a_square_below_zero_is_stored_as_lost_in_noise_and_not_as_zero() -> Non
 
 def test_a_displacement_is_warned_of_where_the_norm_is_lost() -> None:
     halves = torch.tensor([[10.0, 100.0], [10.0, -100.0]])  # they agree on the first element, whose std is the larger
-    with pytest.warns(UserWarning, match="has a norm that 2 rows do not tell from 0, and the Gaussian's maximum is"):
+    with pytest.warns(
+        UserWarning, match="has a norm that 2 rows cannot distinguish from 0, and the Gaussian's maximum is"
+    ):
         report = how_far(Slope(halves, 2, 40), torch.zeros(2), Diagonal(torch.tensor([1.0, 1e-3])), 1.0)
     assert report["below_noise"] == ["gradient_norm"]

@@ -1,4 +1,4 @@
-"""The prior precision by held-out rows: its gradient, where it ends, and what protects it from few rows."""
+"""The prior precision from held-out rows: its gradient, the end of the descent, and protection from overfitting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
     FullCurvature,
-    KroneckerCurvature,
-    KroneckerFactors,
-    LowRankCurvature,
     temper_draws,
 )
 from hf_bayes.methods.laplace.heldout_prior import search
+from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from hf_bayes.methods.laplace.supported import STRUCTURES
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.heldout import HeldOutRows
@@ -100,7 +99,7 @@ def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, pa
 
 
 SPREAD = 0.3
-"""Prior std at which the held-out rows of ``linear`` are predicted best."""
+"""The prior standard deviation that predicts the held-out rows of ``linear`` best."""
 
 
 def linear(num_rows: int = 12, num_heldout: int = 40) -> tuple[Any, list[dict], list[dict], Tensor, Tensor, Tensor]:
@@ -126,7 +125,7 @@ def linear(num_rows: int = 12, num_heldout: int = 40) -> tuple[Any, list[dict], 
 
 
 def variances(phi: Tensor, curvature: Tensor, log_std: float) -> Tensor:
-    """[n] of the predictive, in closed form."""
+    """Return the variances [n] of the predictive distribution, in closed form."""
     covariance = torch.linalg.inv(curvature + math.exp(-2 * log_std) * torch.eye(5))
     return NOISE**2 + (phi @ covariance * phi).sum(1)
 
@@ -158,7 +157,7 @@ def test_the_search_finds_the_best_spread_of_bayesian_linear_regression(monkeypa
 
 
 class Bowl:
-    """Nats that are known in advance, least at a place for each half of the rows."""
+    """A quadratic loss with a known minimum."""
 
     def __init__(self, place: list[float], scales: list[float]) -> None:
         self.place, self.scales = torch.tensor(place).double(), torch.tensor(scales).double()

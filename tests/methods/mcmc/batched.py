@@ -1,4 +1,4 @@
-"""A mean of N rows under minibatches of n, all chains at once: U(theta) = sum_i (y_i - theta)^2 / 2."""
+"""The mean of N rows from minibatches of n, all chains at once: U(theta) = sum_i (y_i - theta)^2 / 2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 
 N = 1000
 SD = N**-0.5
-"""Standard deviation of the posterior N(0, 1 / N): the rows have mean 0 and variance 1."""
+"""The standard deviation of the posterior N(0, 1 / N): the rows have mean 0 and variance 1."""
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
 """(M, K, generator) -> [M, K]: the mean of the rows of each batch."""
@@ -26,7 +26,7 @@ def independent(n: int) -> Draw:
 
 
 def disjoint(n: int) -> Draw:
-    """K batches of n of N Gaussian rows whose mean is 0, none twice: what is not drawn makes up for what is."""
+    """Return the means of K batches of n rows without repetition, from N Gaussian rows with mean 0."""
 
     def draw(m: int, k: int, rng: torch.Generator) -> Tensor:
         means = independent(n)(m, k, rng)

@@ -21,18 +21,18 @@ MEAN = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
 def gaussian(theta: Tensor, batch: object = None) -> Tensor:
-    """Correlation 0.85."""
+    """Return U of a Gaussian with correlation 0.85."""
     return 0.5 * ((theta - MEAN) @ PRECISION * (theta - MEAN)).sum(1)
 
 
 def banana(theta: Tensor, batch: object = None) -> Tensor:
-    """x ~ N(0, 1), y ~ N(x^2 / 2, 1)."""
+    """Return U of x ~ N(0, 1), y ~ N(x^2 / 2, 1)."""
     x, y = theta.unbind(1)
     return 0.5 * x.square() + 0.5 * (y - 0.5 * x.square()).square()
 
 
 def mixture(theta: Tensor, batch: object = None) -> Tensor:
-    """0.3 N((-1.75, 0), I) + 0.7 N((1.75, 0), I): seen from the left the barrier is 0.9 kT at T = 0.5."""
+    """Return U of 0.3 N((-1.75, 0), I) + 0.7 N((1.75, 0), I): from the left the barrier is 0.9 kT at T = 0.5."""
     x, y = theta.unbind(1)
     left, right = math.log(0.3) - 0.5 * (x + 1.75).square(), math.log(0.7) - 0.5 * (x - 1.75).square()
     return 0.5 * y.square() - torch.logaddexp(left, right)
@@ -43,7 +43,7 @@ LABELS = torch.tensor([0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1]).double()
 
 
 def logistic(theta: Tensor, batch: object = None) -> Tensor:
-    """Twelve examples, an intercept and a slope, prior N(0, 2^2)."""
+    """Return U of a regression: twelve examples, an intercept and a slope, prior N(0, 2^2)."""
     logits = theta @ INPUTS.T
     return torch.nn.functional.softplus(logits).sum(1) - logits @ LABELS + theta.square().sum(1) / 8
 
@@ -53,14 +53,14 @@ ALL_TARGETS = {**TARGETS, "logistic": logistic}
 
 
 def features(theta: Tensor) -> Tensor:
-    """[..., 2] -> [..., 6]: the functions whose expectations are compared."""
+    """Return the functions [..., 6] of theta [..., 2] whose expectations are compared."""
     x, y = theta.unbind(-1)
     return torch.stack([x, y, x.square(), y.square(), x * y, (x < 0).to(x)], -1)
 
 
 @functools.cache
 def moments(target: str, temperature: float) -> Tensor:
-    """[6] expectations of ``features`` under exp(-U / T), midpoint rule: to 1e-5, as x = 0 is the edge of a cell."""
+    """Return the expectations [6] of ``features`` under exp(-U / T), exact to 1e-5 by the midpoint rule."""
     x = torch.linspace(-10, 10, 801, dtype=torch.float64)
     y = torch.linspace(-10, 40, 2001, dtype=torch.float64)
     grid = torch.cartesian_prod((x[1:] + x[:-1]) / 2, (y[1:] + y[:-1]) / 2)
@@ -69,7 +69,7 @@ def moments(target: str, temperature: float) -> Tensor:
 
 
 def worst_z(draws: Tensor, target: str, temperature: float) -> tuple[float, float]:
-    """Largest |error| over the six moments in Monte Carlo standard errors, and the smallest ESS behind them (arviz)."""
+    """Return the largest |error| of the six moments in Monte Carlo standard errors, and their smallest ESS (arviz)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # arviz announces its next version
         import arviz
@@ -84,14 +84,14 @@ def worst_z(draws: Tensor, target: str, temperature: float) -> tuple[float, floa
 
 
 def assert_a_long_run_is_exact(draws: Tensor, target: str) -> None:
-    """Of draws at T = 1: a 2 % error of a standard deviation is then 5 standard errors of the second moment."""
+    """The number of draws at T = 1: a 2 % error of a standard deviation is 5 standard errors of the second moment."""
     z, ess = worst_z(draws, target, 1.0)
     assert ess > 30_000  # an MCSE below 0.006 standard deviations
     assert z < 4
 
 
 def assert_resume_is_bitwise(config: MethodConfig, cut: int) -> None:
-    """50 updates on the banana, 30 of them burn-in, against a run that goes on from its state after ``cut``."""
+    """Compare 50 updates on the banana (30 of burn-in) with a run that resumes from the state after ``cut``."""
     evaluate, kernel, rngs = evaluator(banana), config.build(problem(num_steps=50, burn_in=30)), chain_rngs(3)
     assert isinstance(kernel, Kernel)
     state = kernel.init(starts(3), evaluate, rngs)
@@ -108,7 +108,7 @@ def assert_resume_is_bitwise(config: MethodConfig, cut: int) -> None:
 
 
 def starts(num_chains: int, dim: int = 2) -> Tensor:
-    """[num_chains, dim], over-dispersed; chain m starts in the same place however many there are."""
+    """Return over-dispersed starts [num_chains, dim]; the start of chain m does not depend on their number."""
     draws = [torch.randn(dim, generator=generator("start", m), dtype=torch.float64) for m in range(num_chains)]
     return 2 * torch.stack(draws)
 
@@ -120,7 +120,7 @@ def problem(*, learning_rate: float = 0.1, num_steps: int = 100, burn_in: int = 
 def run(
     config: MethodConfig, target: str, *, learning_rate: float, num_steps: int, burn_in: int, num_chains: int
 ) -> SampleResult:
-    """A run on one of ``ALL_TARGETS``, from ``starts``."""
+    """Return a run on one of ``ALL_TARGETS``, from ``starts``."""
     return sample(
         ALL_TARGETS[target],
         starts(num_chains),
@@ -137,7 +137,7 @@ def chain_rngs(num_chains: int) -> Rngs:
 
 
 def evaluator(energy: Callable[[Tensor], Tensor]) -> Evaluate:
-    """The log-likelihood -U and its gradient."""
+    """Return the log-likelihood -U and its gradient."""
 
     def evaluate(theta: Tensor, *, gradient: bool = True) -> Evaluation:
         if not gradient:

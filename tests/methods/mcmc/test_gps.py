@@ -35,11 +35,11 @@ def draws(
     carried: bool = False,
     reference: Parameters | None = None,
 ) -> Tensor:
-    """[M, S, d]: every fifth state.
+    """Return every fifth state, [M, S, d].
 
     Args:
-        carried: Algorithm 2 as it is printed, mu goes from move to move.
-        reference: what burn-in would have found.
+        carried: use Algorithm 2 as printed, where mu goes from move to move.
+        reference: the reference that burn-in would find.
     """
     rng, dim = [generator("moves")], start.shape[1]
     kernel = config.build(problem(num_steps=num_steps, burn_in=burn_in, dim=dim, learning_rate=1.0))
@@ -59,7 +59,7 @@ def draws(
 
 
 def scores(values: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """[k] errors of the means of [M, S, k] in standard errors over chains, and these in standard deviations."""
+    """Return the errors [k] of the means of [M, S, k] in standard errors, and these in standard deviations."""
     means = values.mean(1)
     error = means.std(0) / len(means) ** 0.5
     return (means.mean(0) - exact) / error, error / values.flatten(0, 1).std(0)
@@ -70,14 +70,14 @@ def normals(num_chains: int, dim: int = 1) -> Tensor:
 
 
 def bimodal(theta: Tensor) -> Tensor:
-    """0.3 N(-2, 0.7^2) + 0.7 N(2, 1.2^2): mean 0.8, a third of it below 0."""
+    """Return U of 0.3 N(-2, 0.7^2) + 0.7 N(2, 1.2^2): mean 0.8, a third of the mass below 0."""
     x = theta[:, 0]
     left, right = math.log(0.3 / 0.7) - 0.5 * ((x + 2) / 0.7) ** 2, math.log(0.7 / 1.2) - 0.5 * ((x - 2) / 1.2) ** 2
     return -torch.logaddexp(left, right)
 
 
 def bimodal_mean(carried: bool) -> tuple[float, float]:
-    """And its Monte Carlo standard error."""
+    """Return the share, and its Monte Carlo standard error."""
     found = draws(
         GPSConfig(max_std=5.0), bimodal, 2 * normals(2000), num_steps=2500, burn_in=1200, carried=carried
     ).mean((1, 2))
@@ -93,7 +93,7 @@ def test_the_weights_of_two_modes_are_exact() -> None:
 
 @pytest.mark.statistics
 def test_the_weights_of_two_modes_catch_a_carried_mu() -> None:
-    """Algorithm 2 as it is printed: 0.88."""
+    """The share with Algorithm 2 as printed is 0.88."""
     mean, error = bimodal_mean(carried=True)
     assert mean - 0.8 > 4 * error
 
@@ -108,7 +108,7 @@ def test_moments_are_exact(target: str) -> None:
 
 
 def drift(config: GPSConfig, energy: Energy, exact: Tensor, reference: Parameters, moves: int = 100) -> Tensor:
-    """[k]: how far exact draws are from their moments after moves with one reference, in standard errors."""
+    """Return the errors [k] of the moments of exact draws after moves with one reference, in standard errors."""
     kernel, rng, evaluate = config.build(problem()), [generator("moves")], evaluator(energy)
     state = kernel.init(exact, evaluate, rng)
     state = state._replace(**{k: v.expand_as(exact) for k, v in reference._asdict().items()})
@@ -142,7 +142,7 @@ def banana_case() -> tuple[GPSConfig, Energy, Tensor, Parameters]:
 
 
 def gamma_case() -> tuple[GPSConfig, Energy, Tensor, Parameters]:
-    """0.4 Gamma(2, 1) + 0.6 Gamma(4, 1/2)"""
+    """Return U of 0.4 Gamma(2, 1) + 0.6 Gamma(4, 1/2)."""
 
     def energy(theta: Tensor) -> Tensor:
         x = theta[:, 0]
@@ -153,7 +153,7 @@ def gamma_case() -> tuple[GPSConfig, Energy, Tensor, Parameters]:
 
 
 def beta_case() -> tuple[GPSConfig, Energy, Tensor, Parameters]:
-    """0.5 Beta(2, 6) + 0.5 Beta(5, 2)"""
+    """Return U of 0.5 Beta(2, 6) + 0.5 Beta(5, 2)."""
 
     def energy(theta: Tensor) -> Tensor:
         x = theta[:, 0]
@@ -170,7 +170,7 @@ def beta_case() -> tuple[GPSConfig, Energy, Tensor, Parameters]:
 
 
 CASES = {"banana": banana_case, "gamma": gamma_case, "beta": beta_case}
-"""Heavy-tailed moves: where a chain comes back from the tails too slowly to be judged from anywhere but its law."""
+"""Moves with heavy tails, from which a chain returns too slowly to be tested from any start but its law."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -202,7 +202,7 @@ def test_moments_of_a_logistic_regression_are_exact() -> None:
 
 
 def banana_scores(max_std: float, *, num_chains: int, num_steps: int, burn_in: int = 1500) -> tuple[Tensor, Tensor]:
-    """From dispersed starts, where a-GPS makes them more so."""
+    """The starts are dispersed, and a-GPS disperses them further."""
     start = 2 * normals(num_chains, 2)
     found = draws(GPSConfig(max_std=max_std), TARGETS["banana"], start, num_steps=num_steps, burn_in=burn_in)
     return scores(features(found), moments("banana", 1.0))
@@ -217,14 +217,14 @@ def test_burn_in_brings_chains_back_from_the_tails_of_the_banana() -> None:
 
 @pytest.mark.statistics
 def test_the_tails_catch_a_burn_in_that_does_not_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves with the frozen reference leave them where they are."""
+    """Moves with the frozen reference do not change the law of the draws."""
     monkeypatch.setattr(gps, "walk", lambda state, family, rngs: state.theta)
     assert banana_scores(3.0, num_chains=2500, num_steps=2000)[0].abs().max() > 4
 
 
 @pytest.mark.statistics
 def test_a_cap_of_ten_needs_a_longer_burn_in() -> None:
-    """What the module says of its limit: 5000 updates bring the tails back, 1500 do not."""
+    """The documented limit: 5000 updates correct the tails, 1500 do not."""
     z, error = banana_scores(10.0, num_chains=2500, num_steps=5500, burn_in=5000)
     assert error.max() < 0.02
     assert z.abs().max() < 4
@@ -232,7 +232,7 @@ def test_a_cap_of_ten_needs_a_longer_burn_in() -> None:
 
 
 def still(spread: float) -> float:
-    """Share of chains that accept nothing in 500 moves after burn-in, from N(0, spread^2) on a standard normal."""
+    """Return the share of chains that never move in 500 updates after burn-in, from N(0, spread^2) on N(0, 1)."""
     start = spread * normals(2000)
     found = draws(GPSConfig(max_std=1.0), lambda theta: theta.square().sum(1) / 2, start, num_steps=2000, burn_in=1500)
     return float((found == found[:, :1]).all(1).all(1).double().mean())
@@ -240,7 +240,7 @@ def still(spread: float) -> float:
 
 @pytest.mark.statistics
 def test_starts_from_afar_leave_chains_that_stand_still() -> None:
-    """What the module says of starts; a share of 0.05 of 2000 chains has a standard error of 0.005."""
+    """The documented effect of starts; a share of 0.05 of 2000 chains has a standard error of 0.005."""
     assert 0.03 < still(14.0) < 0.08
     assert still(3.0) == 0
 
@@ -255,7 +255,7 @@ def test_moments_of_the_banana_are_exact_in_a_long_run() -> None:
 
 @pytest.mark.parametrize("family", ["gamma", "beta"])
 def test_burn_in_walks_inside_the_support_only(family: str) -> None:
-    """Half a standard deviation from its edge."""
+    """The tested point is half a standard deviation from the edge."""
     theta = torch.full((1000, 1), 0.05, dtype=torch.float64)
     blank = torch.zeros_like(theta)
     state = GPSState(theta, blank[:, 0], blank, blank, blank, theta, blank + 0.01, blank[:, 0].long())

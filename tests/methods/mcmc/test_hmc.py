@@ -45,7 +45,7 @@ def potential_of(energy: Callable[[Tensor], Tensor]) -> Potential:
 def without_last_half_step(
     theta: Tensor, momentum: Tensor, gradient: Tensor, step_size: Tensor, num_leapfrog: int, potential: Potential
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Symplectic Euler: the momentum lags half a step behind."""
+    """A symplectic Euler step, whose momentum lags half a step behind."""
     for _ in range(num_leapfrog):
         momentum = momentum - step_size * gradient
         theta = theta + step_size * momentum
@@ -163,7 +163,7 @@ def test_the_first_step_size_is_where_acceptance_crosses_one_half(first_size: fl
 
 
 def wide_gaussian(theta: Tensor, batch: object) -> Tensor:
-    """Standard deviations from 0.1 to 10 in 50 dimensions."""
+    """The standard deviations, from 0.1 to 10, of 50 dimensions."""
     return 0.5 * (theta / torch.logspace(-1, 1, theta.shape[1], dtype=theta.dtype)).square().sum(1)
 
 
@@ -285,7 +285,7 @@ STRETCHED = torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=torch.float64)
 
 
 def stretched(theta: Tensor, batch: object = None) -> Tensor:
-    """N(0, diag(STRETCHED^2))."""
+    """Return U of N(0, diag(STRETCHED^2))."""
     return 0.5 * (theta / STRETCHED).square().sum(1)
 
 
@@ -321,7 +321,7 @@ def test_a_mass_makes_stretched_laws_mix() -> None:
 
 
 def acceptances(target: str, burn_in: int) -> Tensor:
-    """[M] mean acceptance of each chain in 150 updates after burn-in."""
+    """Return the mean acceptance [M] of each chain in 150 updates after burn-in."""
     theta, energy = (starts(16, dim=4) * STRETCHED, stretched) if target == "stretched" else (starts(64), banana)
     config = HMCConfig(num_leapfrog=6)
     result = sample(energy, theta, config, num_steps=burn_in + 150, learning_rate=0.1, burn_in=burn_in, seed=1)
@@ -343,7 +343,7 @@ def test_a_short_burn_in_leaves_no_chain_that_accepts_nothing() -> None:
 
 
 def dual_averaging(state: hmc.HMCState, shortfall: Tensor, t: int) -> hmc.HMCState:
-    """Hoffman & Gelman's, around ten times the step size that it begins with; its sums are kept in the test."""
+    """Hoffman and Gelman's dual averaging, around ten times the first step size; its sums are kept in the test."""
     memory = dual_averaging.__dict__
     if t == 1:
         memory["centre"], memory["sum"] = state.log_step + math.log(10), torch.zeros_like(shortfall)

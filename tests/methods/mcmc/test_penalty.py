@@ -18,7 +18,7 @@ from tests.streams import share_one_stream
 
 
 def walk(step: float = 0.5, **fields: Any) -> PenaltyConfig:
-    """A proposal of ``step`` posterior standard deviations."""
+    """Return a config whose proposal has ``step`` posterior standard deviations."""
     return PenaltyConfig(step_size=step * SD, target_acceptance=None, **fields)
 
 
@@ -36,7 +36,7 @@ def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_the_variance_known_the_law_is_exact(
     monkeypatch: pytest.MonkeyPatch, count: int, n: int, step: float, num_chains: int
 ) -> None:
-    """Of d_j = N (theta' - theta) (mean of n rows), with one penalty for all: half of it (eq. 7)."""
+    """The variance of d_j = N (theta' - theta) (mean of n rows), with one penalty for all: half of it (eq. 7)."""
     batches = Batches(independent(n), count, num_chains)
 
     def known(difference: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_an_estimated_variance_needs_the_series_that_the_paper_leaves_out(monkey
 
 
 class Stale(Batches):
-    """theta keeps the batches it was accepted with, as it keeps its energy in exact Metropolis."""
+    """The broken twin: theta keeps the batches of its acceptance, as it keeps its energy in exact Metropolis."""
 
     at: Tensor | None = None
 
@@ -114,7 +114,7 @@ def test_the_law_check_catches_new_batches_for_the_proposal_only() -> None:
 
 
 class OneSet(Batches):
-    """The proposal's gradient sees the batches of the test."""
+    """The broken twin: the proposal's gradient uses the batches of the test."""
 
     def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
         return super().__call__(theta, gradient=gradient)
@@ -123,7 +123,7 @@ class OneSet(Batches):
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
 def test_the_law_check_catches_a_proposal_that_has_seen_the_test() -> None:
-    """At a step of one posterior sd; the test still has batches enough for its variance."""
+    """The step is one posterior standard deviation, and the test has enough batches for its variance."""
     config = walk(1.0, num_leapfrog=1, proposal_batches=20)
     ratio, error, info = variance_ratio(config, OneSet(independent(20), 40, 1500))
     assert info["beyond_series"] < 0.05
@@ -150,7 +150,7 @@ def test_the_law_check_catches_a_forgotten_reverse_proposal(monkeypatch: pytest.
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
 def test_rows_that_come_once_in_an_update_are_corrected_for(n: int) -> None:
-    """Half of the data, and all of it, where no penalty is left."""
+    """The updates use half of the data, and all data, where the penalty is 0."""
     config, batches = walk(replacement=False), Batches(disjoint(n), 25, 800)
     ratio, error, info = variance_ratio(config, batches, fraction=n / N)
     assert error < 0.0125
@@ -181,7 +181,7 @@ def test_the_penalty_is_eq_17_in_the_series_of_ceperley_and_dewing() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.usefixtures("one_generator")
 def test_langevin_acceptance_is_eq_12(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """By densities of eq. 10, with eta = e^2 / 2, gradients of batch 0 and the loss of the others."""
+    """The reference uses eq. 10 with eta = e^2 / 2, the gradients of batch 0 and the losses of other batches."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     leapfrog, size = penalty.leapfrog, 0.5 * SD
 
@@ -275,7 +275,7 @@ def test_it_warns_where_the_variance_is_too_large_to_be_corrected() -> None:
         ({"num_leapfrog": 1, "proposal_batches": 2}, {"batches_per_step": 3}, "at least 4 batches per update"),
         ({}, {"batches": None, "batches_per_step": 1}, "at least 2 batches per update"),
         ({"replacement": False}, {}, "replacement=False needs batch_fraction=n / N, got None"),
-        ({"batch_posterior": True}, {}, "batch_posterior is known to the trainer"),
+        ({"batch_posterior": True}, {}, "batch_posterior needs a trainer"),
     ],
 )
 def test_what_leaves_the_variance_or_the_target_unknown_is_refused(

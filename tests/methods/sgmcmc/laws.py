@@ -1,4 +1,4 @@
-"""The stationary law of a rule on a Gaussian, solved from one update of the rule itself, and what a run has of it."""
+"""The stationary law of a rule on a Gaussian, solved from one update of the rule, and runs to compare with it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Moments(NamedTuple):
 def stationary_moments(
     config: MethodConfig, *, step_size: float, curvature: float, gradient_variance: float = 0.0, **held: float
 ) -> Moments:
-    """E theta^2, E m^2 and E theta m for U = curvature theta^2 / 2 at h = ``step_size`` (in between of two updates).
+    """Return E theta^2, E m^2 and E theta m between updates, for U = curvature theta^2 / 2 at h = ``step_size``.
 
-    One update is an affine map (theta, m) -> A (theta, m) + b R + g (noise in the gradient); its A, b and g are read
-    off the rule, and S = A S A' + b b' + V g g' is solved.
+    One update is an affine map (theta, m) -> A (theta, m) + b R + g (noise in the gradient). A, b and g follow from
+    calls of the rule, and S = A S A' + b b' + V g g' is solved.
 
     Args:
-        held: fields of the state that are kept at a value, as ``friction``.
+        held: fields of the state that keep a fixed value, such as ``friction``.
     """
     problem = Problem(7, FlatPrior(), learning_rate=7 * step_size**2, num_steps=1, burn_in=0, shapes={"": (1,)})
     rule = config.build(problem)
     assert isinstance(rule, Rule)
 
     def move(theta: float, momentum: float, gradient: float) -> Tensor:
-        """The update of a state after the first one, with the noise R of one seed."""
+        """Return the state after a later update, with the noise R of one seed."""
         state = rule.init(torch.tensor([[theta]], dtype=torch.float64), [generator(0)])
         fields = {name: torch.full_like(getattr(state, name), value) for name, value in held.items()}
         state = state._replace(step=state.step + 1, **fields)
@@ -62,24 +62,24 @@ def stationary_moments(
 
 
 def lyapunov(matrix: Tensor, noise: Tensor) -> Tensor:
-    """[k, k] the S with S = A S A' + Q."""
+    """Return the S [k, k] with S = A S A' + Q."""
     size = len(matrix)
     system = torch.eye(size**2, dtype=torch.float64) - torch.kron(matrix, matrix)
     return torch.linalg.solve(system, noise.flatten()).view(size, size)
 
 
 def flat_bottom(theta: Tensor) -> Tensor:
-    """U'(theta) for U = theta^2 / 2 + cos(theta): quartic at its minimum, quadratic far away."""
+    """Return U'(theta) for U = theta^2 / 2 + cos(theta), which is quartic at its minimum and quadratic far away."""
     return theta - theta.sin()
 
 
 def stationary_square(
     config: MethodConfig, *, step_size: float, num_position: int = 32, num_momentum: int = 16
 ) -> float:
-    """E theta^2 of the chain on ``flat_bottom`` at h = ``step_size``, by no random number.
+    """Return E theta^2 of the chain on ``flat_bottom`` at h = ``step_size``, without random numbers.
 
     The moments e_k = E phi_k of Hermite polynomials phi_k(theta / 1.3, m) solve e_k = sum_j P_kj e_j, where the mean of
-    phi_k after an update (its map is read off the rule, its noise integrated) is projected onto them, by quadrature.
+    phi_k after an update (with its noise integrated) is projected onto them by quadrature.
     """
     problem = Problem(1, FlatPrior(), learning_rate=step_size**2, num_steps=1, burn_in=0, shapes={"": (1,)})
     rule = config.build(problem)
@@ -113,20 +113,20 @@ def stationary_square(
 
 
 def exact_square() -> float:
-    """E theta^2 of exp(-U) for ``flat_bottom``."""
+    """Return E theta^2 of exp(-U) for ``flat_bottom``."""
     theta = torch.linspace(-10, 10, 20_001, dtype=torch.float64)
     density = torch.exp(-theta.square() / 2 - theta.cos())
     return ((theta.square() * density).sum() / density.sum()).item()
 
 
 def _gauss(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights for the mean over a standard normal."""
+    """Return nodes and weights for the mean over a standard normal."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
 
 
 def _hermite(x: Tensor, count: int) -> Tensor:
-    """[n, count] the first orthonormal polynomials of a standard normal."""
+    """Return the first orthonormal polynomials of a standard normal, [n, count]."""
     columns = [torch.ones_like(x), x]
     for k in range(1, count - 1):
         columns.append((x * columns[k] - math.sqrt(k) * columns[k - 1]) / math.sqrt(k + 1))
@@ -136,12 +136,12 @@ def _hermite(x: Tensor, count: int) -> Tensor:
 def distance_from_sgd(
     config: MethodConfig, rates: Sequence[float], *, momentum: float = 0.0, factor: float = 1.0
 ) -> float:
-    """Largest |theta - weights| along a run at T = 0 and one of ``torch.optim.SGD``, on a regression through tanh.
+    """Return the largest |theta - weights| between a run at T = 0 and ``torch.optim.SGD``, on a tanh regression.
 
     Args:
         rates: l_t of each update.
-        momentum: SGD's.
-        factor: of l_t in SGD.
+        momentum: SGD's momentum.
+        factor: factor of l_t in SGD.
     """
     num_data, std = 50, 0.8
     inputs = torch.randn(num_data, 6, generator=generator("x"), dtype=torch.float64)
@@ -173,7 +173,7 @@ N, LEARNING_RATE = 10, 0.1
 
 @functools.cache
 def run(config: MethodConfig, gradient_variance: float = 0.0, num_steps: int = 1500) -> SampleResult:
-    """4 chains of 256 independent coordinates on the Gaussian, with noise of some variance in the gradient of U."""
+    """Return a run of 4 chains of 256 independent coordinates on the Gaussian, with noise in the gradient of U."""
     noise = generator("gradient")
 
     def gaussian(theta: Tensor, batch: Any) -> Tensor:
@@ -189,9 +189,9 @@ def run(config: MethodConfig, gradient_variance: float = 0.0, num_steps: int = 1
 
 
 def variance_error(draws: Tensor, law: float) -> tuple[float, float]:
-    """Relative error of the pooled second moment of draws [M, S, d], and its standard error.
+    """Return the relative error of the pooled second moment of draws [M, S, d], and its standard error.
 
-    Coordinates are independent and alike, so the spread of their own means tells the standard error.
+    Coordinates are independent with one law, so the spread of their means gives the standard error.
     """
     means = draws.square().mean(1).flatten()
     return abs(means.mean().item() / law - 1), means.std().item() / math.sqrt(len(means)) / law

@@ -23,7 +23,7 @@ def one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def normal(theta: Tensor, batch: Tensor | None = None) -> Tensor:
-    """N(2, 4), the paper's; a batch shifts the score."""
+    """Return U of N(2, 4), the paper's target; a batch shifts the score."""
     shift = 0 if batch is None else batch
     return ((theta - 2).square() / 8 + shift * theta).sum(1)
 
@@ -51,7 +51,7 @@ def test_a_coordinate_that_rounding_puts_on_its_mean_is_not_held_there() -> None
 
 @pytest.mark.parametrize(("family", "start"), [("gamma", 2.0), ("beta", 0.25)])
 def test_gamma_and_beta_proposals_are_algorithms_3_and_4(family: str, start: float) -> None:
-    """On a target of the family the parameters stay what they are, once they are right."""
+    """Once the parameters are correct, they stay the same on a target of the family."""
     theta = torch.tensor([[start]], dtype=torch.float64)
     alpha, beta = torch.tensor([[3.0]], dtype=torch.float64), torch.tensor([[1.5]], dtype=torch.float64)
     score = (alpha - 1) / theta - (beta if family == "gamma" else (beta - 1) / (1 - theta))  # eqs 36 and 38
@@ -81,7 +81,7 @@ def test_the_papers_effective_sample_size_on_a_gaussian() -> None:
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
 def test_gaussian_moments_after_burn_in() -> None:
-    """The variance is 4.03 from update 500 on, and falls to 4 as 1 / t: mu is still on its way."""
+    """The variance is 4.03 from update 500 on, and falls to 4 as 1 / t, since mu still converges."""
     draws = run(AGPSConfig(max_std=10.0), num_chains=400, num_steps=3000, burn_in=1500).draws
     assert abs(draws.mean() - 2) < 4 * 2 / (400 * 1500) ** 0.5
     means = (draws - 2).square().mean(1)
@@ -102,7 +102,7 @@ def noise(size: float, num_chains: int = 300) -> Any:
 @pytest.mark.parametrize(("size", "variance"), [(0.05, 5.24), (0.5, 9.0)])
 @pytest.mark.statistics
 def test_noise_in_the_score_widens_the_draws_as_it_is_said(size: float, variance: float) -> None:
-    """Without noise it is 4; a law independent of it would not leave this interval either."""
+    """Without noise the variance is 4, and with noise it leaves the interval around 4."""
     draws = run(AGPSConfig(max_std=10.0), num_chains=3000, num_steps=1500, burn_in=500, batches=noise(size, 3000)).draws
     means = (draws - 2).square().mean((1, 2))
     assert 4 * means.std() / len(means) ** 0.5 < 0.01 * variance
@@ -124,7 +124,7 @@ def test_at_the_cap_the_cap_is_the_width_and_the_run_says_so() -> None:
 
 
 def law_at_the_cap(cap: float, size: float) -> float:
-    """E (theta - 2)^2 where the noise of the score leaves every proposal at the cap.
+    """Return E (theta - 2)^2 if the noise of the score keeps every proposal at the cap.
 
     theta = mu + cap eps, and Algorithm 1's mean goes to theta +- |theta - mu|, up with probability
     Phi((2 - theta) / (4 size)): with the sign of eps mu moves by 2 cap eps, else it stays. The stationary law of that

@@ -25,11 +25,11 @@ from tests.methods.sgmcmc.laws import LEARNING_RATE, N, variance_error
 SIZES = (64, 192)
 SHAPES = {"narrow": (64,), "wide": (192,)}
 VARIANCES = (10.0, 25.0)
-"""Of the gradient of U in each tensor: h^2 V = 0.1 and 0.25 beside the injected 0.4."""
+"""The noise variance of the gradient of U in each tensor: h^2 V = 0.1 and 0.25, with 0.4 injected."""
 
 
 def run(config: MethodConfig) -> list[Tensor]:
-    """[4, S, size] draws of each tensor, on U = N |theta|^2 / 2 with noise in the gradient whose variance is told."""
+    """Return the draws [4, S, size] of each tensor, on U = N |theta|^2 / 2 with gradient noise of a known variance."""
     rule = config.build(Problem(N, FlatPrior(), LEARNING_RATE, num_steps=2500, burn_in=0, shapes=SHAPES))
     assert isinstance(rule, Rule)
     rngs, noise = [generator("chain", chain) for chain in range(4)], generator("gradient")
@@ -46,7 +46,7 @@ def run(config: MethodConfig) -> list[Tensor]:
 
 
 def law(kind: type[MethodConfig]) -> float:
-    """Without noise in the gradient, at beta = 0.8 and x = 0.1."""
+    """The reference has no noise in the gradient, beta = 0.8 and x = 0.1."""
     euler = 0.2 * 1.9 / (0.1 * 1.85)
     return (euler if kind is SGHMCEulerConfig else 1 / (1 - 0.1 / 3.6)) / N
 
@@ -63,7 +63,7 @@ def test_corrected_variance_is_that_without_gradient_noise(kind: type[Any]) -> N
 
 
 def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
-    """Theirs is epsilon T (2 alpha - epsilon T beta) with sigma = 1 and T = 1 / N; beta is V at that T."""
+    """Their noise is epsilon T (2 alpha - epsilon T beta) with sigma = 1 and T = 1 / N; beta is V at that T."""
     epsilon, alpha, num_data, variance = 0.3, 0.5, 7, 4.0
     config = SGHMCEulerConfig(momentum=1 - epsilon * alpha, correct_gradient_noise=True)
     rule = config.build(Problem(num_data, FlatPrior(), epsilon**2, num_steps=1, burn_in=0, shapes={"": (3,)}))
@@ -80,7 +80,7 @@ def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
 def corrected(
     kind: type[Any], variances: Callable[[int], list[float]], *, num_steps: int, draw_steps: range = range(0)
 ) -> list[Tensor]:
-    """Momenta [3] of one chain with two tensors, of 2 and 1 coordinates, after updates that are told V; q = 0.4."""
+    """Return the momenta [3] of a chain with tensors of 2 and 1 coordinates, after updates with known V; q = 0.4."""
     shapes = {"noisy": (2,), "quiet": (1,)}
     problem = Problem(N, FlatPrior(), LEARNING_RATE, num_steps, 0, shapes, draw_steps=draw_steps)
     rule = kind(momentum=0.8, correct_gradient_noise=True).build(problem)

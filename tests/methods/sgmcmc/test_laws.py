@@ -1,4 +1,4 @@
-"""Every sampler of one gradient per update against the law of its own discretisation."""
+"""Every sampler with one gradient per update against the law of its discretisation."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from tests.methods.sgmcmc.laws import (
 )
 
 T, V = 0.6, 20.0
-"""Of the runs: a temperature that is not its own square; noise of the gradient of U about as strong as the injected."""
+"""The settings of the runs: T differs from T^2, and the gradient noise is about as strong as the injected noise."""
 
 BETA, H_SQUARED = 0.8, LEARNING_RATE / N
 
 
 @dataclass(frozen=True)
 class Law:
-    """A sampler and what its docstring says of the Gaussian.
+    """A sampler and the law in its docstring, on the Gaussian.
 
     Attributes:
-        config: from beta and T.
+        config: (beta, T) -> the config.
         docstring: (b, x, T, h^2 V) -> lambda E theta^2 and E m^2.
-        order: in h, of the bias of E theta^2 and of E m^2, where there is one.
+        order: order in h of the bias of E theta^2 and of E m^2, where there is one.
     """
 
     config: Callable[[float, float], MethodConfig]
@@ -76,7 +76,7 @@ def baoab(b: float, x: float, temperature: float, noise: float) -> tuple[float, 
 
 
 def friction(b: float, x: float, temperature: float, noise: float, *, euler: bool = False) -> float:
-    """a = h xi of sgnht."""
+    """Return a = h xi of sgnht."""
     c = 2 * (1 - b) + noise / temperature
     half, last = (1 + 0.75 * x, c + 2 * x + x**2 / 2) if euler else (1 - x / 4, c)
     return half - math.sqrt(half**2 - last)
@@ -107,7 +107,7 @@ each = pytest.mark.parametrize("name", LAWS)
 
 
 def solved(name: str, b: float, step_size: float, curvature: float, temperature: float, variance: float) -> Moments:
-    """The law of one update of the sampler, solved; a thermostat's friction stands at its balance."""
+    """Return the law that one update of the sampler implies; a thermostat's friction is fixed at its balance."""
     held = {}
     if name.startswith("sgnht"):
         x, noise = step_size**2 * curvature, step_size**2 * variance
@@ -150,7 +150,7 @@ def test_bias_falls_with_the_order_that_is_declared(name: str) -> None:
 @pytest.mark.parametrize(("name", "order"), [("sghmc", 2), ("sgld", 2), ("baoab", 2), ("sghmc_euler", 1)])
 @pytest.mark.statistics
 def test_bias_on_a_target_that_is_not_gaussian_falls_with_this_order(name: str, order: int) -> None:
-    """In positions. The momenta of sghmc have order 1, above."""
+    """The order holds for positions. The momenta of sghmc have order 1, above."""
 
     def bias(step_size: float) -> float:
         beta = math.exp(-step_size) if name == "baoab" else 1 - step_size
@@ -161,7 +161,7 @@ def test_bias_on_a_target_that_is_not_gaussian_falls_with_this_order(name: str, 
 
 
 def check(name: str, draws: Tensor, variance: float) -> None:
-    """3 %: 4 standard errors at 36 000 independent draws."""
+    """The tolerance of 3 % is 4 standard errors at 36 000 independent draws."""
     expected, _ = LAWS[name].docstring(BETA, H_SQUARED * N, T, H_SQUARED * variance)
     error, standard_error = variance_error(draws, expected / N)
     assert 4 * standard_error < 0.03
@@ -212,7 +212,7 @@ def test_the_check_catches_minibatch_noise_that_is_forgotten(name: str) -> None:
 
 
 CYCLE, RAMPED = range(40, 161, 40), Cyclical(ramp_up=0.5)
-"""Four cycles of 40 updates; the temperature rises for 20 of them, and its law is far from stationary."""
+"""A run of four cycles of 40 updates; the temperature rises for 20 of them, and the law is far from stationary."""
 
 PEAK = math.sqrt(H_SQUARED)
 
@@ -239,11 +239,11 @@ def baoa_update(h: float, x: float) -> tuple[list[list[float]], list[float]]:
 
 
 UPDATES = {"sgld": sgld_update, "sghmc": sghmc_update, "sghmc_euler": sghmc_euler_update, "baoa": baoa_update}
-"""(h_t, x = h_t^2 lambda) -> A and g, by the docstrings: (theta, m) becomes A (theta, m) + sqrt(T_t) g R."""
+"""The maps (h_t, x = h_t^2 lambda) -> A and g of the docstrings: (theta, m) becomes A (theta, m) + sqrt(T_t) g R."""
 
 
 def squares_at_the_draws(name: str, schedule: Cyclical) -> Tensor:
-    """[4] E theta^2 at the end of each cycle, from a start at the origin: the recursion of second moments."""
+    """Return E theta^2 [4] at the end of each cycle, from the origin, by the recursion of second moments."""
     second, found = torch.zeros(2, 2, dtype=torch.float64), []
     for step in range(CYCLE[-1]):
         h = PEAK * math.sqrt(schedule.learning_rate(step, CYCLE))
@@ -255,7 +255,7 @@ def squares_at_the_draws(name: str, schedule: Cyclical) -> Tensor:
 
 
 def cyclical_errors(name: str, schedule: Cyclical, law: Tensor) -> tuple[Tensor, float]:
-    """[4] relative errors of the second moments of 40 000 coordinates, and the standard error of each."""
+    """Return the relative errors [4] of the second moments of 40 000 coordinates, and their standard errors."""
     draws = sample(
         lambda theta, batch: 0.5 * N * theta.square().sum(1),
         torch.zeros(4, 10_000),

@@ -30,7 +30,7 @@ def layerwise(batches: int, period: int | None = None, **changes: Any) -> SGHMCC
 
 
 def gradients(count: int, scales: tuple[float, ...] = (1.0, 10.0, 0.5)) -> Tensor:
-    """[count, 2, 9] of U, for two chains, of another size in each tensor."""
+    """Return gradients of U [count, 2, 9] for two chains, with a different size in each tensor."""
     per_element = torch.cat([torch.full((size,), scale) for size, scale in zip(SIZES, scales, strict=True)])
     return torch.randn(count, 2, 9, generator=generator("gradients"), dtype=torch.float64) * per_element
 
@@ -98,11 +98,11 @@ def test_stationary_moments_have_lambda_over_m_for_lambda(mass: float) -> None:
 
 
 CURVATURES, VARIANCES = (5.0, 125.0), (10.0, 100.0)
-"""Of U in each of two tensors; of the noise in its gradient, where there is some."""
+"""The curvatures of U in two tensors, and the variances of the noise in its gradient."""
 
 
 def draws_of(config: SGHMCConfig, variances: tuple[float, float] = (0.0, 0.0)) -> tuple[list[Tensor], list[Tensor]]:
-    """[4, S, 256] draws of each tensor from one run of 1500 updates, and its masses [4]."""
+    """Return the draws [4, S, 256] of each tensor from one run of 1500 updates, and the masses [4]."""
     curvature, noise_std = (
         torch.cat([torch.full((256,), value) for value in values])
         for values in (CURVATURES, [variance**0.5 for variance in variances])
@@ -121,7 +121,7 @@ def draws_of(config: SGHMCConfig, variances: tuple[float, float] = (0.0, 0.0)) -
 
 
 def law(tensor: int, mass: Tensor, variance: float) -> float:
-    """Of E theta^2 at these masses, the docstring's with lambda / M for lambda and V / M for V; mean over chains."""
+    """Return the documented E theta^2 with lambda / M for lambda and V / M for V, as a mean over chains."""
     h_squared, beta = 0.05 / NUM_DATA, 0.9
     temperature = 1 + h_squared * variance / mass / (2 * (1 - beta))
     x = h_squared * CURVATURES[tensor] / mass

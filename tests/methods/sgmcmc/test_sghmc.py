@@ -30,9 +30,9 @@ def position_law(temperature: float, *, curvature: float = N, h_squared: float =
 
 
 def moment_error(draws: Tensor, law: float) -> tuple[float, float]:
-    """Relative error of the pooled second moment, and the effective number of draws behind it.
+    """Return the relative error of the pooled second moment, and its effective number of draws.
 
-    Coordinates are independent and alike, so the spread of their own means tells the autocorrelation time.
+    Coordinates are independent with one law, so the spread of their means gives the autocorrelation time.
     """
     squares = draws.square()
     means = squares.mean(1).flatten()
@@ -90,7 +90,7 @@ def test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum(
 
 
 class TestCyclicalSchedule:
-    """256 coordinates of 64 chains through two cycles; curvature small enough for the law's limit h^2 lambda -> 0."""
+    """A run of 256 coordinates and 64 chains over two cycles, with a curvature near the limit h^2 lambda -> 0."""
 
     PEAK, LENGTH, NUM_STEPS = 0.01, 150, 300
 

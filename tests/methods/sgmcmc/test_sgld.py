@@ -23,7 +23,7 @@ def gaussian(theta: Tensor, batch: None) -> Tensor:
 
 
 def variance_error(config: SGLDConfig, law: float, *, num_data: float = N) -> tuple[float, float]:
-    """Relative error of the pooled variance, and the effective number of draws behind it."""
+    """Return the relative error of the pooled variance, and its effective number of draws."""
     start = torch.randn(4, 256, generator=generator("start")) * math.sqrt(config.temperature / N)
     draws = sample(
         gaussian, start, config, num_steps=1500, learning_rate=LR, num_data=num_data, burn_in=100, seed=1

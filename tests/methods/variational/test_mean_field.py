@@ -36,7 +36,7 @@ def starts(num_chains: int) -> Tensor:
 
 
 def gaussian_errors(q: Gaussian, mean: Tensor, std: Tensor) -> tuple[float, float]:
-    """Worst error of a mean, in standard deviations, and worst relative error of a standard deviation."""
+    """Return the worst error of a mean, in standard deviations, and the worst relative error of a std."""
     return ((q.means - mean) / std).abs().max().item(), (q.stds / std - 1).abs().max().item()
 
 
@@ -51,7 +51,7 @@ def fit(
 def fit_with_prior(
     config: MeanFieldConfig, prior: Prior, log_lik: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Gaussian:
-    """A run whose prior is an object of its own, as the trainer makes it; ``log_lik`` returns value and gradient."""
+    """Return a run with a separate prior object, as in the trainer; ``log_lik`` returns value and gradient."""
     rule = config.build(Problem(1, prior, 0.01, 3000, 0, {"": (5,)}))
     rngs = [generator(0, "chain", chain) for chain in range(2)]
     state = rule.init(starts(2), rngs)
@@ -120,7 +120,7 @@ def likelihood(theta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def conjugate(*, likelihood_power: float, prior_power: float) -> tuple[Tensor, Tensor]:
-    """Mean and std of the Gaussian proportional to likelihood^a prior^b."""
+    """Return the mean and std of the Gaussian proportional to likelihood^a prior^b."""
     data, prior = likelihood_power / STD.square(), prior_power / PRIOR.std.square()
     precision = data + prior
     return (data * MEAN + prior * PRIOR.mean) / precision, precision.rsqrt()
