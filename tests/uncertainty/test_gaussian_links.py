@@ -297,7 +297,7 @@ def test_densities_and_moments_are_those_of_the_mixture() -> None:
     [
         (torch.zeros(2, 3), torch.ones(2, 2), r"got \[2, 3\] and \[2, 2\]"),
         (torch.zeros(2, 1), torch.ones(2, 1), r"C >= 2"),
-        (torch.zeros(2, 3), -torch.ones(2, 3), r"least variance -1"),
+        (torch.zeros(2, 3), -torch.ones(2, 3), r"smallest variance -1"),
         (torch.full((2, 3), torch.nan), torch.ones(2, 3), r"6 means .* not finite"),
     ],
 )
