@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.types import Evaluate, Evaluation, Info, Kernel, Rule
-from hf_bayes.diagnostics.verdict import share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributed.member_sums import SpreadMembers
 from hf_bayes.models.base import BayesianModel
 

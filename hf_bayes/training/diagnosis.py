@@ -25,14 +25,9 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
 from hf_bayes.diagnostics.convergence import ess, rhat
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
-from hf_bayes.diagnostics.plausibility import strayed
-from hf_bayes.diagnostics.verdict import (
-    KINETIC_TOLERANCE,
-    Diagnostics,
-    distance_moved,
-    share_within_interval,
-    widened_interval,
-)
+from hf_bayes.diagnostics.plausibility import distance_moved, strayed
+from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
+from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.energy import IndependentPrior

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from hf_bayes.core.rng import generator
-from hf_bayes.diagnostics.verdict import (
-    Diagnostics,
-    distance_moved,
-    kinetic_temperature_interval,
-    share_within_interval,
-)
+from hf_bayes.diagnostics.plausibility import distance_moved
+from hf_bayes.diagnostics.temperatures import kinetic_temperature_interval, share_within_interval
+from hf_bayes.diagnostics.verdict import Diagnostics
 
 
 def test_kinetic_temperature_lies_in_its_interval_as_often_as_promised() -> None:
@@ -88,7 +85,7 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
         ({"rhat": 1.3}, "R-hat 1.30 over 4 chains: longer burn-in"),
         ({"rhat": None}, "convergence not measured: no R-hat"),
         ({"rhat": math.nan}, "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"),
-        ({"rhat": math.inf}, "R-hat inf over 4 chains"),
+        ({"rhat": math.inf}, "R-hat inf over 4 chains: every chain is constant, at a different place"),
         (
             {"capped": [0.0, 0.4, 0.0, 0.0]},
             "40% of the coordinates are at the cap of the proposal's standard deviation",
