@@ -237,7 +237,7 @@ def test_rows_and_positions_are_those_of_the_main_input() -> None:
 def test_rows_that_cannot_be_dealt_to_members_are_refused() -> None:
     engine, _, theta = engine_of(tiny_llama(), "last_block")
     engine.install()
-    with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be dealt to 4 members"):
+    with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be divided among 4 members"):
         engine.forward(batch(6), folded=True)
 
 
