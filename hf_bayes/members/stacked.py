@@ -86,7 +86,7 @@ class Stacked:
 
 
 class StackedLinear(Stacked):
-    """nn.Linear, or Conv1D of GPT-2 (whose weight is [in, out]), with a weight and a bias per member."""
+    """A stacked nn.Linear, or Conv1D of GPT-2 (whose weight is [in, out]), with a weight and a bias per member."""
 
     def forward(self, x: Tensor) -> Tensor:
         context, single = self.context, self.single(x)
@@ -105,7 +105,7 @@ class StackedLinear(Stacked):
 
 
 class StackedLora(Stacked):
-    """LoRA on a linear layer, base(x) + (alpha / r) B_m A_m x. Scaling, dropout and base layer are peft's own."""
+    """A stacked LoRA layer, base(x) + (alpha / r) B_m A_m x. Scaling, dropout and base layer are peft's own."""
 
     def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         super().__init__(module, names, context)
@@ -149,7 +149,7 @@ class StackedLora(Stacked):
 
 
 class StackedNorm(Stacked):
-    """LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
+    """A stacked LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
 
     def forward(self, x: Tensor) -> Tensor:
         context, module = self.context, self.module
@@ -174,7 +174,7 @@ class StackedNorm(Stacked):
 
 
 class StackedEmbedding(Stacked):
-    """nn.Embedding (also scaled, as in Gemma) with one table per member. Its input ids are folded.
+    """A stacked nn.Embedding (also scaled, as in Gemma) with one table per member. Its input ids are folded.
 
     Its gradient includes the row of ``padding_idx``, which the gradient of nn.Embedding leaves out.
     """

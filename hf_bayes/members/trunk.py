@@ -80,24 +80,24 @@ class Trunk:
         memory = self.memory if inputs is not None else None
         keys = [] if memory is None else row_keys(inputs or {})
         known = None if memory is None else memory.find(keys)
-        answer: list[Any] = [] if known is None else [known]
-        answered_in, repeats = -1, False
+        stored: list[Any] = [] if known is None else [known]
+        stored_in, repeats = -1, False
         before = [vars(block).get("forward") for block in blocks]
 
         def stand_in(block: nn.Module) -> Callable[..., Any]:
             own = block.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                nonlocal answered_in, repeats
-                if answer and answered_in == self.context.num_forwards:
+                nonlocal stored_in, repeats
+                if stored and stored_in == self.context.num_forwards:
                     repeats = True
-                    answer.clear()
-                if answer:
-                    return answer[0]
+                    stored.clear()
+                if stored:
+                    return stored[0]
                 output = own(*args, **kwargs)
                 if block is blocks[-1] and not repeats:
-                    answer.append(_detached(output))
-                    answered_in = self.context.num_forwards
+                    stored.append(_detached(output))
+                    stored_in = self.context.num_forwards
                 return output
 
             return forward
@@ -111,8 +111,8 @@ class Trunk:
                 del block.forward
                 if forward is not None:
                     block.forward = forward
-        if memory is not None and known is None and answer:
-            memory.keep(keys, answer[0])
+        if memory is not None and known is None and stored:
+            memory.keep(keys, stored[0])
 
     def _cut(self, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """Cut [M * B, ...] to [B, ...] in all inputs of a block, unless a random block has run before."""
@@ -284,7 +284,7 @@ def has_axes(config: Any) -> bool:
 
 
 def _drops(fields: dict[Any, Any]) -> bool:
-    """Check whether a configuration, or one of its parts, asks for dropout or for masks on audio features."""
+    """Check whether a configuration, or one of its parts, sets dropout or masks on audio features."""
     masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
     return any(
         _drops(value)
@@ -342,5 +342,5 @@ def _main_input(inputs: dict[str, Any]) -> Tensor:
             return value
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
     if not tensors:
-        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: cannot tell the number of rows")
+        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
     return tensors[0]

@@ -31,7 +31,7 @@ _LN2 = math.log(2.0)
 
 
 class Uncertainty(NamedTuple):
-    """Three [...] tensors in nats. ``total == aleatoric + epistemic`` holds exactly in floating point."""
+    """The three uncertainties in nats, [...] each. ``total == aleatoric + epistemic`` holds exactly."""
 
     total: Tensor
     aleatoric: Tensor

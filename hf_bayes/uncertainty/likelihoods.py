@@ -33,8 +33,8 @@ class Likelihood(Protocol):
         """Return [..., N] bool: True where a label is a likelihood term. ``labels`` is [..., N] or [..., N, C]."""
         ...
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that labels may have if the logits have the shape ``answers`` [..., C]."""
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that labels may have, given the shape [..., C] of the logits."""
         ...
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
@@ -83,7 +83,7 @@ class Likelihood(Protocol):
 
 @dataclass(frozen=True)
 class Categorical:
-    """Labels are class indices; a label of -100 is not a term."""
+    """The categorical likelihood. Labels are class indices; a label of -100 is not a term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -105,8 +105,8 @@ class Categorical:
             return logits - logits.mean(-1, keepdim=True)
         return _gathered(logits, columns) - logits.logsumexp(-1, keepdim=True)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers[:-1],)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape[:-1],)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         if labels.is_floating_point():
@@ -158,7 +158,7 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """Independent binary labels [..., C] in {0, 1}; an example is one term."""
+    """The Bernoulli likelihood of independent binary labels [..., C] in {0, 1}; an example is one term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -170,8 +170,8 @@ class Bernoulli:
     def is_term(self, labels: Tensor) -> Tensor:
         return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers,)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape,)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         # for labels outside [0, 1] the cross entropy has no lower bound, so exp(-U) is not a density
@@ -202,7 +202,7 @@ class Bernoulli:
 
 @dataclass(frozen=True)
 class Normal:
-    """Labels are numbers y = logits + N(0, noise_std^2), with known noise.
+    """The normal likelihood of numbers y = logits + N(0, noise_std^2), with known noise.
 
     Attributes:
         noise_std: standard deviation of the noise, in units of the labels.
@@ -222,8 +222,8 @@ class Normal:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
         return torch.ones(lead, dtype=torch.bool, device=labels.device)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers, answers[:-1]) if answers[-1] == 1 else (answers,)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape, logits_shape[:-1]) if logits_shape[-1] == 1 else (logits_shape,)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         return ~labels.isfinite()

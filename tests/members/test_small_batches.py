@@ -18,7 +18,7 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="th
 
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the products that went in blocks."""
+    """Record the rows of the products that were computed in blocks."""
     rows: list[int] = []
     own = torch.bmm
 
@@ -46,7 +46,7 @@ def test_products_in_blocks_are_those_of_the_layer(shape: tuple[int, ...], bias:
         found = layer(x)
     assert blocked == [x.numel() // 48]
     assert found.shape == wide.shape
-    # 48 products of numbers about 1 and 1/7, each sum rounded to 2^-24 of itself
+    # 48 products of numbers about 1 and 1/7; each sum has a relative rounding error of 2^-24
     assert (found.double() - wide).abs().max() < 48 * 2**-24
 
 
@@ -88,7 +88,7 @@ def test_generated_tokens_of_members_go_in_blocks(blocked: list[int], monkeypatc
     bayesian = attach(models.with_lora(models.tiny_llama(hidden_size=32, intermediate_size=64)))
     bayesian.theta.data = bayesian.theta.detach().expand(4, -1).clone()
     bayesian.eval()
-    prompt = torch.tensor([[3, 4, 5, 6, 7]])  # LoRA's own products have 5 rows for each member, later 1
+    prompt = torch.tensor([[3, 4, 5, 6, 7]])  # the products of LoRA have 5 rows per member at first, and 1 row later
     bayesian.generate(prompt, max_new_tokens=3, do_sample=False)
     assert 4 in blocked
     blocked.clear()
@@ -98,7 +98,7 @@ def test_generated_tokens_of_members_go_in_blocks(blocked: list[int], monkeypatc
 
 
 class Other(Tensor):
-    """A kind of tensor with products of its own, as quantised ones are."""
+    """A tensor type with its own products, as quantised tensors have."""
 
 
 @needs_mkl
@@ -113,7 +113,7 @@ def test_weights_of_another_kind_keep_their_own_products(blocked: list[int]) -> 
 @needs_mkl
 def test_a_weight_that_is_made_anew_for_each_call_is_the_one_that_is_read(blocked: list[int]) -> None:
     layer = nn.Linear(32, 64)
-    prune.random_unstructured(layer, "weight", amount=0.5)  # ``weight`` is no parameter now
+    prune.random_unstructured(layer, "weight", amount=0.5)  # ``weight`` is not a parameter any more
     x, layer = torch.randn(8, 32), with_blocks(layer)
     with torch.no_grad():
         first = layer(x)
