@@ -39,9 +39,8 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
         owners = torch.arange(num_rows)  # one image per row
     else:
         owners = _owners(patches, placeholders)
-        if (
-            grid is None and num_images == num_rows and pixels.ndim == 5
-        ):  # rows may be padded to the most images of a row
+        # five dimensions: rows may be padded to the largest number of images of a row
+        if grid is None and num_images == num_rows and pixels.ndim == 5:
             raise ValueError(_unknown(num_images, num_rows))
     images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
     starts = patches.cumsum(0) - patches

@@ -336,7 +336,7 @@ def _entropies(sums: list[Tensor], blocks: RowBlocks, mask: Tensor | None = None
         _refuse_undefined(total.isnan() & again, blocks.logits)
         for rows, block in blocks.rows(again) if num_members > 1 else ():
             epistemic[rows] = _small_epistemic(block, *blocks.buffers(block)).to(epistemic.dtype)
-    # total - total is 0, but NaN outside the mask
+    # for one member epistemic uncertainty is 0: total - total is also NaN outside the mask
     return total, total - total if num_members == 1 else epistemic.clamp(min=0, max=math.log(num_members))
 
 

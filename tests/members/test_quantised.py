@@ -72,7 +72,7 @@ def test_int8_that_hands_no_gradient_back_is_refused_by_name() -> None:
     with attach(model, num_members=2) as bayesian:
         with torch.no_grad():
             bayesian(**batch())  # predictions need no gradient
-        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj \(.*Linear\) propagates no gradient to its input"):
+        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj \(.*Linear\) propagates no gradient to"):
             bayesian(**labelled(), theta=bayesian.theta)
     assert not any(module._forward_hooks for module in model.modules())
 
