@@ -12,7 +12,7 @@ from benchmarks import bounds
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize, timed
 from benchmarks.models import WHERE, adapter_name, members, tokens
 from hf_bayes import attach
-from hf_bayes.members.small_batches import FewRows
+from hf_bayes.members.small_batches import BlockedLinears
 
 PROMPT, NEW = 64, 64
 
@@ -65,7 +65,7 @@ def _last_layer(settings: Settings) -> list[Line]:
 def _frozen_products(settings: Settings) -> list[Line]:
     """What decoding cannot go below on this machine: the base's linear layers alone, a row for each member."""
     plain, lent, count = settings.subject.plain(), settings.subject.plain(), settings.num_members
-    FewRows(lent, []).install()
+    BlockedLinears(lent, []).install()
     works = {"single": products(plain, 1)}
     for rows in (count, 4 * count):
         works |= {f"ours, {rows}": products(lent, rows), f"torch, {rows}": products(plain, rows)}

@@ -13,7 +13,7 @@ class RowScores(NamedTuple):
 
     Attributes:
         nll: [R] nats, summed over the likelihood terms of a row.
-        terms: [R] the number of likelihood terms in a row.
+        terms: [R] the number of likelihood terms in each row.
     """
 
     nll: NDArray[np.float64]
@@ -21,10 +21,10 @@ class RowScores(NamedTuple):
 
 
 def row_scores(nll: ArrayLike, terms: ArrayLike) -> RowScores:
-    """Sum the NLLs of likelihood terms, in the order of their rows, over each row.
+    """Sum the NLLs of likelihood terms over each row.
 
     Args:
-        nll: [n] nats per term.
+        nll: [n] nats per term, in the order of the rows.
         terms: [R] the number of terms in each row; they sum to n.
     """
     nll, counts = np.asarray(nll, dtype=np.float64), np.asarray(terms, dtype=np.int64)
@@ -36,11 +36,12 @@ def difference_std_error(one: RowScores, other: RowScores) -> float | None:
     """Return the standard error of the difference between two mean NLLs per term, paired by row.
 
     With d_r the difference of row r and n_r its number of terms, the difference is D = sum_r d_r / sum_r n_r, a ratio
-    of two sums over R independent rows; its standard error is sqrt(R / (R - 1) sum_r (d_r - D n_r)^2) / sum_r n_r.
+    of two sums over R independent rows. Its standard error is sqrt(R / (R - 1) sum_r (d_r - D n_r)^2) / sum_r n_r.
     Terms of one row (tokens of one text) depend on each other, so the error is computed from rows.
 
     Returns:
-        None if it is not known: fewer than 2 rows, other rows in ``other``, or an NLL that is not finite.
+        The standard error in nats per term. None if there are fewer than 2 rows, if the two predictions have different
+        rows, or if an NLL is not finite.
     """
     counts = one.terms
     if not np.array_equal(counts, other.terms) or np.count_nonzero(counts) < 2:

@@ -1,6 +1,6 @@
-"""Do chains agree, and how many draws are they worth? R-hat and ESS, by arviz.
+"""Convergence of chains: R-hat and effective sample size (ESS), computed by arviz.
 
-Both are meant for functions of theta (the log-likelihood of probe texts, say): coordinates of a LoRA have symmetries
+Both are meant for functions of theta, such as the log-likelihood of probe texts. Coordinates of a LoRA have symmetries,
 along which equally good chains never agree.
 """
 
@@ -14,46 +14,52 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Column = NDArray[np.float64]
+Statistic = Callable[[Column], float]
+
 MAX_RHAT = 1.05
-"""Vehtari et al. (2021) ask for 1.01 in final results, which 29 % of quantities exceed at 4 chains of 50 independent
-draws; 0.2 % exceed 1.05."""
+"""The largest R-hat of converged chains. Vehtari et al. (2021) recommend 1.01 for final results. For 4 chains of 50
+independent draws, 29 % of quantities exceed 1.01 by chance, and 0.2 % exceed 1.05."""
 
 MIN_ESS_PER_CHAIN = 50.0
-"""Half of what Vehtari et al. (2021) ask for before R-hat and ESS themselves are trusted: 400 of four chains, which is
-50 of each half of a chain."""
+"""The smallest sufficient ESS per chain. It is half the recommendation of Vehtari et al. (2021) for reliable estimates
+of R-hat and ESS: 400 for four chains, which is 50 for each half of a chain."""
 
 
 def rhat(draws: Tensor) -> Tensor:
-    """Rank-normalised split R-hat (Vehtari et al. 2021, eq. 14), by arviz.
+    """Return the rank-normalised split R-hat of each quantity (Vehtari et al. 2021, eq. 14).
 
     Args:
         draws: [M, S, k] draws of k quantities.
     Returns:
-        [k] float64; 1 is convergence. NaN where it is not defined: fewer than 2 chains or 4 draws, a NaN or infinite
-        draw, a quantity that never changes. inf where chains that do not move differ.
+        [k] float64; 1 means convergence. NaN where R-hat is not defined: fewer than 2 chains or 4 draws, a NaN or
+        infinite draw, or a quantity that never changes. inf where every chain is constant and the chains differ.
     """
 
-    def of_one(column: np.ndarray) -> float:
+    def of_one(column: Column) -> float:
         import arviz
 
+        compute: Statistic = arviz.rhat
         if (column == column[:, :1]).all():
             return math.nan if (column == column[0, 0]).all() else math.inf
-        return float(arviz.rhat(column))
+        return float(compute(column))
 
     return _each(draws, of_one, name="rhat", min_chains=2)
 
 
 def rhat_by_chance(num_chains: int, num_values: int, *, probability: float = 0.995) -> float:
-    """What R-hat exceeds with probability 1 - p although the chains are one law: of independent normal values.
+    """Return the p-quantile of R-hat for converged chains of independent normal values.
 
-    W and B of split chains, 2 K of n = S / 2 values, have B / W ~ F(2 K - 1, 2 K (n - 1)) (Gelman and Rubin 1992), so
-    R-hat = sqrt((n - 1 + F) / n). Correlated values exceed it more often, and rightly so.
+    Splitting K chains gives 2 K sequences of n = S / 2 values. Their variances between and within sequences, B and W,
+    have B / W ~ F(2 K - 1, 2 K (n - 1)) (Gelman and Rubin 1992), so R-hat = sqrt((n - 1 + F) / n). Correlated values
+    exceed this quantile more often, as they should.
 
     Args:
         num_chains: K.
-        num_values: S, of each chain.
+        num_values: S, the number of values of each chain.
         probability: p.
     """
     from scipy.stats import f
@@ -63,20 +69,21 @@ def rhat_by_chance(num_chains: int, num_values: int, *, probability: float = 0.9
 
 
 def ess(draws: Tensor) -> Tensor:
-    """Bulk effective sample size of all chains together (Vehtari et al. 2021), by arviz.
+    """Return the bulk effective sample size of each quantity, over all chains together (Vehtari et al. 2021).
 
     Args:
         draws: [M, S, k] draws of k quantities.
     Returns:
-        [k] float64. NaN where it is not defined: fewer than 4 draws, a NaN or infinite draw, a quantity that
+        [k] float64. NaN where ESS is not defined: fewer than 4 draws, a NaN or infinite draw, or a quantity that
         never changes.
     """
 
-    def of_one(column: np.ndarray) -> float:
+    def of_one(column: Column) -> float:
         import arviz
 
-        # arviz calls a quantity that never changes M * S independent draws
-        return math.nan if (column == column[0, 0]).all() else float(arviz.ess(column))
+        compute: Statistic = arviz.ess
+        # for a quantity that never changes, arviz would return M * S
+        return math.nan if (column == column[0, 0]).all() else float(compute(column))
 
     return _each(draws, of_one, name="ess", min_chains=1)
 
@@ -84,43 +91,44 @@ def ess(draws: Tensor) -> Tensor:
 def unconverged(
     values: Tensor, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
 ) -> str | None:
-    """What speaks against draws being of one law and enough of them, in words; None if nothing does.
+    """Return, in words, why the draws have not converged or are too few; None if they pass.
 
     Args:
-        values: [M, S, k] of k functions of theta; one that never changes says nothing.
-        max_rhat: largest R-hat that any of them may have.
-        min_ess_per_chain: smallest ESS, over the number of chains.
+        values: [M, S, k] values of k functions of theta. A function that never changes is ignored.
+        max_rhat: the largest permitted R-hat.
+        min_ess_per_chain: the smallest permitted ESS per chain.
     """
     if not bool(values.isfinite().all()):
         return "not all draws are finite"
     ratios, sizes = rhat(values), ess(values)
     if bool(ratios.isnan().all()):
-        return "R-hat needs at least 2 chains of 4 draws that vary, so that nobody knows"
-    worst, fewest = float(ratios.nan_to_num(0.0, posinf=math.inf).max()), float(sizes.nan_to_num(math.inf).min())
+        return "R-hat is not defined: it needs at least 2 chains of 4 draws that vary"
+    worst, smallest = float(ratios.nan_to_num(0.0, posinf=math.inf).max()), float(sizes.nan_to_num(math.inf).min())
     needed = min_ess_per_chain * values.shape[0]
-    doubts = [f"R-hat {worst:.3g} where {max_rhat:g} is allowed"] * (worst > max_rhat)
-    doubts += [f"ESS {fewest:.0f} where {needed:.0f} is needed"] * (fewest < needed)
-    return ", ".join(doubts) or None
+    reasons = [f"R-hat {worst:.3g} where {max_rhat:g} is allowed"] * (worst > max_rhat)
+    reasons += [f"ESS {smallest:.0f} where {needed:.0f} is needed"] * (smallest < needed)
+    return ", ".join(reasons) or None
 
 
 def require_converged(
     values: Tensor, what: str, *, max_rhat: float = MAX_RHAT, min_ess_per_chain: float = MIN_ESS_PER_CHAIN
 ) -> None:
-    """Refuse to judge others by draws that are not converged themselves.
+    """Check that draws have converged, before they serve as a reference for other draws.
 
     Args:
         values: see ``unconverged``.
-        what: names them in the error.
+        what: the name of the draws in the error.
+        max_rhat, min_ess_per_chain: see ``unconverged``.
     Raises:
-        ValueError: saying what speaks against them.
+        ValueError: if they have not converged, with the reasons.
     """
-    doubts = unconverged(values, max_rhat=max_rhat, min_ess_per_chain=min_ess_per_chain)
-    if doubts is not None:
-        raise ValueError(f"{what} cannot judge others: {doubts}. Give it a longer burn-in and more draws")
+    reasons = unconverged(values, max_rhat=max_rhat, min_ess_per_chain=min_ess_per_chain)
+    if reasons is not None:
+        raise ValueError(f"{what} cannot serve as a reference: {reasons}. Use a longer burn-in and more draws")
 
 
-def _each(draws: Tensor, of_one: Callable[[np.ndarray], float], *, name: str, min_chains: int) -> Tensor:
-    """[k]: the statistic of each quantity [M, S]; NaN where there are too few draws or not all are finite."""
+def _each(draws: Tensor, of_one: Statistic, *, name: str, min_chains: int) -> Tensor:
+    """Return the statistic of each quantity [M, S], as [k]. NaN where draws are too few or not all finite."""
     if draws.ndim != 3:
         raise ValueError(f"{name} needs draws of shape [M, S, k], got {list(draws.shape)}")
     enough = draws.shape[0] >= min_chains and draws.shape[1] >= 4
@@ -132,7 +140,7 @@ def _each(draws: Tensor, of_one: Callable[[np.ndarray], float], *, name: str, mi
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """arviz warns of its own future, of many chains and of constant draws, which all have an answer here."""
+    """Silence the warnings of arviz about its future, many chains and constant draws, which are all handled here."""
     logger = logging.getLogger("arviz")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,7 @@
-"""Check that chains stayed where prior and data allow. Energies are in nats on the full data set."""
+"""Distances of chains from their start, in units of the prior: did they move, and are they still in plausible regions?
+
+Energies are in nats on the full data set.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,44 @@ from torch import Tensor
 from hf_bayes.core.types import Prior
 
 MAX_STRAYED = 10.0
-"""Times the nats that can be accounted for: a chain ten times as hot as it should be loses fewer."""
+"""The largest plausible ``strayed`` ratio: even a chain at ten times its temperature stays below it."""
+
+
+def distance_moved(theta: Tensor, theta0: Tensor, prior_std: Tensor | float) -> Tensor:
+    """Return the root mean square over coordinates of (theta - theta0) / prior_std, [M, d] -> [M].
+
+    Args:
+        theta: [M, d].
+        theta0: [M, d], the start of each chain.
+        prior_std: broadcasts to [M, d].
+    """
+    return ((theta - theta0) / prior_std).square().mean(1).sqrt()
 
 
 def has_strayed(ratio: float | None) -> bool:
-    """Return whether a chain's ``strayed`` is beyond any law; None stands for infinity, as in saved figures."""
+    """Check whether a chain's ``strayed`` ratio is implausible. None stands for infinity, as in saved JSON files."""
     return ratio is None or ratio > MAX_STRAYED
 
 
 def strayed(
     prior: Prior, draws: Tensor, start: Tensor, *, data_nats: float, temperature: float, prior_weight: float
 ) -> Tensor | None:
-    """Return, per chain, the nats of prior density that its farthest draw lost, over those that can be accounted for.
+    """Return, per chain, the largest loss of prior log-density over its draws, divided by the largest plausible loss.
 
-    A chain at temperature T has an energy U_lik + w U_prior of about d T above the least one, and the start has no less
-    than that. So U_prior(theta) - U_prior(start) is about (U_lik(start) - min U_lik + d T) / w at most. Optimisers are
-    granted the spread of one prior draw, d nats.
+    A chain at temperature T has an energy U_lik + w U_prior of about d T above the minimum, and the energy of the start
+    is at least the minimum. So U_prior(theta) - U_prior(start) is at most about
+    (U_lik(start) - min U_lik + d T) / w. Optimisers (T = 0) are allowed the energy of one prior draw, d nats.
 
     Args:
         prior: log p(theta).
-        draws: [M, S, d] of M chains.
-        start: [d], the weights that the run began with.
-        data_nats: U_lik(start) - min U_lik, all that the data can repay.
+        draws: [M, S, d] draws of M chains.
+        start: [d], the weights at the start of the run.
+        data_nats: U_lik(start) - min U_lik, the largest loss that the data can compensate.
         temperature: T.
         prior_weight: w, see ``MethodConfig.prior_weight``.
     Returns:
-        [M] float64; infinite where a draw is not finite. None where the prior has no weight and bounds nothing.
+        [M] float64; infinite where a draw is not finite. None if the prior has no weight, because then it sets no
+        bound.
     """
     if prior_weight == 0:
         return None

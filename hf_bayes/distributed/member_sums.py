@@ -1,4 +1,7 @@
-"""Where the members of a prediction are: all here, or spread over processes, which then exchange sums only."""
+"""Sums over the members of a prediction, in one process or across processes.
+
+Processes exchange sums only, never the logits of single members.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +16,47 @@ from hf_bayes.uncertainty.decomposition import Partial, Prediction, finish, part
 
 
 class LocalMembers:
-    """All members are in this process.
+    """Sums over members that are all in this process.
 
     Attributes:
-        rank: which of the shares this process holds.
+        rank: the rank of this process among the processes that hold members.
     """
 
     rank = 0
 
     def predict(self, logits: Tensor) -> Prediction:
-        """[M, n, C] logits -> the mixture and its uncertainties."""
+        """Return the mixture and its uncertainties from the logits [m, n, C] of this process's members."""
         return predict(logits)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[M, ...] -> [...]: the mean over all members."""
+        """Return the mean over all members, [m, ...] -> [...]."""
         return values.mean(0)
 
     def log_mean_exp(self, values: Tensor) -> Tensor:
-        """[M, ...] -> [...]: log of the mean over all members of exp(values)."""
+        """Return the log of the mean of exp(values) over all members, [m, ...] -> [...]."""
         return values.logsumexp(0) - math.log(len(values))
 
     def every(self, values: Tensor) -> Tensor:
-        """[m, ...] of the members here -> [M, ...] of all."""
+        """Gather the values of all members: [m, ...] for the members of this process -> [M, ...]."""
         return values
 
     def agree_on_randomness(self) -> None:
-        """To be called before tokens are drawn: processes that drew other tokens would speak of other texts."""
+        """Give all processes the same random state. Call it before tokens are drawn, so that all draw the same text."""
 
 
 class SpreadMembers(LocalMembers):
-    """Every process of ``group`` holds as many members and is asked the same: probabilities and entropies are summed.
+    """Sums over members that are distributed over the processes of ``group``.
 
-    A prediction moves C + 1 numbers a row, whatever M is.
+    Every process holds the same number of members and receives the same inputs. Probabilities and entropies are summed
+    across processes. A prediction communicates C + 1 numbers per row, whatever M is.
     """
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def predict(self, logits: Tensor) -> Prediction:
-        mine = partial(logits)
-        return finish(Partial(mine.num_members * self.size, self._sum(mine.probs), self._sum(mine.entropies)))
+        local = partial(logits)
+        return finish(Partial(local.num_members * self.size, self._sum(local.probs), self._sum(local.entropies)))
 
     def mean(self, values: Tensor) -> Tensor:
         return self._sum(values.sum(0)) / (len(values) * self.size)
@@ -69,9 +73,9 @@ class SpreadMembers(LocalMembers):
         return torch.cat(pieces)
 
     def agree_on_randomness(self) -> None:
-        mine = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        local = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
         states: list[Any] = [None] * self.size
-        dist.all_gather_object(states, mine, group=self.group)
+        dist.all_gather_object(states, local, group=self.group)
         torch.set_rng_state(states[0][0])
         if states[0][1] is not None:
             torch.cuda.set_rng_state(states[0][1])

@@ -1,7 +1,8 @@
-"""Chains over the processes of one accelerate world: a (chain, data) mesh, and what crosses between its processes.
+"""The mesh of one accelerate world: chains and rows of data are divided over its processes.
 
-Of processes W and chains K one divides the other. With W <= K every process owns K / W chains; otherwise groups of
-W / K processes share a chain, see different rows of its minibatches and add up its gradient. Chains never talk.
+The mesh has the dimensions (chain, data). Of W processes and K chains, one number divides the other. With W <= K every
+process owns K / W chains. Otherwise groups of W / K processes share a chain: each process computes the gradient on
+different rows of the minibatch, and the gradients are summed. Different chains exchange nothing while they are sampled.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 class ChainMesh:
-    """This process's place in the mesh, data the inner dimension.
+    """The position of this process in the mesh. Data is the inner dimension.
 
     Args:
-        together: whether all chains live on all processes, which share every one of them.
+        num_chains: K.
+        device: the device of this process.
+        together: True if every process holds all chains, so that all processes share each of them.
     Attributes:
-        device: of this process.
+        device: the device of this process.
         num_processes: W.
-        rank: of this process among them.
-        chains: global indices of the chains that live here.
-        chain_size, chain_rank: parts that the chains are dealt into, and which one this is.
-        data_size, data_rank: processes that share these chains, and which one this is.
+        rank: the rank of this process among all processes.
+        chains: global indices of the chains of this process.
+        chain_size, chain_rank: size of the chain dimension, and the coordinate of this process in it.
+        data_size, data_rank: size of the data dimension, and the coordinate of this process in it.
     Raises:
-        ValueError: if neither of processes and chains divides the other.
+        ValueError: if neither number of processes and chains divides the other.
     """
 
     def __init__(self, num_chains: int, device: torch.device, *, together: bool = False) -> None:
@@ -52,13 +55,13 @@ class ChainMesh:
             self.chain_group, self._data_group = mesh.get_group("chain"), mesh.get_group("data")
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """The sum, in place, over the processes that share these chains: the same bits on each of them."""
+        """Sum a tensor, in place, over the processes that share these chains. The result is bitwise equal on each."""
         if self.data_size > 1:
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
 
     def gather_chains(self, tensor: Tensor) -> Tensor:
-        """[m, ...] of the chains here -> [K, ...] of all, in their order."""
+        """Gather the values of all chains in their order: [m, ...] for the chains of this process -> [K, ...]."""
         if self.chain_size == 1:
             return tensor
         pieces = [torch.empty_like(tensor) for _ in range(self.chain_size)]
@@ -66,19 +69,22 @@ class ChainMesh:
         return torch.cat(pieces)
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """The first process's values."""
+        """Return the values of the first process (rank 0)."""
         if self.num_processes == 1:
             return tensor
-        values = tensor.to(self.device, copy=True)  # NCCL moves what is on its device
+        values = tensor.to(self.device, copy=True)  # NCCL needs tensors on the device
         dist.broadcast(values, src=0)
         return values.to(tensor.device)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Small values of the processes with the same rows and other chains, in the order of the chains."""
+        """Gather a small value over the chain dimension: from processes with the same rows and different chains.
+
+        The values are in the order of the chains.
+        """
         return _all_gather(value, self.chain_size, self.chain_group)
 
     def share(self, value: Any) -> list[Any]:
-        """Small values of all processes, in the order of their ranks."""
+        """Gather a small value from all processes, in the order of their ranks."""
         return _all_gather(value, self.num_processes, None)
 
 

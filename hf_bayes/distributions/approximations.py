@@ -1,4 +1,4 @@
-"""What a run ends in: draws, or a Gaussian. Both fill the member axis; neither knows a model."""
+"""The two approximations of a posterior: ``Draws`` and ``Gaussian``. Both sample members theta [M, d]."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from hf_bayes.distributions.covariance import COVARIANCES, Covariance, Diagonal, log_normal, moved
 
 GAUSSIANS = {"gaussian": "diagonal", **{f"gaussian_{kind}": kind for kind in COVARIANCES if kind != "diagonal"}}
-"""What a Gaussian calls itself -> the structure of its covariance."""
+"""The ``kind`` of a Gaussian -> the structure of its covariance."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """S equally weighted draws of all chains.
+    """S equally weighted draws from all chains.
 
     Attributes:
         theta: [S, d].
-        chain: [S] int64, the chain each draw came from.
+        chain: [S] int64, the chain of each draw.
     """
 
     kind: ClassVar[str] = "draws"
@@ -31,7 +31,7 @@ class Draws:
 
     @property
     def num_stored(self) -> int:
-        """S"""
+        """The number of stored draws S."""
         return len(self.theta)
 
     def __post_init__(self) -> None:
@@ -42,20 +42,20 @@ class Draws:
 
     @classmethod
     def from_chains(cls, draws: Tensor) -> Draws:
-        """[M, S, d] -> draws in the order chain 0 draw 0, chain 0 draw 1, ..."""
+        """Build from draws [M, S, d]; the order is chain 0 draw 0, chain 0 draw 1, ..."""
         num_chains, num_draws, _ = draws.shape
         return cls(draws.flatten(0, 1), torch.arange(num_chains).repeat_interleave(num_draws))
 
     @property
     def mean(self) -> Tensor:
-        """[d]"""
+        """The mean [d] of the draws."""
         return self.theta.mean(0)
 
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
-        """[num_members, d]: all draws, or as many spread evenly over them (over all chains).
+        """Return [num_members, d]: all draws, or evenly spaced ones, so that all chains are represented.
 
         Raises:
-            ValueError: if more are asked for than are stored; draws are never repeated silently.
+            ValueError: if more members are requested than draws are stored. Draws are never repeated silently.
         """
         stored = len(self.theta)
         if not 1 <= num_members <= stored:
@@ -68,8 +68,8 @@ class Gaussian:
     """An equally weighted mixture of K Gaussians; K = 1 is a Gaussian.
 
     Attributes:
-        means: [K, d].
-        covariances: K of one kind.
+        means: [K, d], the means of the components.
+        covariances: K covariances of one kind.
     """
 
     means: Tensor
@@ -77,7 +77,7 @@ class Gaussian:
 
     @classmethod
     def diagonal(cls, means: Tensor, stds: Tensor) -> Gaussian:
-        """Of independent elements: means and stds [K, d]."""
+        """Build a mixture of Gaussians with independent elements from means and stds [K, d]."""
         if means.ndim != 2 or means.shape != stds.shape:
             raise ValueError(
                 f"Gaussian needs means and stds of one shape [K, d], got {list(means.shape)} and {list(stds.shape)}"
@@ -94,36 +94,37 @@ class Gaussian:
 
     @property
     def kind(self) -> str:
-        """As the posterior's file names it: "gaussian" of a diagonal one, else with the structure's name behind."""
+        """The name in a posterior's file: "gaussian" if diagonal, else "gaussian_" and the structure's name."""
         structure = self.covariances[0].kind
         return "gaussian" if structure == "diagonal" else f"gaussian_{structure}"
 
     @property
     def num_stored(self) -> int:
-        """0: a Gaussian stores no draws."""
+        """The number of stored draws: 0, because a Gaussian stores none."""
         return 0
 
     @property
     def mean(self) -> Tensor:
-        """[d]"""
+        """The mean [d] of the mixture."""
         return self.means.mean(0)
 
     @property
     def stds(self) -> Tensor:
-        """[K, d]: of each element, within each component."""
+        """The standard deviation of each element within each component, [K, d]."""
         return torch.stack([covariance.variance for covariance in self.covariances]).sqrt()
 
     @property
     def std(self) -> Tensor:
-        """[d]: of each element, within and between components."""
+        """The standard deviation of each element in the mixture, [d]: within and between components."""
         return (self.stds.square().mean(0) + self.means.var(0, correction=0)).sqrt()
 
     def to(self, like: Tensor) -> Gaussian:
-        """The same in the dtype and on the device of ``like``."""
-        return moved(self, like)
+        """Return the same Gaussian in the dtype and on the device of ``like``."""
+        result: Gaussian = moved(self, like)
+        return result
 
     def sample(self, num_members: int, generator: torch.Generator | None = None) -> Tensor:
-        """[num_members, d]: member i from component i mod K."""
+        """Return draws [num_members, d]; member i is drawn from component i mod K."""
         count = len(self.means)
         device = self.means.device if generator is None else generator.device
         shape = (num_members, self.means.shape[1])
@@ -133,17 +134,17 @@ class Gaussian:
         return draws
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M], normalised."""
+        """Return the normalised log-density, [M, d] -> [M]."""
         return self._component_log_probs(theta).logsumexp(1) - math.log(len(self.means))
 
     def grad(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M, d], the gradient of ``log_prob``."""
+        """Return the gradient of ``log_prob``, [M, d] -> [M, d]."""
         if len(self.means) == 1:
             return self.covariances[0].precision_product(self.means - theta)
         responsibility = self._component_log_probs(theta).softmax(1)
         parts = zip(self.means, self.covariances, responsibility.unbind(1), strict=True)
-        pulls = [share[:, None] * covariance.precision_product(mean - theta) for mean, covariance, share in parts]
-        return torch.stack(pulls).sum(0)
+        grads = [weight[:, None] * covariance.precision_product(mean - theta) for mean, covariance, weight in parts]
+        return torch.stack(grads).sum(0)
 
     def _component_log_probs(self, theta: Tensor) -> Tensor:
         components = zip(self.means, self.covariances, strict=True)
@@ -151,27 +152,27 @@ class Gaussian:
 
 
 def single(approximation: Draws | Gaussian) -> Gaussian:
-    """One Gaussian: itself, or the diagonal one with the moments of the draws or of the mixture.
+    """Return one Gaussian: the approximation itself, or the diagonal Gaussian with the moments of its draws or mixture.
 
     Raises:
-        ValueError: for draws that do not tell a variance of every element.
+        ValueError: if the draws do not determine a positive variance of every element.
     """
     if isinstance(approximation, Gaussian):
         if len(approximation.means) == 1:
             return approximation
         return Gaussian.diagonal(approximation.mean[None], approximation.std[None])
     if len(approximation.theta) < 2:
-        raise ValueError("one draw has no spread: a Gaussian is fitted to 2 draws or more, better to many")
+        raise ValueError("one draw has no variance: a Gaussian is fitted to 2 draws or more, better to many")
     std = approximation.theta.std(0)
-    still = int((std == 0).sum())
-    if still:
+    num_constant = int((std == 0).sum())
+    if num_constant:
         raise ValueError(
-            f"{still} of {len(std)} elements are the same in all {len(approximation.theta)} draws: a Gaussian fitted "
-            "to them would hold these fixed for ever. Take more draws, from chains that move"
+            f"{num_constant} of {len(std)} elements are the same in all {len(approximation.theta)} draws: a Gaussian "
+            "fitted to them would hold these elements fixed for ever. Take more draws, from chains that move"
         )
     return Gaussian.diagonal(approximation.mean[None], std[None])
 
 
 def joined(parts: Sequence[Gaussian]) -> Gaussian:
-    """The mixture of all components, each of one weight."""
+    """Return the mixture of the components of all parts, with equal weights."""
     return Gaussian(torch.cat([part.means for part in parts]), tuple(c for part in parts for c in part.covariances))

@@ -1,4 +1,4 @@
-"""U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set: priors, tempered gradients."""
+"""The energy U(theta) = -log p(D | theta) - log p(theta) in nats on the full data set, its gradient, and priors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_bayes.core.types import Evaluation, Prior
 
 @dataclass(frozen=True)
 class IndependentPrior(ABC):
-    """Independent elements of one shape, each with a location and a scale of its own.
+    """A prior with independent elements: one family of densities, with a mean and a std per element.
 
     Attributes:
         mean: [d] or a scalar tensor.
@@ -28,28 +28,28 @@ class IndependentPrior(ABC):
 
     @abstractmethod
     def log_prob(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M], normalised."""
+        """Return the normalised log-density, [M, d] -> [M]."""
 
     @abstractmethod
     def grad(self, theta: Tensor) -> Tensor:
-        """[M, d] -> [M, d]"""
+        """Return the gradient of ``log_prob``, [M, d] -> [M, d]."""
 
     def sample(self, num_draws: int, dim: int, generator: torch.Generator) -> Tensor:
-        """[num_draws, dim]"""
+        """Return draws [num_draws, dim]."""
         like = torch.empty(num_draws, dim, dtype=self.std.dtype, device=generator.device)
         return self.mean + self.std * self._standard(like, generator).to(self.std.device)
 
     @abstractmethod
     def _standard(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws of mean 0 and variance 1, in place of ``like``."""
+        """Fill ``like`` with draws of mean 0 and variance 1, and return it."""
 
     def to(self, like: Tensor) -> Self:
-        """The same prior in the dtype and on the device of ``like``."""
+        """Return the same prior in the dtype and on the device of ``like``."""
         return type(self)(self.mean.to(like), self.std.to(like))
 
 
 class GaussianPrior(IndependentPrior):
-    """N(mean, std^2)."""
+    """The normal distribution N(mean, std^2)."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
         z = (theta - self.mean) / self.std
@@ -64,7 +64,7 @@ class GaussianPrior(IndependentPrior):
 
 
 class LaplacePrior(IndependentPrior):
-    """Double exponential: log p = -|theta - mean| / b - log 2 b elementwise, b = std / sqrt(2)."""
+    """The double exponential distribution: log p = -|theta - mean| / b - log 2 b elementwise, b = std / sqrt(2)."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
         scale = self.std / math.sqrt(2)
@@ -80,7 +80,7 @@ class LaplacePrior(IndependentPrior):
 
 @dataclass(frozen=True)
 class FlatPrior:
-    """No prior: log p = 0. For energies that already are the whole U."""
+    """A flat prior, log p = 0: for a user's energy that already includes the prior."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
         return torch.zeros(len(theta), dtype=theta.dtype, device=theta.device)
@@ -90,12 +90,12 @@ class FlatPrior:
 
 
 class ByColumn(NamedTuple):
-    """A prior for work on a few columns of theta at a time (``blocks.in_blocks``).
+    """A prior in a form that serves for work on a few columns of theta at a time (``blocks.in_blocks``).
 
     Attributes:
-        parameters: tensors [..., d], to be cut together with theta.
-        log_prob: what the columns do not tell of log p(theta); a number, or [M].
-        of: (columns of theta [M, w], of the parameters) -> (the columns' part of log p [M] or a number, grad [M, w]).
+        parameters: tensors [..., d], which are cut into the same columns as theta.
+        log_prob: the part of log p(theta) that ``of`` does not return; a number, or [M].
+        of: (columns of theta [M, w], columns of the parameters) -> (their part of log p, a number or [M]; grad [M, w]).
     """
 
     parameters: tuple[Tensor, ...]
@@ -104,7 +104,11 @@ class ByColumn(NamedTuple):
 
 
 def by_column(prior: Prior, theta: Callable[[], Tensor]) -> ByColumn:
-    """Independent elements are cut, which takes no pass over memory; any other prior is asked once, at ``theta()``."""
+    """Return the prior in its form by columns.
+
+    A prior with independent elements is evaluated column by column, without an extra pass over memory. Any other prior
+    is evaluated once, at ``theta()``.
+    """
     if not isinstance(prior, IndependentPrior):
         at = theta()
         return ByColumn((prior.grad(at),), prior.log_prob(at), lambda columns, grad: (0.0, grad))
@@ -117,11 +121,14 @@ def by_column(prior: Prior, theta: Callable[[], Tensor]) -> ByColumn:
 
 
 def energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight: float = 1.0) -> Tensor:
-    """[M]: U_lik + prior_weight * U_prior, what a method at temperature T runs on (``MethodConfig.prior_weight``)."""
+    """Return U_lik + prior_weight * U_prior, [M]: the energy of a method at temperature T.
+
+    See ``MethodConfig.prior_weight``.
+    """
     return -evaluation.log_lik - prior_weight * prior.log_prob(theta)
 
 
 def grad_energy(evaluation: Evaluation, theta: Tensor, prior: Prior, *, prior_weight: float = 1.0) -> Tensor:
-    """[M, d]: the gradient of ``energy`` in theta."""
+    """Return the gradient of ``energy`` in theta, [M, d]."""
     assert evaluation.grad_log_lik is not None
     return -evaluation.grad_log_lik - prior_weight * prior.grad(theta)

@@ -1,4 +1,4 @@
-"""The prior of a config, laid out over theta."""
+"""The prior over theta that a method's config describes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior
 
 PRIORS: dict[str, type[IndependentPrior]] = {"gaussian": GaussianPrior, "he": GaussianPrior, "laplace": LaplacePrior}
-"""``MethodConfig.prior`` -> the shape of an element's density."""
+"""``MethodConfig.prior`` -> the family of an element's density."""
 
 
 def build_prior(
     config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module, inherited: Gaussian | None = None
 ) -> IndependentPrior | Gaussian:
-    """Build what ``prior``, ``prior_mean`` and ``prior_std`` say, or take the posterior of an earlier run.
+    """Build the prior of a config's ``prior``, ``prior_mean`` and ``prior_std``, or take an inherited posterior.
 
     "he" multiplies ``prior_std`` by sqrt(2 / fan-in).
 
     Args:
-        config: its ``prior_std`` may map regular expressions on names to stds; each name must match one of them.
-        layout: of theta.
-        start: [d] the model's own values, the mean if ``prior_mean="initial"``.
-        model: whose modules tell the fan-in of a matrix.
-        inherited: see ``inheritance.inherit``.
+        config: its ``prior_std`` may map regular expressions on names to stds; each name must match exactly one.
+        layout: the layout of theta.
+        start: [d] the initial weights; they are the prior mean if ``prior_mean="initial"``.
+        model: the model; the fan-in of a matrix is read from its modules.
+        inherited: the posterior of an earlier run, which replaces the prior of the config.
     Raises:
-        ValueError: naming the tensor that no expression matches or several do, or an expression that matches no tensor.
+        ValueError: if a name matches no expression or several, or an expression matches no name.
     """
     if inherited is not None:
         return inherited.to(start)
@@ -53,22 +53,23 @@ def build_prior(
 
 
 def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
-    """sqrt(2 / fan-in) of a matrix or kernel [out, in, ...]; 1 of a bias or norm (cold_posteriors eq. 64, app. L.1).
+    """Return sqrt(2 / fan-in) for a matrix or kernel [out, in, ...] and 1 for a bias or norm.
 
-    An embedding [vocabulary, width] counts as a matrix that reads ``width`` inputs, which it is where the output head
-    is tied to it. A lookup reads one input: its own He scale would be sqrt(2).
+    The formula is eq. 64 of cold_posteriors, app. L.1. An embedding [vocabulary, width] counts as a matrix with
+    ``width`` inputs, which is right if the output head is tied to it. A lookup reads one input: its own He scale would
+    be sqrt(2).
     """
     if len(shape) < 2:
         return 1.0
-    # GPT-2's layers hold [in, out]
+    # the weight of Conv1D (GPT-2) is [in, out]
     transposed = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
     return math.sqrt(2 / (shape[0] if transposed else math.prod(shape[1:])))
 
 
 def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior | Gaussian) -> float | None:
-    """The largest implied prior sd of an entry of Delta W over the RMS of its base weight; None without LoRA.
+    """Return the largest ratio of an implied prior sd of Delta W to the RMS of its base weight; None without LoRA.
 
-    Delta W = s B A has Var = s^2 r var(A) var(B) under a zero-mean prior.
+    Under a zero-mean prior an entry of Delta W = s B A has the variance s^2 r var(A) var(B).
     """
     stds = layout.unflatten(prior.std.expand(layout.dim))
     ratios = []
@@ -81,7 +82,7 @@ def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior |
                 continue
             std = float(stds[names[0]].mean() * stds[names[1]].mean()) * factor.out_features**0.5
             weight = module.get_base_layer().weight
-            if is_dense(weight):  # the numbers of others are codes
+            if is_dense(weight):  # a quantised weight holds codes, which have no RMS
                 ratios.append(abs(module.scaling[adapter]) * std / float(weight.detach().float().pow(2).mean().sqrt()))
     return max(ratios, default=None)
 

@@ -1,4 +1,9 @@
-"""The member axis in a live transformers model: stacked modules, folding, one trunk for all members."""
+"""The member axis in a live transformers model: stacked modules, folded rows, and one trunk for all members.
+
+``engine.Members`` gives a model M members in place. Random parameters get a member axis, frozen weights are shared, and
+the layers before the first random one run once for all members. ``compat`` lists the names of host libraries that this
+relies on.
+"""
 
 from hf_bayes.members.engine import FOLDED_ROWS, Members
 

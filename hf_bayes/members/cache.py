@@ -1,4 +1,7 @@
-"""KV caches whose layers hold B rows in the trunk and M * B rows from the first random layer on, with room to grow."""
+"""KV caches for M members: layers of the trunk hold B rows, and layers after it hold M * B rows.
+
+Layers reserve room for new positions, so a new token does not copy the whole cache.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +13,58 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 32
-"""Positions that a ``RoomyLayer`` takes more than it needs when it grows: all are copied once in so many tokens."""
+"""Free positions that a ``RoomyLayer`` reserves when it grows. It copies its contents once in so many tokens."""
 
 
-class RoomyLayer(DynamicLayer):
-    """A ``DynamicLayer`` that writes a new position behind the others, in place.
+class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
+    """A ``DynamicLayer`` that writes new positions in place, into reserved room.
 
-    Its parent copies all of them for every token: of M members that is several times what attention reads. Keys and
-    values are views of a larger tensor; whoever puts others in their place (beams, ``crop``) has them copied once.
+    ``DynamicLayer`` copies all positions for every token. For M members that is several times what attention reads.
+    Here keys and values are views of a larger tensor. If other code replaces them (beam search, ``crop``), they are
+    copied once.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.rooms: dict[str, Tensor] = {}
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        self.buffers: dict[str, Tensor] = {}
         self.views: dict[str, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.requires_grad or value_states.requires_grad:  # what autograd keeps must not change
+        if key_states.requires_grad or value_states.requires_grad:  # tensors that autograd saves must not change
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = self._appended("keys", key_states), self._appended("values", value_states)
+        self.keys, self.values = self._append("keys", key_states), self._append("values", value_states)
         return self.keys, self.values
 
-    def _appended(self, name: str, states: Tensor) -> Tensor:
+    def _append(self, name: str, states: Tensor) -> Tensor:
+        """Append positions to ``keys`` or ``values``, and return the view of all positions."""
         held = getattr(self, name)
         start = held.shape[-2] if held.numel() else 0
         stop = start + states.shape[-2]
-        room = self.rooms.get(name)
+        buffer = self.buffers.get(name)
         if (
-            room is None
+            buffer is None
             or held is not self.views[name]
-            or stop > room.shape[-2]
-            or (room.is_inference() and not torch.is_inference_mode_enabled())
+            or stop > buffer.shape[-2]
+            or (buffer.is_inference() and not torch.is_inference_mode_enabled())
         ):
-            room = states.new_empty(*states.shape[:-2], stop + ROOM, states.shape[-1])
+            buffer = states.new_empty(*states.shape[:-2], stop + ROOM, states.shape[-1])
             if start:
-                room[..., :start, :] = held
-            self.rooms[name] = room
-        room.narrow(-2, start, stop - start).copy_(states)
-        self.views[name] = room.narrow(-2, 0, stop)
+                buffer[..., :start, :] = held
+            self.buffers[name] = buffer
+        buffer.narrow(-2, start, stop - start).copy_(states)
+        self.views[name] = buffer.narrow(-2, 0, stop)
         return self.views[name]
 
 
 def leave_room(cache: Any) -> Any:
-    """The cache, its plain layers replaced by roomy ones; caches of other kinds as they are."""
+    """Replace the ``DynamicLayer``s of a ``DynamicCache`` by ``RoomyLayer``s; other caches are returned unchanged."""
     if type(cache) is DynamicCache and not cache.offloading:
         for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:
-                cache.layers[index] = roomy = RoomyLayer()
-                roomy.__dict__.update(layer.__dict__)
+                cache.layers[index] = roomy_layer = RoomyLayer()
+                roomy_layer.__dict__.update(layer.__dict__)
     return cache
 
 
@@ -67,27 +72,31 @@ _MERGEABLE = (DynamicLayer, RoomyLayer, DynamicSlidingWindowLayer)
 
 
 def mergeable(cache: Any) -> bool:
-    """Whether members run in several passes can each fill a cache of their own, to be pieced together in ``cache``."""
-    plain = type(cache) is DynamicCache and not cache.offloading
-    layers = plain and all(type(layer) in _MERGEABLE for layer in cache.layers)
-    return layers and cache.get_seq_length() == 0
+    """Check that groups of members can fill a cache each, and ``merge_caches`` can join them in the empty ``cache``."""
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) in _MERGEABLE for layer in cache.layers)
+        and cache.get_seq_length() == 0
+    )
 
 
 def empty_like(cache: DynamicCache) -> DynamicCache:
-    """A cache of the same layers, full and sliding, for one group of members."""
-    return copy.deepcopy(cache)  # of an empty one
+    """Return a copy of an empty cache, with the same full and sliding layers, for one group of members."""
+    return copy.deepcopy(cache)
 
 
 def merge_caches(target: DynamicCache, parts: list[DynamicCache], num_trunk: int) -> DynamicCache:
     """Fill ``target`` with the caches of consecutive groups of members.
 
     Args:
-        target: an empty DynamicCache.
-        parts: one cache a group, in the order of the members; layers are taken over from the first.
-        num_trunk: layers of the trunk, alike in all parts; the others' rows follow one another, member-major.
+        target: an empty ``DynamicCache``.
+        parts: one cache per group, in the order of the members. The result uses the layers of the first one.
+        num_trunk: number of layers of the trunk, which are equal in all parts. The rows of later layers are
+            concatenated, member-major.
     """
     for layers in list(zip(*(part.layers for part in parts), strict=True))[num_trunk:]:
-        merged = layers[0]  # a sliding layer also counts the positions that have left its window
+        merged = layers[0]  # keep this object: a sliding layer also counts the positions that have left its window
         if merged.is_initialized:
             merged.keys = torch.cat([layer.keys for layer in layers])
             merged.values = torch.cat([layer.values for layer in layers])
@@ -96,10 +105,10 @@ def merge_caches(target: DynamicCache, parts: list[DynamicCache], num_trunk: int
 
 
 def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int) -> Any:
-    """Permute sequences in place: row b of a trunk layer, rows m * B + b of all members elsewhere.
+    """Permute sequences in place: row b of a layer of the trunk, rows m * B + b for all members m of a later layer.
 
     Raises:
-        ValueError: if a layer has other rows; the index would silently drop members.
+        ValueError: if a layer has another number of rows, because the index would silently drop members.
     """
     require_rows(cache, len(beam_idx), num_members, num_trunk)
     offsets = torch.arange(num_members, device=beam_idx.device)[:, None] * len(beam_idx)
@@ -110,7 +119,11 @@ def reorder_cache(cache: Any, beam_idx: Tensor, num_members: int, num_trunk: int
 
 
 def require_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) -> None:
-    """Raise ValueError if a layer holds other than B rows in the trunk, or M * B elsewhere; an empty one holds none."""
+    """Check that layers of the trunk hold B rows and later layers M * B rows; an empty layer passes.
+
+    Raises:
+        ValueError: naming the first layer with another number of rows.
+    """
     for index, layer in enumerate(cache.layers):
         expected = num_rows if index < num_trunk else num_members * num_rows
         for found in _rows_held(layer) - {expected}:
@@ -122,7 +135,7 @@ def require_rows(cache: Any, num_rows: int, num_members: int, num_trunk: int) ->
 
 
 def _rows_held(layer: Any) -> set[int]:
-    """Rows of the keys of a layer, or of the states of linear attention; none of an empty one."""
+    """Return the numbers of rows of a layer's keys or linear-attention states; empty for an empty layer."""
     held = [getattr(layer, "keys", None)]
     for name in ("conv_states", "recurrent_states"):
         held += getattr(layer, name, {}).values()

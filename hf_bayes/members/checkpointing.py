@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block that runs again in the backward pass must find the members of its first run."""
+"""Activation checkpointing: a block that is recomputed in the backward pass needs the members of its first run."""
 
 from __future__ import annotations
 
@@ -6,54 +6,50 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from hf_bayes.members import compat
 from hf_bayes.members.context import Context
-
-_STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 class Checkpointing:
-    """transformers' activation checkpointing on ``core``, whose recomputation is given the context it needs."""
+    """The activation checkpointing of a transformers model ``core``, with the context restored for recomputation."""
 
     def __init__(self, core: Any, context: Context) -> None:
         self.core, self.context = core, context
-        self.before: list[tuple[Any, dict[str, Any]]] = []
+        self.states: list[tuple[Any, dict[str, Any]]] = []
 
     def install(self) -> None:
-        """Remember what ``remove`` puts back, and adopt checkpointing that is on already."""
-        self.before = [
-            (module, {name: vars(module)[name] for name in _STATE if name in vars(module)})
-            for module in self.core.modules()
-            if hasattr(module, "gradient_checkpointing")
+        """Save the state that ``remove`` restores, and adapt checkpointing that is already on."""
+        self.states = [
+            (module, compat.checkpointing_state(module)) for module in compat.checkpointing_modules(self.core)
         ]
-        self.adopt()
+        self.adapt()
 
     def remove(self) -> None:
-        for module, state in self.before:
-            for name in _STATE:
-                vars(module).pop(name, None)
-            vars(module).update(state)
-        self.before = []
+        """Restore the saved state of all modules."""
+        for module, state in self.states:
+            compat.restore_checkpointing_state(module, state)
+        self.states = []
 
     def enable(self, switch_on: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call the core's own method that switches checkpointing on, then ``adopt``."""
-        hooks = vars(self.core).get("_require_grads_hooks")
+        """Switch checkpointing on by ``switch_on``, a method of the core, then ``adapt`` it."""
+        hooks = compat.input_grad_hooks(self.core)
         switch_on(*args, **kwargs)
-        if not hooks:  # these let embeddings require grad, for reentrant checkpointing: a backward through the trunk
+        if not hooks:  # new hooks would let embeddings require a gradient: a needless backward pass through the trunk
             self.core.disable_input_require_grads()
         if hooks is None:
-            vars(self.core).pop("_require_grads_hooks", None)
-        self.adopt()
+            compat.forget_input_grad_hooks(self.core)
+        self.adapt()
 
-    def adopt(self) -> None:
-        """Let every checkpointing function restore the context for its second run.
+    def adapt(self) -> None:
+        """Make every checkpointing function restore the context for its second run.
 
         Raises:
-            ValueError: for reentrant checkpointing, which loses gradients of all but a block's arguments.
+            ValueError: for reentrant checkpointing, which loses all gradients except those of a block's arguments.
         """
-        for module, _ in self.before:
-            if not module.gradient_checkpointing:
+        for module, _ in self.states:
+            if not getattr(module, compat.CHECKPOINTING):
                 continue
-            function = module._gradient_checkpointing_func
+            function = compat.checkpointing_function(module)
             keywords = getattr(function, "keywords", {})
             if keywords.get("context_fn") == self.context.replayed:
                 continue
@@ -63,4 +59,4 @@ class Checkpointing:
                     f"{keywords.get('use_reentrant', 'no value')}): the other kind loses the members' gradients. Set "
                     'activation_checkpointing_kwargs={"use_reentrant": False}'
                 )
-            module._gradient_checkpointing_func = partial(function, context_fn=self.context.replayed)
+            compat.set_checkpointing_function(module, partial(function, context_fn=self.context.replayed))

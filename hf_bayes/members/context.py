@@ -1,4 +1,4 @@
-"""What stacked modules and trunk hooks share during one forward."""
+"""The state that stacked modules and trunk hooks share during one forward pass."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor
 
 
 class Context:
-    """The members now shown by a model, and how far the fold has gone in the current forward.
+    """The members that are bound to a model, and the state of folding in the current forward pass.
 
     Attributes:
         num_members: M.
-        num_rows: B, rows of the batch before folding; folded tensors have M * B rows, row ``m * B + b`` of member m.
-        num_positions: T, positions of a row.
+        num_rows: B, the rows of the batch before folding. Folded tensors have M * B rows; row ``m * B + b`` belongs to
+            member m.
+        num_positions: T, the positions of a row.
         tensors: {parameter name: [M, *shape]}, views of theta.
-        trunk: whether rows are alike over members until the first random layer, so that B rows suffice there.
-        fanned_out: whether a random block has been reached in the current forward: rows differ from there on.
-        num_forwards: forwards that have begun.
+        trunk: True if the rows of all members are equal before the first random layer, so B rows are enough there.
+        fanned_out: True if the current forward has reached a random block, after which rows of members differ.
+        num_forwards: the number of forwards that have begun.
         used: names of the random parameters that have been read.
-        cuts: id -> what a block of the trunk was given, and its first B rows, in the current forward.
+        cuts: id of an input of a trunk block -> the input and its first B rows, in the current forward.
     """
 
     def __init__(self) -> None:
@@ -40,26 +41,33 @@ class Context:
         self._fresh = False
 
     def begin(self, num_rows: int, num_positions: int, *, trunk: bool) -> None:
-        """Start a forward of ``num_rows`` rows a member."""
+        """Start a forward with ``num_rows`` rows per member."""
         self.num_rows, self.num_positions, self.trunk = num_rows, num_positions, trunk
         self.num_forwards += 1
         self.end()
 
     def mark_fanned_out(self, *, copies: bool) -> None:
-        """The rows have just been repeated M times; ``copies``: they stay alike up to the first stacked module."""
+        """Record that the rows have been repeated M times.
+
+        Args:
+            copies: True if the M copies stay equal up to the first stacked module.
+        """
         self._fresh = copies
 
     def end(self) -> None:
-        """Forget what must not outlive a forward."""
+        """Clear the state of the current forward."""
         self._copies, self._fresh, self.fanned_out = None, False, False
         self.cuts = {}
 
-    def replayed(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """What surrounds the first and the second run of a checkpointed block: torch's ``context_fn``."""
+    def replayed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the context managers for the first and second run of a checkpointed block (torch's ``context_fn``).
+
+        The second one restores the present state of this object during the recomputation.
+        """
         state = {name: value for name, value in vars(self).items() if name != "used"}
 
         @contextmanager
-        def again() -> Iterator[None]:
+        def restored() -> Iterator[None]:
             before = dict(vars(self))
             vars(self).update(state)
             try:
@@ -67,13 +75,14 @@ class Context:
             finally:
                 vars(self).update(before)
 
-        return nullcontext(), again()
+        return nullcontext(), restored()
 
     def single(self, x: Tensor) -> Tensor | None:
-        """[B, ...] if the M * B rows of ``x`` are M copies of these (or ``x`` still has B rows), else None.
+        """Return the B rows of ``x`` that are equal for all members; None if the rows of members may differ.
 
-        Query, key and value projections read the same tensor object, which is how the second and third of them know.
-        Where tokens have been flattened into rows (OPT's MLP), these are M copies of B * T.
+        ``x`` has B rows already, or M * B rows that are M copies of B rows. Query, key and value projections read the
+        same tensor object; the second and third of them recognise the copies by this object. If tokens have been
+        flattened into rows (the MLP of OPT), the copies have B * T rows.
         """
         if self.num_members == 1:
             return None
@@ -84,7 +93,7 @@ class Context:
         return x[: len(x) // self.num_members] if x is self._copies else None
 
     def members_of(self, name: str) -> Tensor:
-        """[M, *shape]: the members' values of a random parameter."""
+        """Return the members' values of a random parameter, [M, *shape]."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
@@ -92,22 +101,22 @@ class Context:
         return tensor
 
     def fold(self, x: Tensor) -> Tensor:
-        """[M * R, ..., k] -> [M, R * ..., k]; ``x`` itself where it has that shape."""
+        """Reshape [M * R, ..., k] to [M, R * ..., k]; ``x`` of that shape is returned unchanged."""
         if x.ndim == 3 and x.shape[0] == self.num_members:
             return x
         return x.reshape(self.num_members, -1, x.shape[-1])
 
     def repeat(self, x: Tensor) -> Tensor:
-        """[B, ...] -> [M * B, ...], member-major."""
+        """Repeat the rows for each member, [B, ...] -> [M * B, ...], member-major."""
         return x.repeat(self.num_members, *[1] * (x.ndim - 1)) if self.num_members > 1 else x
 
 
 def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
-    """[M, R * ..., k] -> [M * R, ..., k], where ``like`` is [R, ..., *] or [M * R, ..., *]."""
+    """Reshape [M, R * ..., k] to [M * R, ..., k]. ``like`` has the dimensions: [R, ..., *] or [M * R, ..., *]."""
     rows = y.shape[0] * y.shape[1] // math.prod(like.shape[1:-1])
     return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype`` outside autocast, which casts by itself."""
+    """Return ``x`` in ``dtype``; under autocast return it unchanged, because autocast casts itself."""
     return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)

@@ -1,4 +1,4 @@
-"""A live model with a member axis: installed in place, run folded, given back as it was."""
+"""The member engine: it installs a member axis in a live model, runs the model folded, and removes the axis again."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
-from hf_bayes.members.last_feed_forward import Tail
-from hf_bayes.members.small_batches import FewRows
+from hf_bayes.members.last_feed_forward import LastFeedForward
+from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
 from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
 
 FOLDED_ROWS = 1024
-"""Rows (members x sequences x positions) past which folding loses to smaller passes, whose activations fit the caches:
-on two cores the 8 x 512 rows of 8 Llamas of 30M parameters take 10 % less time by 1024 than at once."""
+"""Rows (members x sequences x positions) of one pass. With more rows, several passes are faster, because their
+activations fit the processor caches. On two cores, 8 Llamas of 30M parameters take 10 % less time for 8 x 512 rows in
+passes of 1024 rows than in one pass."""
 
 
 class Members:
-    """The member engine on one model.
+    """The member engine of one model.
 
-    ``install`` replaces the forwards of the modules that own a random parameter and hooks the trunk; ``remove`` undoes
-    both. In between, ``bind`` shows members to the model and ``forward`` runs it for all of them at once.
+    ``install`` replaces the forwards of the modules that own a random parameter, and hooks the trunk. ``remove`` undoes
+    both. In between, ``bind`` sets the members, and ``forward`` runs the model for all of them at once.
 
     Attributes:
-        model: what the layout's names refer to (a peft model, say).
+        model: the model that the names of the layout refer to, such as a peft model.
         core: the transformers model that is called.
-        layout: the random parameters.
-        attached: whether the model has its member axis now.
+        layout: the layout of the random parameters.
+        attached: True while the model has its member axis.
     """
 
     def __init__(self, model: nn.Module, core: nn.Module, layout: Layout, *, trunk: bool = True) -> None:
@@ -45,55 +46,62 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
-        self.tail = Tail(core, self.context)
-        self.few_rows = FewRows(core, [item.module for item in self.stacked])
+        self.tail = LastFeedForward(core, self.context)
+        self.blocked = BlockedLinears(core, [item.module for item in self.stacked])
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: views would hold each a whole theta, and be known by where the original's lies."""
+        """Return the state for copies, without the cached views.
+
+        Each copied view would hold a whole theta, and the cache is identified by the address of the original theta.
+        """
         return {**self.__dict__, "_viewed": None}
 
     @property
     def num_trunk_blocks(self) -> int:
-        """Blocks that run once for all members, and whose caches hold B rows."""
+        """The number of blocks that run once for all members, and whose caches hold B rows."""
         return self.trunk.num_blocks
 
     def install(self) -> None:
+        """Give the model its member axis."""
         self.attached = True
         self.checkpointing.install()
         for item in self.stacked:
             item.install()
         self.trunk.install()
         self.tail.install()
-        self.few_rows.install()
+        self.blocked.install()
 
     def remove(self) -> None:
+        """Restore the model as it was before ``install``."""
         self.attached = False
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
         self.tail.remove()
-        self.few_rows.remove()
+        self.blocked.remove()
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
 
     def require_attached(self) -> None:
-        """Raise if the member axis has been removed: the plain model would answer for every member alike, with EU 0.
+        """Check that the model has its member axis. Without it, all members would be equal, with EU 0.
 
-        Every way to the members passes here: ``bind`` and ``plain``, and before these ``BayesianModel.show`` and
-        whatever predicts (``model.predicts``).
+        ``bind`` and ``single_member.plain`` call this, and so do all predictions of ``BayesianModel``.
+
+        Raises:
+            ValueError: if the member axis has been removed.
         """
         if not self.attached:
             raise ValueError(
                 f"this BayesianModel was detached: its {type(self.core).__name__} has been given back and has no "
-                "members. Give it a member axis again (hf_bayes.attach(model, theta)), load the posterior anew "
-                "(from_pretrained), or ask within the `with attach(...)` block"
+                "members. Give it a member axis again (hf_bayes.attach(model, theta)), load the posterior again "
+                "(from_pretrained), or predict within the `with attach(...)` block"
             )
 
     @contextmanager
     def bind(self, theta: Tensor) -> Iterator[None]:
-        """Show the members ``theta`` [M, d] to the model until the end of the block."""
+        """Set the members of the model to ``theta`` [M, d] until the end of the block."""
         self.require_attached()
         context = self.context
         before = context.tensors, context.num_members
@@ -104,7 +112,7 @@ class Members:
             context.tensors, context.num_members = before
 
     def _views(self, theta: Tensor) -> dict[str, Tensor]:
-        """{name: [M, *shape]}; made once for members that are shown again and again, token after token."""
+        """Return {name: [M, *shape]}. The views are cached, because the same theta is bound for every token."""
         if theta.requires_grad and torch.is_grad_enabled():
             return self.layout.unflatten(theta)
         kind = theta.data_ptr(), theta.shape, theta.dtype, torch.is_inference_mode_enabled()
@@ -113,36 +121,36 @@ class Members:
         return self._viewed[2]
 
     def forward(self, inputs: dict[str, Any], *, folded: bool = False, module: nn.Module | None = None) -> Any:
-        """The output of the core (or of ``module``, a part of it) with M * B rows, row ``m * B + b`` of member m.
+        """Return the output of the core with M * B rows; row ``m * B + b`` belongs to member m.
 
         Args:
             inputs: keyword arguments of the core.
-            folded: the rows differ from member to member: there are M * B of them already.
-            module: what to call in place of the core.
+            folded: True if ``inputs`` have M * B rows already, which differ between members.
+            module: a part of the core to call in its place.
         """
         members, rows = self.context.num_members, num_rows_of(inputs)
         if folded:
             if rows % members:
-                raise ValueError(f"{rows} rows cannot be dealt to {members} members: give a multiple")
+                raise ValueError(f"{rows} rows cannot be divided among {members} members: use a multiple")
             rows //= members
         else:
             inputs = repeat_rows(inputs, rows, members)
         return self.run(module or self.core, inputs, rows, num_positions_of(inputs), trunk=not folded and members > 1)
 
     def logits(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
-        """[M, B, ..., C] of a core with a head; arguments as of ``forward``."""
+        """Return the logits [M, B, ..., C] of a core with a head; the arguments are as in ``forward``."""
         output = self.forward(inputs, folded=folded)
         if getattr(output, "logits", None) is None:
             raise ValueError(
-                f"{type(self.core).__name__} answers no logits: give a model with a head, such as "
+                f"{type(self.core).__name__} returns no logits: use a model with a head, such as "
                 "AutoModelForSequenceClassification loads"
             )
-        return output.logits.unflatten(0, (self.context.num_members, -1))
+        return torch.unflatten(output.logits, 0, (self.context.num_members, -1))
 
     def run(
         self, module: nn.Module, inputs: dict[str, Any], num_rows: int, num_positions: int, *, trunk: bool = False
     ) -> Any:
-        """Call a module whose inputs are folded already, ``num_rows`` rows a member."""
+        """Call a module whose inputs are folded already, with ``num_rows`` rows per member."""
         self.context.begin(num_rows, num_positions, trunk=trunk)
         try:
             return module(**inputs)
@@ -150,19 +158,20 @@ class Members:
             self.context.end()
 
     def pass_size(self, num_members: int, rows: int, length: int) -> int:
-        """Members to run at once so that about ``FOLDED_ROWS`` rows are folded."""
+        """Return the number of members per pass, so that about ``FOLDED_ROWS`` rows are folded."""
         return max(1, min(num_members, FOLDED_ROWS // max(1, rows * length)))
 
     def chunks(self, theta: Tensor, size: int) -> Iterator[Tensor]:
-        """``theta`` in pieces of at most ``size`` members of nearly equal number."""
+        """Yield ``theta`` in pieces of nearly equal size, of at most ``size`` members each."""
         count = -(-len(theta) // size)
-        yield from (theta,) if count == 1 else torch.tensor_split(theta, count)  # itself: its views are kept
+        # a single piece is theta itself, because its views are cached
+        yield from (theta,) if count == 1 else torch.tensor_split(theta, count)
 
     def check_all_read(self) -> None:
-        """To be called after a whole forward: a random parameter that it did not read has no posterior.
+        """Check, after a whole forward, that it read every random parameter.
 
         Raises:
-            ValueError: naming one that the model uses behind its module's back, or not at all.
+            ValueError: naming a parameter that was not read. The model uses it outside its module, or not at all.
         """
         unread = sorted(set(self.layout.names) - self.context.used)
         if unread:

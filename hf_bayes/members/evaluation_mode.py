@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context manager for evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the end of the block, so that nothing is dropped out; then each module has its own again.
+    """Set the model to evaluation mode, without dropout, until the end of the block.
 
-    Its own: ``model.train(before)`` would give all of them that of the outermost, and a frozen part that was kept in
-    evaluation mode would drop out from then on.
+    Afterwards every module gets its own mode back. ``model.train(mode)`` would give all modules the mode of the model,
+    and would switch on dropout in a frozen part that was in evaluation mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

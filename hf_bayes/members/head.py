@@ -1,7 +1,7 @@
 """The head of a causal language model, run on a few positions at a time, so that no [M, B, T, V] tensor exists.
 
-The model's own forward runs both halves: its backbone once, then everything after the backbone (head, soft-capping,
-logit scales) again and again with the backbone answering one chunk of its hidden states.
+Both parts run in the model's own forward. The backbone runs once. Then everything after it (head, soft-capping, logit
+scales) runs once per chunk of positions, while the backbone returns the hidden states of this chunk.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from hf_bayes.members.engine import Members
 from hf_bayes.members.trunk import num_rows_of
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""float32 logits of one chunk, all members together: what fits the caches of a CPU, what keeps a GPU busy."""
+"""Bytes of the float32 logits of one chunk, for all members together. On a CPU they fit the caches; on a GPU they keep
+the device busy."""
+
+LogProb = Callable[[Tensor, Tensor], Tensor]
+"""(logits [M, n, V], labels [M, n]) -> [M, n], as ``Likelihood.log_prob``."""
 
 
 class ChunkedHead:
-    """Backbone and head of ``members.core`` apart.
+    """The backbone and the head of ``members.core``, run separately.
 
     Raises:
         ValueError: if the core has no backbone of its own or no output embeddings.
@@ -33,59 +37,64 @@ class ChunkedHead:
         self.members, self.backbone = members, core.base_model
         if self.backbone is core or core.get_output_embeddings() is None:
             raise ValueError(f"{type(core).__name__} is not a causal language model with a head of its own")
-        # OPT and the decoders of Bart and its kin call their backbone's decoder, past the backbone
+        # OPT and the decoders of the Bart family call the decoder of their backbone, and not the backbone
         decoder = getattr(self.backbone, "decoder", None)
-        self._answering = [self.backbone, *([decoder] if isinstance(decoder, PreTrainedModel) else [])]
+        self._replaced = [self.backbone, *([decoder] if isinstance(decoder, PreTrainedModel) else [])]
         inside = {id(module) for module in self.backbone.modules()}
         self.alike = not any(id(item.module) in inside for item in members.stacked)
-        """Whether hidden states are the same for all members: only the head is random."""
+        """True if only the head is random, so that the hidden states are equal for all members."""
 
     def hidden(self, inputs: dict[str, Any], *, folded: bool = False) -> tuple[Tensor, Any]:
-        """The backbone's hidden states, [M * B, T, h] (or [B, T, h] if only the head is random), and its output."""
+        """Return the hidden states of the backbone and its output.
+
+        The hidden states are [M * B, T, h], or [B, T, h] if only the head is random.
+        """
         output = self.members.forward(inputs, folded=folded, module=self.backbone)
         hidden = output.last_hidden_state
         if self.alike and not folded:
-            hidden = hidden[: num_rows_of(inputs)].detach()  # nothing random precedes it, whatever requires grad
+            hidden = hidden[: num_rows_of(inputs)].detach()  # no random parameter before it, so no gradient is needed
         return hidden, output
 
     def logits(self, hidden: Tensor, output: Any) -> Tensor:
-        """[M, n, h] or, alike for all members, [1, n, h] -> [M, n, V]."""
+        """Return the logits [M, n, V] of hidden states [M, n, h], or [1, n, h] if they are equal for all members."""
         members = self.members.context.num_members
-        answer = type(output)(last_hidden_state=hidden.reshape(-1, 1, hidden.shape[-1]))
-        with ExitStack() as open_:
-            for module in self._answering:
-                open_.enter_context(_answering(module, answer))
+        fixed = type(output)(last_hidden_state=hidden.reshape(-1, 1, hidden.shape[-1]))
+        with ExitStack() as stack:
+            for module in self._replaced:
+                stack.enter_context(_FixedOutput(module, fixed))
             rows = self.members.run(self.members.core, {"input_ids": None, "use_cache": False}, hidden.shape[1], 1)
-        return rows.logits.view(members, hidden.shape[1], rows.logits.shape[-1])
+        logits: Tensor = rows.logits
+        return logits.view(members, hidden.shape[1], logits.shape[-1])
 
-    def stream(self, hidden: Tensor, output: Any, num_rows: int, positions: Tensor | None = None) -> Iterator[tuple]:
-        """Logits of all members, chunk by chunk.
+    def stream(
+        self, hidden: Tensor, output: Any, num_rows: int, positions: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits of all members chunk by chunk, as pairs (indices [n], logits [M, n, V]).
 
         Args:
             hidden: from ``hidden``.
             output: from ``hidden``.
             num_rows: B.
-            positions: flat indices b * T + t that are wanted; None means all.
-        Yields:
-            (indices [n], logits [M, n, V]).
+            positions: the wanted positions as flat indices b * T + t; None means all positions.
         """
         flat = self.per_member(hidden, num_rows)
         wanted = torch.arange(flat.shape[1], device=hidden.device) if positions is None else positions
-        for index in wanted.split(self.chunk_size(hidden)):
+        for index in torch.split(wanted, self.chunk_size(hidden)):
             yield index, self.logits(flat[:, index], output)
 
     def per_member(self, hidden: Tensor, num_rows: int) -> Tensor:
-        """[M * B, T, h] -> [M, B * T, h], or [B, T, h] -> [1, B * T, h]."""
+        """Reshape [M * B, T, h] to [M, B * T, h], or [B, T, h] to [1, B * T, h]."""
         return hidden.reshape(hidden.shape[0] // num_rows, -1, hidden.shape[-1])
 
     def chunk_size(self, hidden: Tensor) -> int:
+        """Return the number of positions per chunk."""
         core: Any = self.members.core
-        vocabulary = core.get_output_embeddings().weight.shape[0]
+        vocabulary: int = core.get_output_embeddings().weight.shape[0]
         budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
         return max(1, budget // (4 * vocabulary * self.members.context.num_members))
 
-    def log_lik(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable) -> Tensor:
-        """[M]: sum of the log-likelihoods of all terms, differentiable in theta and in the hidden states.
+    def log_lik(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: LogProb) -> Tensor:
+        """Return the sum of the log-likelihoods of all terms, [M], differentiable in theta and in the hidden states.
 
         Args:
             hidden: [M or 1, N, h].
@@ -96,25 +105,32 @@ class ChunkedHead:
         tensors = self.members.context.tensors
         if not torch.is_grad_enabled():
             return torch.stack([p.sum(1) for p in self._pieces(hidden, output, labels, log_prob)]).sum(0)
-        return _HeadLogLik.apply(self, output, labels, log_prob, tuple(tensors), hidden, *tensors.values())
+        apply: Callable[..., Tensor] = _HeadLogLik.apply
+        return apply(self, output, labels, log_prob, tuple(tensors), hidden, *tensors.values())
 
     def chunks(self, hidden: Tensor, labels: Tensor) -> Iterator[tuple[int, int]]:
-        """Where chunks of the N terms start and stop; one empty chunk if N = 0, which reads the head all the same."""
+        """Yield the start and the end of each chunk of the N terms.
+
+        For N = 0 there is one empty chunk, so that the head is read.
+        """
         size = self.chunk_size(hidden)
         for start in range(0, max(1, labels.shape[1]), size):
             yield start, min(start + size, labels.shape[1])
 
-    def _pieces(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: Callable) -> Iterator[Tensor]:
+    def _pieces(self, hidden: Tensor, output: Any, labels: Tensor, log_prob: LogProb) -> Iterator[Tensor]:
         for start, stop in self.chunks(hidden, labels):
             yield log_prob(self.logits(hidden[:, start:stop], output), labels[:, start:stop])
 
 
 class _HeadLogLik(torch.autograd.Function):
-    """Sum of log-likelihoods whose gradient is taken in the forward, chunk by chunk: none is kept, none recomputed."""
+    """The sum of log-likelihoods, with its gradient computed in the forward, chunk by chunk.
+
+    So no chunk's logits are kept for the backward, and none are computed twice.
+    """
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, head: ChunkedHead, output: Any, labels: Tensor, log_prob: Callable, names: tuple[str, ...],
+    def forward(
+        ctx: Any, head: ChunkedHead, output: Any, labels: Tensor, log_prob: LogProb, names: tuple[str, ...],
         hidden: Tensor, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         context = head.members.context
@@ -144,23 +160,23 @@ class _HeadLogLik(torch.autograd.Function):
         return total.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
 
     @staticmethod
-    def backward(ctx, upstream: Tensor) -> tuple:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         def scale(grad: Tensor | None) -> Tensor | None:
-            # each member's gradient stands on its own row, so its factor does too
+            # the first dimension of a gradient is the member, and each member has its own factor
             return None if grad is None else grad * upstream.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
 
         return None, None, None, None, None, scale(ctx.grad_hidden), *(scale(grad) for grad in ctx.grads)
 
 
-class _answering:
-    """While open, the backbone returns ``answer`` to whatever it is asked."""
+class _FixedOutput:
+    """A context manager in which the backbone returns ``output``, whatever its inputs are."""
 
-    def __init__(self, backbone: nn.Module, answer: Any) -> None:
-        self.backbone, self.answer = backbone, answer
+    def __init__(self, backbone: nn.Module, output: Any) -> None:
+        self.backbone, self.output = backbone, output
 
     def __enter__(self) -> None:
         self.before = self.backbone.__dict__.get("forward")
-        self.backbone.forward = lambda *args, **kwargs: self.answer
+        self.backbone.forward = lambda *args, **kwargs: self.output
 
     def __exit__(self, *error: object) -> None:
         del self.backbone.forward

@@ -1,7 +1,8 @@
-"""Leave out of the last block what nobody reads: its feed-forward at positions whose logits are not asked for.
+"""The feed-forward module of the last block, run only at positions whose logits are needed.
 
-Keys and values need what enters the block, at every position; what leaves it goes to the head, of a prompt at its last
-position only. There the feed-forward of all members is most of a prefill whose random layers are the last ones.
+Keys and values are computed from the block's input, at every position. The block's output goes to the head, which needs
+only the last position of a prompt. If the random layers are the last ones, the feed-forward of all members would be
+most of the work of a prefill.
 """
 
 from __future__ import annotations
@@ -16,27 +17,31 @@ from hf_bayes.core.layout import decoder_blocks
 from hf_bayes.members.context import Context
 
 FEED_FORWARDS = ("mlp", "feed_forward", "ffn")
-"""What transformers' decoder blocks call it; a block that calls it otherwise computes all positions."""
+"""The names of the feed-forward module in transformers' decoder blocks. Under another name, it runs at all
+positions."""
 
 
-class Tail:
-    """Hooks on the last block's feed-forward: the last positions of its input go in, zeros stand for the others after.
+class LastFeedForward:
+    """Hooks on the feed-forward module of the last block: it runs on the last positions, and the output is padded.
+
+    The output is zero at all other positions.
 
     Attributes:
-        kept: positions at the end of each row that will be read; None means all.
-        once: whether a forward runs the block once, see ``look``; None until that is known, and nothing is cut.
+        kept: the number of positions at the end of each row that will be read; None means all.
+        once: True if a forward runs the block once (see ``look``). None until this is known; then nothing is cut.
     """
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         self.context = context
         self.kept: int | None = None
         self.once: bool | None = None
-        self.before: int | None = None  # T, while the module runs on fewer
+        self.full: int | None = None  # T, while the module runs on fewer positions
         self._calls = 0
         self.module = _feed_forward(model)
         self.handles: list[Any] = []
 
     def install(self) -> None:
+        """Register the hooks."""
         if self.module is not None:
             self.handles = [
                 self.module.register_forward_pre_hook(self._cut),
@@ -44,49 +49,53 @@ class Tail:
             ]
 
     def remove(self) -> None:
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
     def look(self, forward: Callable[[], object]) -> None:
-        """See by a forward how often the model runs its last block: where it does again, all positions are read."""
+        """Run ``forward`` and count how often the model calls its last block; if more than once, nothing is cut."""
         self._calls = 0
         forward()
         self.once = self._calls == 1
 
     @contextmanager
     def only(self, kept: int | None) -> Iterator[None]:
-        """While open, of each row only the last ``kept`` positions of the last block's output are right."""
+        """Within the block, only the last ``kept`` positions of the last block's output are computed."""
         self.kept = kept
         try:
             yield
         finally:
-            self.kept = self.before = None  # also of a module that failed between the two hooks
+            self.kept = self.full = None  # ``full`` is still set if the module failed between the two hooks
 
-    def _cuts(self, args: tuple) -> bool:
-        """Whether the module was given hidden states [rows, T, h] and nothing else, of more positions than are read."""
+    def _cuts(self, args: tuple[Any, ...]) -> bool:
+        """Check that the only input is hidden states [rows, T, h] with more positions than will be read."""
         if self.kept is None or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim != 3:
             return False
         return self.kept < args[0].shape[1] == self.context.num_positions
 
-    def _cut(self, module: nn.Module, args: tuple) -> tuple | None:
+    def _cut(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         self._calls += 1
         if not self.once or not self._cuts(args):
             return None
         assert self.kept is not None
-        self.context.num_positions, self.before = self.kept, self.context.num_positions
-        return (args[0][:, -self.kept :].contiguous(),)  # as a block gives it: GPT-2 takes a view of it
+        self.context.num_positions, self.full = self.kept, self.context.num_positions
+        return (args[0][:, -self.kept :].contiguous(),)  # contiguous, because GPT-2 calls ``view`` on it
 
-    def _pad(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self.before is None:
+    def _pad(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.full is None:
             return None
-        positions, self.before = self.before, None
+        positions, self.full = self.full, None
         self.context.num_positions = positions
         return _padded(output, args[0].shape[:2], positions)
 
 
 def _padded(output: Any, shape: tuple[int, int], positions: int) -> Any:
-    """Zeros [rows, T, ...] whose last positions are ``output``; of a tuple (an expert layer's), what has positions."""
+    """Return zeros [rows, T, ...] with ``output`` at the last positions.
+
+    In a tuple (from a layer of experts), only the tensors with positions are padded.
+    """
     if isinstance(output, tuple):
         return tuple(_padded(item, shape, positions) for item in output)
     if not isinstance(output, Tensor) or output.shape[:2] != shape:
@@ -97,6 +106,7 @@ def _padded(output: Any, shape: tuple[int, int], positions: int) -> Any:
 
 
 def _feed_forward(model: nn.Module) -> nn.Module | None:
+    """Return the feed-forward module of the last block, or None if it has none of the names."""
     found = decoder_blocks(model)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Threads that ask one model take turns: its modules lend their forwards to one set of members at a time."""
+"""A lock for models that several threads use: a model can run only one set of members at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Turns:
-    """A lock that the thread which holds it may take again, and of which every copy is a lock of its own."""
+    """A reentrant lock. A copy of it is a new, independent lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,12 +1,13 @@
-"""Taps on the modules that own random parameters: what went in and the gradient of what came out, as backward passes.
+"""Taps: hooks that record the input and the output gradient of the modules that own random parameters.
 
-A tap is an identity in the graph whose backward hands (input, output gradient) to a consumer and forgets them. Its
-input is a saved tensor like any other, so activation checkpointing drops and recomputes it. Random parameters need no
-gradient of their own: everything that is made of one is made of (input, output gradient), row by row.
+A tap is an identity in the autograd graph, behind the module. Its backward passes (input, output gradient) to a
+consumer, and does not store them. The input is an ordinary saved tensor, so activation checkpointing drops and
+recomputes it. Random parameters need no gradient themselves: the gradient of each row follows from (input, output
+gradient). One backward pass that delivers these pairs is called a pull.
 
-For the same model the ready-made libraries do less here: curvlinops (matrix-free products, K-FAC on nn.Linear) knows
-neither Conv1D, norms and embeddings nor peft's factors, differentiates the loss of whole batches in its own loop, and
-keeps logits of all positions; its products and traces would serve matrices that are never formed, and none here is.
+curvlinops (matrix-free products, K-FAC on nn.Linear) is no replacement. It supports neither Conv1D, norms and
+embeddings nor peft's factors, it differentiates the loss of whole batches in its own loop, and it keeps the logits of
+all positions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.members import compat
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 
 
@@ -28,12 +30,13 @@ class Tap:
     """A module that owns random parameters.
 
     Attributes:
-        path: its name in the model.
-        names: its own attribute -> the parameter's name in the layout.
-        weight: name of its matrix, if the module multiplies by one and nobody else owns it; else None.
-        transposed: whether that matrix is [in, out] (Conv1D).
-        tied: names that another module owns, too.
-        is_head: whether it gives the model's outputs.
+        path: the module's name in the model.
+        names: attribute of the module -> the parameter's name in the layout.
+        weight: the name of its weight matrix, if the module is linear and no other module owns the matrix; else None.
+        transposed: True if the weight matrix is [in, out] (Conv1D).
+        tied: names of parameters that another module owns as well.
+        is_head: True if the module computes the model's outputs.
+        reader: the module whose input identifies the input of this one (see ``Taps``).
     """
 
     def __init__(self, path: str, module: nn.Module, names: Mapping[str, str], tied: set[str]) -> None:
@@ -47,12 +50,12 @@ class Tap:
         self.reader: nn.Module = module
 
     def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """{name: [R, *shape]}: gradient of each row in the module's random parameters.
+        """Return the gradient of each row in the module's random parameters, {name: [R, *shape]}.
 
         Args:
-            x: [R, P, in] what the module was given (embeddings: ids [R, P]).
-            g: [R, P, out] gradient of what it returned.
-            dtype: to work in.
+            x: [R, P, in] the module's input (embeddings: ids [R, P]).
+            g: [R, P, out] the gradient of its output.
+            dtype: the dtype of the computation.
         """
         if not self.linear:
             return self._through_own_forward(x, g, dtype)
@@ -65,12 +68,12 @@ class Tap:
         return found
 
     def _through_own_forward(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By differentiating the module's own forward on one row after another: any family's norm or embedding."""
+        """Differentiate the module's own forward row by row. This works for every norm and embedding."""
         rows = []
         for one, gradient in zip(x, g, strict=True):
             leaves = {name: getattr(self.module, name).detach().clone().requires_grad_() for name in self.names}
             with torch.enable_grad():
-                y = _forward_with(self.module, leaves, one[None].detach())
+                y = compat.forward_with(self.module, leaves, one[None].detach())
             rows.append(torch.autograd.grad(y, list(leaves.values()), gradient[None].to(y.dtype)))
         return {
             name: torch.stack([row[index] for row in rows]).to(dtype) for index, name in enumerate(self.names.values())
@@ -78,17 +81,17 @@ class Tap:
 
 
 class Share(NamedTuple):
-    """One module's part of a pull.
+    """The input and output gradient of one module in one pull.
 
     Attributes:
-        tap: whose.
-        source: number of the input: taps that were given one tensor share it.
-        x: [R, P, in] (embeddings: [R, P]).
-        g: [R, P, out].
-        rows: which rows of the batch these are.
-        valid: [R, P] bool, False at padding; None where every position counts.
-        first: whether it is the first pull of the batch, when inputs are new.
-        again: whether the module has spoken of these rows already in this pull: the model calls it more than once.
+        tap: the module.
+        source: a number of the input; taps with the same input tensor have the same number.
+        x: [R, P, in] the input (embeddings: [R, P]).
+        g: [R, P, out] the output gradient.
+        rows: the rows of the batch that ``x`` and ``g`` belong to.
+        valid: [R, P] bool, False at padding; None if every position counts.
+        first: True in the first pull of a batch, when inputs are new.
+        again: True if the pull has already delivered these rows of this module, because the model calls it repeatedly.
     """
 
     tap: Tap
@@ -105,8 +108,8 @@ class Taps:
     """All taps of a model.
 
     Args:
-        model: what the names refer to, its forwards its own.
-        names: parameter names of the layout.
+        model: the model that the names refer to, without a member axis.
+        names: the parameter names of the layout.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
@@ -125,10 +128,10 @@ class Taps:
         for tap in self.taps:
             tap.is_head = head is not None and tap.path.startswith(head)
         self.anchor = torch.zeros((), requires_grad=True)
-        """A leaf that every tapped output depends on: backward towards it runs the taps and computes nothing else."""
+        """A leaf on which every tapped output depends. A backward pass to it runs all taps, and nothing else."""
         self._consume: Callable[[Share], None] | None = None
         self._first = True
-        self._heard: set[tuple[int, int]] = set()
+        self._delivered: set[tuple[int, int]] = set()
         self._called: set[int] = set()
         self._num_positions = 1
         self._num_rows, self._rows = 1, slice(None)
@@ -139,7 +142,7 @@ class Taps:
         self._sources: dict[int, int] = {}
 
     def _read_lora_inputs(self, model: nn.Module) -> None:
-        """peft casts the input of A for each layer anew; the layer's own input tells which of them are one."""
+        """Identify the input of a LoRA factor A by the input of its layer, because peft casts it for each layer."""
         factors = {
             id(factor): layer
             for layer in model.modules()
@@ -166,19 +169,31 @@ class Taps:
             self._consume, self._seen, self._sources = None, [], {}
 
     def begin(self, num_rows: int, num_positions: int, mask: Tensor | None, terms: Tensor | None = None) -> None:
-        """A batch of rows; ``mask`` [B, T] is 0 at padding, ``terms`` [B, T] true at likelihood terms."""
+        """Start a batch.
+
+        Args:
+            num_rows: B.
+            num_positions: T.
+            mask: [B, T], 0 at padding.
+            terms: [B, T], True at likelihood terms.
+        """
         self._terms, self._num_positions = terms, num_positions
         self._num_rows, self._rows, self._one_row = num_rows, slice(0, num_rows), False
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
 
     def listen(self, consume: Callable[[Share], None], *, first: bool) -> None:
-        """Hand what the next backward passes bring to ``consume``: a pull begins."""
-        self._consume, self._first, self._heard = consume, first, set()
+        """Start a pull: pass the inputs and output gradients of the next backward passes to ``consume``.
+
+        Args:
+            consume: called once per module and call of the module.
+            first: True for the first pull of a batch.
+        """
+        self._consume, self._first, self._delivered = consume, first, set()
 
     @contextmanager
     def one_row(self, row: int) -> Iterator[None]:
-        """Forwards and backwards within the block are of positions of this row alone."""
+        """Within the block, forward and backward passes are over this row only."""
         before = self._rows, self._one_row, self._valid
         self._rows, self._one_row, self._valid = slice(row, row + 1), True, None
         try:
@@ -186,8 +201,8 @@ class Taps:
         finally:
             self._rows, self._one_row, self._valid = before
 
-    def _reading(self, index: int) -> Callable:
-        def remember(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _reading(self, index: int) -> Callable[..., None]:
+        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             self._seen = [(ref, source) for ref, source in self._seen if ref() is not None]
             self._sources[index] = next((source for ref, source in self._seen if ref() is x), index)
@@ -196,33 +211,39 @@ class Taps:
 
         return remember
 
-    def _tapping(self, index: int) -> Callable:
-        def tap(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _tapping(self, index: int) -> Callable[..., Tensor]:
+        apply: Callable[..., Tensor] = _Identity.apply
+
+        def tap(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             x, rows = args[0], 1 if self._one_row else self._num_rows
             self._called.add(index)
-            if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # of positions: one answer for all
+            if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # position ids [1, T] for all rows
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
             if not self._one_row:
                 self._require_rows(index, output)
-            return _Identity.apply(self, index, self._sources.get(index, index), x, output, self.anchor)
+            return apply(self, index, self._sources.get(index, index), x, output, self.anchor)
 
         return tap
 
     def _require_rows(self, index: int, output: Tensor) -> None:
-        """Raise if what a module answered is not of the batch's rows, so that nobody knows whose gradient it has."""
+        """Check that the output has the rows of the batch; otherwise gradients cannot be assigned to rows.
+
+        Raises:
+            ValueError: naming a parameter of the module.
+        """
         tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
         if output.shape[0] != self._num_rows and not tokens:
             raise ValueError(
                 f"{next(iter(self.taps[index].names.values()))}: its module was called with {output.shape[0]} rows, "
                 f"expected {self._num_rows}: the model puts positions first, shuffles rows (experts), or calls it on a "
-                "table. Row gradients are not to be had there: leave it out of the subspace, or use estimator='hessian'"
+                "table. Row gradients are not defined there: leave it out of the subspace, or use estimator='hessian'"
             )
 
     def check_all_called(self) -> None:
-        """To be called after a pass: of a random parameter that no forward read there is no curvature.
+        """Check, after a pass, that it called every tapped module. Without a call there is no curvature.
 
         Raises:
-            ValueError: naming one that the model uses behind its module's back, or not at all.
+            ValueError: naming a parameter that was not read. The model uses it outside its module, or not at all.
         """
         unread = [name for i, tap in enumerate(self.taps) if i not in self._called for name in tap.names.values()]
         if unread:
@@ -232,12 +253,12 @@ class Taps:
             )
 
     def deliver(self, index: int, source: int, x: Tensor, g: Tensor) -> None:
-        """Called by the backward pass of a tap."""
+        """Pass the input and output gradient of a tap to the consumer; the tap's backward calls this."""
         if self._consume is None:
             return
         key = (index, self._rows.start)
-        again = key in self._heard
-        self._heard.add(key)
+        again = key in self._delivered
+        self._delivered.add(key)
         rows = 1 if self._one_row else self._num_rows
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
@@ -245,12 +266,12 @@ class Taps:
         tap = self.taps[index]
         if tap.is_head and not self._one_row:
             known = self._terms is not None and self._terms.shape == g.shape[:2]
-            valid = self._terms if known else g.ne(0).any(-1)  # of a sequence one is read
+            valid = self._terms if known else g.ne(0).any(-1)  # a sequence classifier reads one position per row
         self._consume(Share(tap, source, x, g, self._rows, valid, self._first, again))
 
 
 class _Identity(torch.autograd.Function):
-    """y, whose backward tells the taps."""
+    """The identity y -> y. Its backward calls ``Taps.deliver``."""
 
     @staticmethod
     def forward(ctx: Any, taps: Taps, index: int, source: int, x: Tensor, y: Tensor, anchor: Tensor) -> Tensor:
@@ -259,16 +280,17 @@ class _Identity(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.taps.deliver(ctx.index, ctx.source, x, g)
         return None, None, None, None, g, g.new_zeros(())
 
 
 def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
-    """A batch in pieces of at most ``size`` rows; whole if that is None, or in two if it has as many rows as positions.
+    """Yield a batch in pieces of at most ``size`` rows; None means the whole batch.
 
-    For then what a module answers with positions first, or for a table of them, would have the shape of these rows.
+    A batch with as many rows as positions is cut in two. In one piece, an output with positions first, or of a table of
+    positions, could not be distinguished from an output with rows first.
     """
     rows = num_rows_of(batch)
     size = min(size or rows, -(-rows // 2) if rows == num_positions_of(batch) else rows)
@@ -277,17 +299,7 @@ def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
         yield {k: v[rest] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
 
 
-def _forward_with(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The class's own forward, without hooks, reading ``values`` in place of the module's parameters."""
-    try:
-        module.__dict__.update(values)  # found before nn.Module.__getattr__ looks among the parameters
-        return type(module).forward(module, x)
-    finally:
-        for name in values:
-            module.__dict__.pop(name, None)
-
-
 def _head_of(model: nn.Module) -> str | None:
-    """The path of a classifier's output layer."""
+    """Return the path of a classifier's output layer; None if there is none."""
     paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in ("score", "classifier")]
     return min(paths, key=len, default=None)

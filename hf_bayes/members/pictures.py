@@ -1,7 +1,7 @@
-"""Images beside text: which of a batch's images belong to which of its rows.
+"""Images of a batch with text: the assignment of images to rows.
 
-Models that read images and text take the images of all rows one after the other, and a row of ``input_ids`` holds
-placeholders in their places. How many images a row has follows from its placeholders.
+Models that read images and text take the images of all rows one after another. A row of ``input_ids`` has placeholder
+tokens in the places of its images, and the number of its images follows from its placeholders.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 PICTURES = ("pixel_values", "pixel_attention_mask", "pixel_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
-"""Inputs whose first dimension counts images, patches of images, or rows that have one image each."""
+"""Names of inputs whose first dimension is images, patches of images, or rows with one image each."""
 
 
 def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The inputs of a batch that hold images."""
+    """Return the inputs of a batch that hold images."""
     return {name: inputs[name] for name in PICTURES if isinstance(inputs.get(name), Tensor)}
 
 
 def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """The images of some rows of a batch, in the order of these rows.
+    """Return the images of some rows of a batch, in the order of these rows.
 
     Args:
-        pictures: ``pictures_of`` the batch.
-        placeholders: [B] how many placeholder tokens each row of the batch has.
-        index: [k] row numbers; a row may come several times.
+        pictures: the result of ``pictures_of`` for the batch.
+        placeholders: [B] the number of placeholder tokens in each row of the batch.
+        index: [k] row numbers; a row may occur several times.
     Raises:
-        ValueError: where the batch does not show which images belong to which row.
+        ValueError: if the batch does not show which images belong to which row.
     """
     grid = pictures.get("image_grid_thw")
     pixels = next(iter(pictures.values())) if grid is None else grid
@@ -36,10 +36,11 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
     patches = torch.ones(num_images, dtype=torch.long) if grid is None else grid.prod(-1).cpu()
     placeholders, index = placeholders.cpu(), index.cpu()
     if grid is None and num_images == num_rows and bool((placeholders > 0).all()):
-        owners = torch.arange(num_rows)  # an entry for each row
+        owners = torch.arange(num_rows)  # one image per row
     else:
         owners = _owners(patches, placeholders)
-        if grid is None and num_images == num_rows and pixels.ndim == 5:  # padded to the row that has most images?
+        # five dimensions: rows may be padded to the largest number of images of a row
+        if grid is None and num_images == num_rows and pixels.ndim == 5:
             raise ValueError(_unknown(num_images, num_rows))
     images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
     starts = patches.cumsum(0) - patches
@@ -54,7 +55,10 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
 
 
 def _owners(patches: Tensor, placeholders: Tensor) -> Tensor:
-    """[images]: the row of each image, where an image has placeholders in proportion to its ``patches`` [images]."""
+    """Return the row of each image, [images].
+
+    The number of placeholders of an image is proportional to its number of patches.
+    """
     total, held = int(patches.sum()), int(placeholders.sum())
     tokens = patches * held
     if total == 0 or bool((tokens % total).any()):

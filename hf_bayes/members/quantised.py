@@ -1,4 +1,4 @@
-"""Frozen layers in few bits: any will do that hands gradients back to its input."""
+"""Quantised frozen layers. A layer of any kind is accepted if it propagates gradients to its input."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_bayes.core.layout import is_dense
 
 
 def guard(model: nn.Module) -> list[Any]:
-    """Hooks, to be removed by their ``remove``, on linear layers that are not torch's own.
+    """Register hooks on linear layers that are not torch's own, and return their handles.
 
-    They raise a ValueError that names the layer when a gradient would end there: what lies below would be sampled
-    from its prior alone, and nobody told. Layers made for inference do this (activations in int8, kernels for
-    packed weights); below the first random layer they do no harm.
+    A hook raises a ValueError that names the layer, if the layer does not propagate gradients to its input. Random
+    parameters below such a layer would silently be sampled from their prior. Layers made for inference do not propagate
+    gradients (int8 activations, kernels for packed weights). Below the first random layer they do no harm.
     """
-    return [module.register_forward_hook(_Passing(path)) for path, module in foreign_linears(model)]
+    return [module.register_forward_hook(_GradientCheck(path)) for path, module in foreign_linears(model)]
 
 
 def foreign_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers that are not torch's own, or whose numbers are packed, and their names."""
+    """Yield (path, module) for linear layers that are not torch's own, or whose weights are packed."""
     for path, module in model.named_modules():
         foreign = "Linear" in type(module).__name__ and type(module) is not nn.Linear
         quantised = any(not is_dense(parameter) for parameter in module.parameters(recurse=False))
@@ -32,29 +32,34 @@ def foreign_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-class _Passing:
-    def __init__(self, path: str) -> None:
-        self.path, self.probed = path, False
+class _GradientCheck:
+    """A forward hook that checks, once, that a layer propagates gradients to its input."""
 
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def __init__(self, path: str) -> None:
+        self.path, self.passed = path, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if len(args) != 1 or not all(isinstance(value, Tensor) for value in (*args, output)):
-            return  # a name with "Linear" in it, and no linear layer
+            return  # not a linear layer, in spite of its name
         (x,) = args
         if not torch.is_grad_enabled() or not x.requires_grad:
             return
-        if not output.requires_grad or not (self.probed or _hands_back(module, x)):
+        if not output.requires_grad or not (self.passed or _propagates_gradients(module, x)):
             raise ValueError(
-                f"{self.path} ({type(module).__module__}.{type(module).__name__}) hands no gradient back to its input: "
+                f"{self.path} ({type(module).__module__}.{type(module).__name__}) propagates no gradient to its input: "
                 "random parameters below it would be sampled from their prior alone. Quantise the base in another way "
                 "(docs/models.md), or make only layers above it random"
             )
-        self.probed = True
+        self.passed = True
 
 
-def _hands_back(module: nn.Module, x: Tensor) -> bool:
-    """Whether one position of ``x`` gets a gradient: an operator without one may still say that its output has it."""
+def _propagates_gradients(module: nn.Module, x: Tensor) -> bool:
+    """Check that the last position of ``x`` gets a gradient.
+
+    The check needs a backward pass: an operator without a gradient may still return an output that requires one.
+    """
     one = x.detach().reshape(-1, x.shape[-1])[-1:].requires_grad_()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own about such operators
+        warnings.simplefilter("ignore")  # torch warns of operators without a gradient
         (grad,) = torch.autograd.grad(module.forward(one).sum(), one, allow_unused=True)
     return grad is not None and bool(grad.any())

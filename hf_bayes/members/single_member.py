@@ -1,4 +1,4 @@
-"""A model with a member axis, for a while as the plain model it wraps, showing one member."""
+"""A context manager in which a model with a member axis is an ordinary model with the weights of one member."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from hf_bayes.members import compat
 from hf_bayes.members.engine import Members
 from hf_bayes.members.evaluation_mode import evaluating
 
 
 @contextmanager
 def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
-    """Own forwards and parameters until the end of the block, ``row`` [d] written into the random ones.
+    """Give the model its own forwards until the end of the block, with ``row`` [d] in its random parameters.
 
-    The model is in evaluation mode meanwhile (dropout would be another likelihood), except that checkpointed blocks go
-    on checkpointing. Modes, values and member forwards are put back.
+    The model is in evaluation mode meanwhile, because dropout would change the likelihood. Checkpointed blocks keep
+    checkpointing. Afterwards modes, values and the forwards of the members are restored.
 
     Yields:
-        {name: the random parameter}; none of them requires grad.
+        {name: the random parameter}; none of them requires a gradient.
     Raises:
         ValueError: if the member axis has been removed.
     """
@@ -32,7 +33,7 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
     found = dict(members.model.named_parameters(remove_duplicate=False))
     random = {name: found[name] for name in members.layout.names}
     before = {name: parameter.data for name, parameter in random.items()}
-    shown = context.tensors, context.num_members
+    bound = context.tensors, context.num_members
     for item in members.stacked:
         item.remove()
     members.trunk.remove()
@@ -41,26 +42,24 @@ def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
         for name, value in members.layout.unflatten(row.detach()).items():
             random[name].data = value.to(before[name]).clone()
         with evaluating(members.model):
-            checkpointing: list[Any] = [module for module in members.model.modules() if _checkpoints(module)]
-            for module in checkpointing:
-                module.training = True  # the flag of this module alone: those within it stay in evaluation mode
-                functions.append((module, module._gradient_checkpointing_func))
-                # the members' context can be entered once, and several backward passes recompute a block several times
-                module._gradient_checkpointing_func = partial(functions[-1][1], context_fn=noop_context_fn)
+            for module in [module for module in members.model.modules() if _can_checkpoint(module)]:
+                module.training = True  # the flag of this module alone: its submodules stay in evaluation mode
+                functions.append((module, compat.checkpointing_function(module)))
+                # a member context can be entered once only, but several backward passes recompute a block several times
+                compat.set_checkpointing_function(module, partial(functions[-1][1], context_fn=noop_context_fn))
             yield random
     finally:
         for name, parameter in random.items():
             parameter.data = before[name]
-        context.tensors, context.num_members = shown
+        context.tensors, context.num_members = bound
         for item in members.stacked:
             item.install()
         members.trunk.install()
         for module, function in functions:
-            module._gradient_checkpointing_func = function
+            compat.set_checkpointing_function(module, function)
 
 
-def _checkpoints(module: Any) -> bool:
-    """Whether this is a block that recomputes its activations, and that drops nothing out by itself."""
+def _can_checkpoint(module: nn.Module) -> bool:
+    """Check that the module recomputes its activations, and has no dropout rate of its own."""
     drops = any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-    switched_on = vars(module).get("gradient_checkpointing", False) is True
-    return isinstance(module, nn.Module) and switched_on and not drops
+    return compat.is_checkpointing(module) and not drops

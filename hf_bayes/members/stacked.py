@@ -1,7 +1,7 @@
-"""Modules whose weights carry a member axis. Each borrows a live module: its ``forward`` is replaced, and given back.
+"""Stacked modules, whose random weights have a member axis: they replace the ``forward`` of live modules.
 
-Frozen weights do one GEMM for all folded rows, random ones a batched matmul over members. Where the rows of all members
-are still alike (``Context.single``) frozen work is done once for B rows.
+Frozen weights take one matrix product for all folded rows; random weights take a batched product over members. Where
+the rows of all members are still equal (``Context.single``), frozen work is done once for B rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.members import compat
 from hf_bayes.members.context import Context, cast, unfold
 
 SUPPORTED = (
@@ -28,22 +29,26 @@ SUPPORTED = (
 
 
 class Stacked:
-    """A replaced forward. Subclasses define ``forward`` over the members' tensors."""
+    """The replacement of a module's forward. Subclasses define ``forward`` with the members' tensors."""
 
     def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         self.module, self.names, self.context = module, dict(names), context
-        self.before = vars(module).get("forward")  # accelerate puts one there, too
+        self.before = vars(module).get("forward")  # accelerate may have replaced the forward as well
 
     def single(self, x: Tensor) -> Tensor | None:
-        """[B, ...] if that is all there is in ``x`` (see ``Context.single``), else None."""
+        """Return the B rows of ``x`` that are equal for all members, else None (see ``Context.single``)."""
         context = self.context
-        # heads that score tokens flatten them into rows
+        # a head that scores tokens flattens them into rows
         if x.ndim != 2 or x.shape[0] != context.num_members * context.num_rows * context.num_positions:
             self.require_rows(x, also=context.num_rows)
         return context.single(x)
 
     def require_rows(self, x: Tensor, *, also: int) -> None:
-        """Raise if ``x`` has other than M * B, or ``also``, rows, so that nobody knows whose they are."""
+        """Check that ``x`` has M * B rows, or ``also``; otherwise rows cannot be assigned to members.
+
+        Raises:
+            ValueError: naming a parameter of the module.
+        """
         context = self.context
         expected = context.num_members * context.num_rows
         if context.num_members > 1 and x.shape[0] not in (expected, also):
@@ -54,21 +59,24 @@ class Stacked:
             )
 
     def tensor(self, attribute: str) -> Tensor:
-        """[M, *shape] of one of the module's own parameters; of a frozen one its value for all."""
+        """Return a parameter of the module as [M, *shape]. A frozen parameter is the same for all members."""
         name = self.names.get(attribute)
         if name is not None:
             return self.context.members_of(name)
-        parameter = self.parameter(attribute).detach()
+        parameter = self.parameter(attribute).detach()  # frozen
         return parameter.expand(self.context.num_members, *parameter.shape)
 
     def parameter(self, attribute: str) -> Tensor:
-        """One of the module's own parameters."""
-        return getattr(self.module, attribute)
+        """Return a parameter of the module by the name of its attribute."""
+        parameter: Tensor = getattr(self.module, attribute)
+        return parameter
 
     def install(self) -> None:
+        """Replace the module's forward."""
         self.module.forward = self.forward  # an instance attribute shadows the class's forward; deepcopy rebinds it
 
     def remove(self) -> None:
+        """Restore the module's forward."""
         vars(self.module).pop("forward", None)
         if self.before is not None:
             self.module.forward = self.before
@@ -78,7 +86,7 @@ class Stacked:
 
 
 class StackedLinear(Stacked):
-    """nn.Linear and GPT-2's Conv1D (whose weight is [in, out]) with weight and bias of their own for each member."""
+    """A stacked nn.Linear, or Conv1D of GPT-2 (whose weight is [in, out]), with a weight and a bias per member."""
 
     def forward(self, x: Tensor) -> Tensor:
         context, single = self.context, self.single(x)
@@ -89,7 +97,7 @@ class StackedLinear(Stacked):
         if single is not None:
             rows = single.reshape(-1, single.shape[-1])
             y = F.linear(rows, weight.reshape(-1, weight.shape[-1]))  # [R, M * out]: one GEMM for all members
-            y = y.unflatten(-1, (context.num_members, -1)).transpose(0, 1)
+            y = torch.unflatten(y, -1, (context.num_members, -1)).transpose(0, 1)
             return unfold(y if bias is None else y + bias[:, None], single, context.num_members)
         folded = context.fold(x)
         y = torch.bmm(folded, weight.mT) if bias is None else torch.baddbmm(bias[:, None], folded, weight.mT)
@@ -97,17 +105,18 @@ class StackedLinear(Stacked):
 
 
 class StackedLora(Stacked):
-    """peft's LoRA on a linear layer: base(x) + (alpha / r) B_m A_m x; scaling, dropout and base are peft's own."""
+    """A stacked LoRA layer, base(x) + (alpha / r) B_m A_m x. Scaling, dropout and base layer are peft's own."""
 
     def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
         super().__init__(module, names, context)
         self.adapter = adapter = module.active_adapters[0]
-        # looked up once: each of torch's containers takes its time, and a token passes through all layers
+        # looked up once: each access to a module container takes time, and a token passes through all layers
         self.factors = {"lora_A": module.lora_A[adapter], "lora_B": module.lora_B[adapter]}
         self.dropout = module.lora_dropout[adapter]
 
     def parameter(self, attribute: str) -> Tensor:
-        return self.factors[attribute].weight
+        weight: Tensor = self.factors[attribute].weight
+        return weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, context, dropout = self.module, self.context, self.dropout
@@ -117,8 +126,8 @@ class StackedLora(Stacked):
         source = x if single is None else single
         if layer.merged:
             raise ValueError(
-                f"{next(iter(self.names.values()))}: its adapter has been merged into the base model, and the members' "
-                "would be added to it. Call unmerge_adapter() first"
+                f"{next(iter(self.names.values()))}: its adapter has been merged into the base model, and the adapters "
+                "of the members would be added to it. Call unmerge_adapter() first"
             )
         base = layer.base_layer(source, *args, **kwargs)
         if layer.disable_adapters:
@@ -128,94 +137,92 @@ class StackedLora(Stacked):
             low, y = torch.bmm(context.fold(low), a.mT), context.fold(base)
         else:
             low = F.linear(low.reshape(-1, low.shape[-1]), a.reshape(-1, a.shape[-1]))  # [R, M * r]
-            low = low.unflatten(-1, (context.num_members, -1)).transpose(0, 1)
+            low = torch.unflatten(low, -1, (context.num_members, -1)).transpose(0, 1)
             y = base.reshape(1, -1, base.shape[-1])
         if y.dtype != low.dtype or low.dtype != b.dtype:
             return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, context.num_members)
         if single is None and not torch.is_grad_enabled():
-            # base is this call's own output and nobody else's: adding in place saves a pass over memory
+            # base was computed in this call and no other code holds it, so adding in place is safe and saves memory
             y.baddbmm_(low, b.mT, alpha=scaling)
             return y if y is base else y.reshape(base.shape)
         return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, context.num_members)
 
 
 class StackedNorm(Stacked):
-    """LayerNorm and RMSNorm, torch's and every model family's own: their forward with the weights of each member."""
+    """A stacked LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
 
     def forward(self, x: Tensor) -> Tensor:
         context, module = self.context, self.module
         single = self.single(x)
         x = x if single is None else context.repeat(single)
-        lead = x.unflatten(0, (context.num_members, -1))
+        lead = torch.unflatten(x, 0, (context.num_members, -1))
         values = {
             name: self.tensor(name).view(context.num_members, *[1] * (x.ndim - p.ndim), *p.shape).to(p.dtype)
             for name, p in module.named_parameters()
         }
-        wide = lead if lead.dtype == torch.float64 else lead.float()  # torch, too, rounds once, after weight and bias
+        wide = lead if lead.dtype == torch.float64 else lead.float()  # as in torch: round once, after weight and bias
         if isinstance(module, nn.LayerNorm):
             y = F.layer_norm(wide, module.normalized_shape, None, None, module.eps)
         elif isinstance(module, nn.RMSNorm):
             y = F.rms_norm(wide, module.normalized_shape, None, module.eps or torch.finfo(lead.dtype).eps)
         else:
-            return self._own_forward(lead, values).flatten(0, 1)
+            # the family's own forward (Gemma multiplies by 1 + weight), with weights that broadcast over members
+            return compat.forward_with(module, values, lead).flatten(0, 1)
         y = y if "weight" not in values else y * values["weight"]
         y = y if "bias" not in values else y + values["bias"]
         return cast(y, lead.dtype).flatten(0, 1)
 
-    def _own_forward(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        """The family's own code (Gemma multiplies by 1 + weight), reading weights that broadcast over members."""
-        try:
-            self.module.__dict__.update(values)  # found before nn.Module.__getattr__ looks among the parameters
-            return type(self.module).forward(self.module, x)
-        finally:
-            for name in values:
-                self.module.__dict__.pop(name, None)
-
 
 class StackedEmbedding(Stacked):
-    """nn.Embedding (also scaled, as Gemma's) with a table for each member; ids arrive folded.
+    """A stacked nn.Embedding (also scaled, as in Gemma) with one table per member. Its input ids are folded.
 
-    Its gradient is that of the likelihood; nn.Embedding's own leaves out the row of ``padding_idx``.
+    Its gradient includes the row of ``padding_idx``, which the gradient of nn.Embedding leaves out.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
         context, module, table = self.context, self.module, self.tensor("weight")  # [M, V, h]
         self.require_rows(ids, also=1)
-        alike = ids.shape[0] != context.num_members * context.num_rows  # position ids come as [1, T], for all rows
-        lead = ids.expand(context.num_rows, *ids.shape[1:]) if alike else ids.unflatten(0, (context.num_members, -1))
+        shared = ids.shape[0] != context.num_members * context.num_rows  # position ids are [1, T], for all rows
+        members = context.num_members
+        lead = ids.expand(context.num_rows, *ids.shape[1:]) if shared else torch.unflatten(ids, 0, (members, -1))
         member = torch.arange(context.num_members, device=ids.device).view(-1, *[1] * ids.ndim)
         y = F.embedding(lead + member * table.shape[1], table.flatten(0, 1)).flatten(0, 1).to(module.weight.dtype)
-        scale = getattr(module, "embed_scale", None)
+        scale: Any = getattr(module, "embed_scale", None)
         return y if scale is None else y * (scale.to(y.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def refuse_attached(root: nn.Module) -> None:
-    """Raise if a module of the model has lent its forward to a Stacked one: members do not nest."""
+    """Check that no module of the model has a stacked forward already, because member axes do not nest.
+
+    Raises:
+        ValueError: if a module has.
+    """
     forwards = (vars(module).get("forward") for module in root.modules())
     if any(isinstance(getattr(forward, "__self__", None), Stacked) for forward in forwards):
         raise ValueError("this model is attached already: detach() the BayesianModel that holds it first")
 
 
 def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[Stacked]:
-    """One Stacked for every module that owns a random parameter.
+    """Return one ``Stacked`` for every module that owns a random parameter.
 
     Args:
         root: the model.
         names: id of each random parameter -> its name in the layout (tied parameters share the id).
-        context: where they find their members.
+        context: the context that holds the members.
     Raises:
-        ValueError: naming the first module that cannot be stacked and what can.
+        ValueError: naming the first module that cannot be stacked, and the supported kinds.
     """
     refuse_attached(root)
     found: list[Stacked] = []
     claimed: set[int] = set()
     for path, module in root.named_modules():
         if isinstance(module, BaseTunerLayer) and any(id(p) in names for p in _adapter_parameters(module)):
-            _refuse_adapter(path, module, names)
-            adapter = module.active_adapters[0]
-            factors = {"lora_A": module.lora_A[adapter].weight, "lora_B": module.lora_B[adapter].weight}
-            claimed |= {id(child) for child in (module.lora_A[adapter], module.lora_B[adapter])}
-            found.append(StackedLora(module, {k: names[id(p)] for k, p in factors.items() if id(p) in names}, context))
+            layer = _supported_lora(path, module, names)
+            adapter = layer.active_adapters[0]
+            children: dict[str, Any] = {"lora_A": layer.lora_A[adapter], "lora_B": layer.lora_B[adapter]}
+            claimed |= {id(child) for child in children.values()}
+            own = {k: names[id(child.weight)] for k, child in children.items() if id(child.weight) in names}
+            found.append(StackedLora(layer, own, context))
     for path, module in root.named_modules():
         own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
         if own and id(module) not in claimed:
@@ -247,7 +254,7 @@ def _adapter_parameters(layer: BaseTunerLayer) -> list[nn.Parameter]:
 
 
 def _warn_of_unmatched_targets(root: nn.Module) -> None:
-    """peft is silent where some of its ``target_modules`` match: a misspelt one leaves its layers without members."""
+    """Warn of ``target_modules`` that match no module; peft accepts them if at least one other matches."""
     if not isinstance(root, PeftModel):
         return
     targets = getattr(root.peft_config[root.active_adapter], "target_modules", None)
@@ -264,14 +271,18 @@ def _warn_of_unmatched_targets(root: nn.Module) -> None:
         )
 
 
-def _refuse_adapter(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) -> None:
-    """Raise for everything on a peft layer that stacking would silently leave out."""
+def _supported_lora(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) -> LoraLayer:
+    """Return the layer if it is a LoRA layer without any feature that stacking would silently ignore.
+
+    Raises:
+        ValueError: naming the layer and the feature.
+    """
     if not isinstance(layer, LoraLayer):
         raise ValueError(
             f"{path} ({type(layer).__module__}.{type(layer).__name__}) is an adapter not supported as random. "
             f"Supported: {SUPPORTED}"
         )
-    if isinstance(layer.lora_A, nn.ParameterDict):  # AdaLoRA's: no layers, and a third factor between them
+    if isinstance(layer.lora_A, nn.ParameterDict):  # AdaLoRA: its factors are parameters, with a third one between them
         raise ValueError(
             f"{path} ({type(layer).__module__}.{type(layer).__name__}, AdaLoRA) is an adapter not supported as random: "
             f"its ranks change while it is trained. Supported: {SUPPORTED}"
@@ -297,3 +308,4 @@ def _refuse_adapter(path: str, layer: BaseTunerLayer, names: Mapping[int, str]) 
         reasons.append(f"{unread[0]}, no factor A or B of the active adapter {adapters[0]},")
     if reasons:
         raise ValueError(f"{path}: {', '.join(reasons)} is not supported as random. Supported: {SUPPORTED}")
+    return layer

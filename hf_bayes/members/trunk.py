@@ -1,11 +1,11 @@
-"""Run the layers before the first random one once for all members.
+"""The trunk: the layers before the first random one run once for all members.
 
-The model is called with M * B folded rows, so everything it derives from them (masks, positions, pooling) fits the
-members; hooks cut the blocks of the trunk down to B rows and fan out to M * B at the first random block. A hook that
-does not fire costs time, never correctness: the rows it would have cut are copies.
+The model is called with M * B folded rows, so everything that it derives from them (masks, positions, pooling) has the
+right shape. Hooks cut the inputs of the trunk's blocks to B rows, and repeat them to M * B rows at the first random
+block. A hook that does not fire costs time and never correctness, because the rows that it would have cut are copies.
 
-Members that go in several passes over the same rows run the trunk in the first one (``Trunk.once``), and rows that come
-again may find its output in a ``TrunkMemory``.
+If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.once``). A
+``TrunkMemory`` keeps the trunk's output for rows that occur again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from hf_bayes.core.layout import decoder_blocks, decoder_of
 from hf_bayes.members.context import Context
 from hf_bayes.members.pictures import PICTURES, pictures_of
 
-_ROWS_TIMES_HEADS = ("bloom", "mpt")
-"""Model types whose blocks are given biases [rows * heads, ...] or [heads, ...]: the trunk could not cut these."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
-_TELLING_ROWS = 32
-"""So many rows that come again in another length are no chance."""
+_ROWS_TIMES_HEADS = ("bloom", "mpt")
+"""Model types whose blocks take biases [rows * heads, ...] or [heads, ...], which cannot be cut to B rows."""
+
+_MIN_REPADDED_ROWS = 32
+"""The number of rows repeated with another padding, from which a warning is given."""
 
 
 class Trunk:
-    """Pre-hooks on the blocks of a model.
+    """Forward pre-hooks on the blocks of a model.
 
     Attributes:
-        num_blocks: blocks that no random parameter precedes or is part of; 0 where there is no trunk.
+        num_blocks: the number of blocks before the first random parameter; 0 if there is no trunk.
     """
 
     def __init__(self, model: nn.Module, random_modules: Collection[nn.Module], context: Context) -> None:
@@ -45,26 +48,30 @@ class Trunk:
         self.has_dropout = _has_dropout(model)
 
     def install(self) -> None:
+        """Register the hooks."""
         if self.num_blocks == 0:
             return
-        hooks: list[tuple[nn.Module, Callable]] = [(block, self._cut) for block in self.blocks[: self.num_blocks]]
+        hooks: list[tuple[nn.Module, Callable[..., Any]]] = [
+            (block, self._cut) for block in self.blocks[: self.num_blocks]
+        ]
         hooks += [(block, self._fan_out) for block in self.blocks[self.num_blocks : self.num_blocks + 1]]
         self.handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block, hook in hooks]
 
     def remove(self) -> None:
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
     @contextmanager
     def once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
-        """While open, all passes are over the same rows, and only the first of them runs the trunk.
+        """Run the trunk only in the first of several passes over the same rows, until the end of the block.
 
-        Where the model calls a block of the trunk again after the last of them (ALBERT has one block for all layers),
-        every pass runs it: one answer would stand for several.
+        If the model calls a block of the trunk again after the trunk's last block (ALBERT has one block for all
+        layers), every pass runs the trunk, because one stored output would stand for several.
 
         Args:
-            inputs: of these passes; the trunk's memory, if there is one, may know their rows already.
+            inputs: the inputs of these passes. The trunk's memory, if there is one, may hold the output of their rows.
         """
         blocks = list(self.blocks[: self.num_blocks])
         if not blocks:
@@ -73,24 +80,24 @@ class Trunk:
         memory = self.memory if inputs is not None else None
         keys = [] if memory is None else row_keys(inputs or {})
         known = None if memory is None else memory.find(keys)
-        answer: list[Any] = [] if known is None else [known]
-        answered_in, repeats = -1, False
+        stored: list[Any] = [] if known is None else [known]
+        stored_in, repeats = -1, False
         before = [vars(block).get("forward") for block in blocks]
 
         def stand_in(block: nn.Module) -> Callable[..., Any]:
             own = block.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                nonlocal answered_in, repeats
-                if answer and answered_in == self.context.num_forwards:
+                nonlocal stored_in, repeats
+                if stored and stored_in == self.context.num_forwards:
                     repeats = True
-                    answer.clear()
-                if answer:
-                    return answer[0]
+                    stored.clear()
+                if stored:
+                    return stored[0]
                 output = own(*args, **kwargs)
                 if block is blocks[-1] and not repeats:
-                    answer.append(_detached(output))
-                    answered_in = self.context.num_forwards
+                    stored.append(_detached(output))
+                    stored_in = self.context.num_forwards
                 return output
 
             return forward
@@ -104,11 +111,11 @@ class Trunk:
                 del block.forward
                 if forward is not None:
                     block.forward = forward
-        if memory is not None and known is None and answer:
-            memory.keep(keys, answer[0])
+        if memory is not None and known is None and stored:
+            memory.keep(keys, stored[0])
 
-    def _cut(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """[M * B, ...] -> [B, ...], in all a block is given; not where a random block has run before."""
+    def _cut(self, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """Cut [M * B, ...] to [B, ...] in all inputs of a block, unless a random block has run before."""
         context = self.context
         if not context.trunk or context.fanned_out:
             return None
@@ -123,32 +130,32 @@ class Trunk:
             elif not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] != folded_rows:
                 return value
             else:
-                # DeBERTa's table of 512 relative distances may meet 512 folded rows; ids and positions are no floats
+                # a float matrix is a table and stays whole: DeBERTa's has 512 rows, as a folded batch may have
                 shorter = value if value.ndim == 2 and value.is_floating_point() else value[: context.num_rows]
-            cuts[id(value)] = value, shorter  # holding the value, so that no other gets its id
+            cuts[id(value)] = value, shorter  # keep a reference to the value, so that its id is not used again
             return shorter
 
         return tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}
 
-    def _fan_out(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Repeat the hidden states, the one tensor that the trunk has left at B rows."""
+    def _fan_out(self, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """Repeat the hidden states M times; after the trunk they are the only tensor with B rows."""
         context = self.context
         if not context.trunk:
             return None
         context.fanned_out = True
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] == context.num_rows:
-            hidden = context.repeat(hidden.detach())  # nothing random precedes it, whatever requires grad
-            # dropout between here and the first stacked module would tell the copies apart
+            hidden = context.repeat(hidden.detach())  # no random parameter before it, so no gradient is needed
+            # dropout before the first stacked module would make the copies differ
             context.mark_fanned_out(copies=not (block.training and self.has_dropout))
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 class TrunkMemory:
-    """What the trunk answered, row by row, for rows that come again: a frozen trunk without dropout is a function.
+    """A cache of the trunk's output, row by row. A frozen trunk without dropout has the same output for the same row.
 
     Args:
-        max_bytes: how much may be kept; rows that come when it is full are computed each time.
+        max_bytes: the capacity. When the cache is full, new rows are computed each time.
     """
 
     def __init__(self, max_bytes: float) -> None:
@@ -159,7 +166,7 @@ class TrunkMemory:
         self._num_found = self._num_repadded = 0
 
     def find(self, keys: list[RowKey]) -> Any:
-        """The trunk's output for these rows; None unless all are known. Warns once if padding is why."""
+        """Return the trunk's output for these rows; None unless all are stored. Warn once if padding is the reason."""
         unknown = [key for key in keys if key not in self.rows]
         if not keys or unknown:
             self._count_repadded(unknown)
@@ -169,7 +176,7 @@ class TrunkMemory:
         return (hidden,) if self._in_tuple else hidden
 
     def keep(self, keys: list[RowKey], output: Any) -> None:
-        """Remember a trunk's output, where it is hidden states alone."""
+        """Store a trunk's output, if it consists of hidden states only."""
         self._in_tuple = isinstance(output, tuple)
         hidden, *others = output if self._in_tuple else (output,)
         if any(other is not None for other in others) or len(hidden) != len(keys):
@@ -184,21 +191,21 @@ class TrunkMemory:
     def _count_repadded(self, unknown: list[RowKey]) -> None:
         before = self._num_repadded
         self._num_repadded += sum(key.unpadded in self._unpadded for key in unknown)
-        if self._num_found < self._num_repadded and before < _TELLING_ROWS <= self._num_repadded:
+        if self._num_found < self._num_repadded and before < _MIN_REPADDED_ROWS <= self._num_repadded:
             warnings.warn(
                 f"trunk_memory_gib is of little use to this run: {self._num_repadded} rows of the training data came "
-                f"again padded to another length, {self._num_found} to the same, and what the trunk answers depends on "
-                "the padding. Pad all rows to one length (padding='max_length' where they are tokenized or collated), "
-                "or leave trunk_memory_gib out"
+                f"again padded to another length, {self._num_found} to the same length, and the output of the trunk "
+                "depends on the padding. Pad all rows to one length (padding='max_length' where they are tokenized or "
+                "collated), or leave trunk_memory_gib out"
             )
 
 
 class RowKey(NamedTuple):
-    """Digests of a row of a batch.
+    """The digests of a row of a batch.
 
     Attributes:
-        row: of all that the model is given but labels.
-        unpadded: of the same without padding; None where there is no attention mask [B, T] to tell it.
+        row: digest of all inputs of the model except labels.
+        unpadded: digest of the same inputs without padding; None if there is no attention mask [B, T].
     """
 
     row: bytes
@@ -206,7 +213,7 @@ class RowKey(NamedTuple):
 
 
 def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
-    """The keys of the rows of a batch; none where rows of text share images."""
+    """Return the keys of the rows of a batch; none if it has images beside text, which belong to no single row."""
     if "input_ids" in inputs and pictures_of(inputs):
         return []
     count = num_rows_of(inputs)
@@ -244,17 +251,17 @@ def _detached(output: Any) -> Any:
 
 
 def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tuple[list[nn.Module], int]:
-    """The blocks in order, and how many of them lie before the first random module."""
+    """Return the blocks in order, and the number of blocks before the first random module."""
     found = decoder_blocks(model)
     config = getattr(model, "config", None)
     if found is None or getattr(config, "alibi", False) or getattr(config, "model_type", None) in _ROWS_TIMES_HEADS:
         return [], 0
-    if has_axes(config) or getattr(config, "use_weighted_layer_sum", False):  # the latter adds up all layers' outputs
+    if has_axes(config) or getattr(config, "use_weighted_layer_sum", False):  # a sum over the outputs of all layers
         return [], 0
     list_name, blocks = found
     random_ids = {id(module) for module in random_modules}
     decoder = decoder_of(model)
-    if decoder is not None:  # the part that reads images runs before the blocks, wherever it is registered
+    if decoder is not None:  # the part that reads images runs before the blocks, regardless of the registration order
         backbone: Any = model.base_model
         before = {id(module) for module in backbone.modules()} - {id(module) for module in decoder.modules()}
         if random_ids & before:
@@ -277,7 +284,7 @@ def has_axes(config: Any) -> bool:
 
 
 def _drops(fields: dict[Any, Any]) -> bool:
-    """Check whether a configuration, or one of its parts, asks for dropout or for masks on audio features."""
+    """Check whether a configuration, or one of its parts, sets dropout or masks on audio features."""
     masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
     return any(
         _drops(value)
@@ -291,7 +298,7 @@ def _drops(fields: dict[Any, Any]) -> bool:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Whether rows that are alike may differ in training: by a module, or by a function (Llama's attention_dropout)."""
+    """Check for dropout, by a module or by a function (attention_dropout of Llama): equal rows differ in training."""
     config = getattr(model, "config", None)
     functional = config is not None and _drops(config.to_dict())
     return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -300,8 +307,8 @@ def _has_dropout(model: nn.Module) -> bool:
 def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
     """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major.
 
-    Images are repeated whole, however many a row has: their order is that of the rows. Positions on several axes,
-    [axes, rows, T], have their rows in the second dimension.
+    All images are repeated together, whatever the number per row, because they are in the order of the rows. Positions
+    on several axes, [axes, rows, T], have their rows in the second dimension.
     """
 
     def fold(name: str, value: Any) -> Any:
@@ -319,13 +326,14 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
 
 
 def num_rows_of(inputs: dict[str, Any]) -> int:
-    """B: the first dimension of the model's main input."""
+    """Return B, the first dimension of the model's main input."""
     return _main_input(inputs).shape[0]
 
 
 def num_positions_of(inputs: dict[str, Any]) -> int:
-    """T: the second dimension of the model's main input, 1 if it has none."""
-    return (*_main_input(inputs).shape, 1)[1]
+    """Return T, the second dimension of the model's main input; 1 if it has none."""
+    shape = _main_input(inputs).shape
+    return shape[1] if len(shape) > 1 else 1
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
@@ -334,5 +342,5 @@ def _main_input(inputs: dict[str, Any]) -> Tensor:
             return value
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
     if not tensors:
-        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: cannot tell the number of rows")
+        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
     return tensors[0]

@@ -1,7 +1,8 @@
-"""How good predictions and their uncertainties are: plain functions, and the same as ``evaluate`` metrics.
+"""Metrics of predictions and of their uncertainties, as functions and as ``evaluate`` metrics.
 
-The functions are the core and need numpy only (``ood_auroc`` scikit-learn). The classes ``NLL``, ``ECE``, ``Brier``,
-``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``; ``load(name)`` gives one without hub or network.
+The functions need numpy only; ``ood_auroc`` also needs scikit-learn. The classes ``NLL``, ``ECE``, ``Brier``,
+``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``. ``load(name)`` creates one of these without using
+the hub or the network.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ _CLASSES = {"nll": "NLL", "ece": "ECE", "brier": "Brier", "ood_auroc": "OODAUROC
 
 
 def load(name: str, config_name: str | None = None, **kwargs: Any) -> Metric:
-    """An ``evaluate.Metric`` by name, from this package: nll, ece, brier, ood_auroc or risk_coverage.
+    """Create an ``evaluate.Metric`` of this package by its name: nll, ece, brier, ood_auroc or risk_coverage.
 
     Args:
-        name: as above.
-        config_name: which inputs it takes, "classification", "tokens" or "scores" (see ``evaluate_metrics``).
-        **kwargs: what ``evaluate.Metric`` takes (``keep_in_memory``, ``experiment_id``, ...).
+        name: one of the names above.
+        config_name: the kind of inputs, "classification", "tokens" or "scores" (see ``evaluate_metrics``).
+        **kwargs: arguments of ``evaluate.Metric`` (``keep_in_memory``, ``experiment_id``, ...).
     Raises:
-        ValueError: for another name.
+        ValueError: if the name is unknown.
     """
     if name not in _CLASSES:
         raise ValueError(f"unknown metric {name!r}: hf_bayes.metrics has {', '.join(_CLASSES)}")
-    return __getattr__(_CLASSES[name])(config_name, **kwargs)
+    metric: Metric = __getattr__(_CLASSES[name])(config_name, **kwargs)
+    return metric
 
 
 def __getattr__(name: str) -> Any:
-    # evaluate brings datasets, pandas and pyarrow: only those who want a Metric wait for them.
+    # evaluate imports datasets, pandas and pyarrow, which is slow: import it only when a Metric is needed.
     if name not in _CLASSES.values():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hf_bayes.metrics import evaluate_metrics

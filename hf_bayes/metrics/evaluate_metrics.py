@@ -1,14 +1,17 @@
-"""The metrics as ``evaluate.Metric``: ``add``, ``add_batch``, ``compute``, ``evaluate.combine``; no hub, no network.
+"""The metrics as ``evaluate.Metric``, with ``add``, ``add_batch``, ``compute`` and ``evaluate.combine``.
 
-``config_name`` says what they are fed. Metrics of one configuration share their inputs, so they combine:
+They work without the hub and without a network. ``config_name`` sets the kind of inputs. Metrics with the same
+configuration share their inputs, so they can be combined:
 
 * ``"classification"`` (default of NLL, ECE, Brier): ``predictions`` are class probabilities [N, C] (of the mixture),
-  ``references`` class indices [N].
-* ``"tokens"`` (NLL, ECE, Brier): the numbers of ``per_row_statistics`` by keyword, ``nll=, confidence=, correct=,
-  brier=``; ``add`` of a metric alone takes its own only. For language models: [N, V] probabilities do not fit in Arrow.
-* ``"scores"`` (OODAUROC, RiskCoverage): ``predictions`` are uncertainties, higher is less sure; ``references`` are 1
-  out of distribution and 0 in it (OODAUROC), or losses such as 0/1 errors (RiskCoverage). RiskCoverage also takes
-  ``"classification"`` (uncertainty 1 - confidence, loss 0/1) and ``"tokens"`` (that from ``confidence, correct``).
+  ``references`` are class indices [N].
+* ``"tokens"`` (NLL, ECE, Brier): the statistics of ``per_row_statistics`` by keyword, ``nll=, confidence=, correct=,
+  brier=``. A single metric takes only the statistics that it uses. This configuration is for language models, whose
+  [N, V] probabilities do not fit in Arrow.
+* ``"scores"`` (OODAUROC, RiskCoverage): ``predictions`` are uncertainties; higher means less sure. ``references`` are 1
+  for out-of-distribution examples and 0 for in-distribution examples (OODAUROC), or losses such as 0/1 errors
+  (RiskCoverage). RiskCoverage also takes ``"classification"`` (uncertainty 1 - confidence, loss 0/1) and ``"tokens"``
+  (the same from ``confidence, correct``).
 
     metrics = evaluate.combine([NLL("tokens"), ECE("tokens"), Brier("tokens")])
     metrics.add_batch(**per_row_statistics(log_probs, labels))
@@ -18,26 +21,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from datasets import Features, Sequence, Value
-from evaluate import EvaluationModuleInfo, Metric
+from evaluate import EvaluationModuleInfo
 
 from hf_bayes.metrics import functions
 from hf_bayes.metrics.statistics import classification_statistics
 
-# evaluate.combine(...).compute(**everything) hands every metric the inputs and options of all of them.
-_OF_OTHERS = {"nll", "confidence", "correct", "brier", "num_bins"}
+if TYPE_CHECKING:
+
+    class Metric:
+        """The part of ``evaluate.Metric`` that is used here. The evaluate library has no type hints."""
+
+        name: str
+        config_name: str
+
+        def __init__(self, config_name: str | None = None, **kwargs: Any) -> None: ...
+
+        def _feature_names(self) -> list[str]: ...
+else:
+    from evaluate import Metric
+
+# evaluate.combine(...).compute(**inputs) passes the inputs and options of all combined metrics to each metric.
+_INPUTS_OF_ALL_METRICS = {"nll", "confidence", "correct", "brier", "num_bins"}
 
 
 class _BayesianMetric(Metric):
-    """A metric of per-example statistics; subclasses say of which, and compute.
+    """A metric of per-example statistics. A subclass names the statistics and computes the metric.
 
     Attributes:
-        statistics: the keywords it takes in the "tokens" configuration.
-        configurations: those it has, its default first.
-        options: keywords of ``compute``.
+        statistics: the keywords of the "tokens" configuration.
+        configurations: the configurations of the metric, the default first.
+        options: the keyword options of ``compute``.
         summary: one line for evaluate's description.
     """
 
@@ -71,7 +88,7 @@ class _BayesianMetric(Metric):
 
     def _compute(self, **inputs: Any) -> dict[str, float]:
         extra = {name: value for name, value in inputs.items() if name not in self._feature_names()}
-        if unknown := extra.keys() - _OF_OTHERS:
+        if unknown := extra.keys() - _INPUTS_OF_ALL_METRICS:
             raise ValueError(
                 f"{self.name}: unknown input or option {', '.join(sorted(unknown))}; "
                 f"configuration {self.config_name!r} takes {', '.join((*self._feature_names(), *self.options))}"
@@ -91,7 +108,7 @@ class _BayesianMetric(Metric):
 
 
 class NLL(_BayesianMetric):
-    """``{"nll"}``: mean -log p(label) in nats."""
+    """The mean of -log p(label) in nats: ``{"nll"}``."""
 
     statistics = ("nll",)
     summary = "Mean negative log-likelihood of the labels in nats."
@@ -101,7 +118,7 @@ class NLL(_BayesianMetric):
 
 
 class ECE(_BayesianMetric):
-    """``{"ece"}``: expected calibration error; ``compute(num_bins=15)``."""
+    """The expected calibration error: ``{"ece"}``; the number of bins is an option, ``compute(num_bins=15)``."""
 
     statistics = ("confidence", "correct")
     options = ("num_bins",)
@@ -113,7 +130,7 @@ class ECE(_BayesianMetric):
 
 
 class Brier(_BayesianMetric):
-    """``{"brier"}``: mean squared distance between probabilities and the label's one-hot vector, in [0, 2]."""
+    """The mean squared distance between probabilities and the label's one-hot vector, in [0, 2]: ``{"brier"}``."""
 
     statistics = ("brier",)
     summary = "Brier score, summed over classes: between 0 and 2."
@@ -123,7 +140,7 @@ class Brier(_BayesianMetric):
 
 
 class OODAUROC(_BayesianMetric):
-    """``{"ood_auroc"}``: how well uncertainty tells out-of-distribution examples from the others."""
+    """The area under the ROC curve of uncertainty as a detector of out-of-distribution examples: ``{"ood_auroc"}``."""
 
     configurations = ("scores",)
     summary = "Area under the ROC curve of an uncertainty as a detector of out-of-distribution examples."
@@ -133,7 +150,7 @@ class OODAUROC(_BayesianMetric):
 
 
 class RiskCoverage(_BayesianMetric):
-    """``{"aurc", "risk"}``: area under the risk-coverage curve, and the risk when every example is answered."""
+    """The area under the risk-coverage curve, and the risk at full coverage: ``{"aurc", "risk"}``."""
 
     statistics = ("confidence", "correct")
     configurations = ("scores", "classification", "tokens")

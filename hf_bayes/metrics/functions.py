@@ -1,4 +1,4 @@
-"""Scores of predictions and of uncertainties from one number per example. Lower is better, but for AUROC."""
+"""Scores of predictions and of uncertainties, computed from one number per example. Lower is better, except AUROC."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Array = NDArray[np.float64]
 
 
 class RiskCoverageCurve(NamedTuple):
-    """What answering only the least uncertain examples costs (Geifman and El-Yaniv 2017).
+    """The mean loss if only the least uncertain examples are answered (Geifman and El-Yaniv 2017).
 
     Attributes:
-        coverage: [N] fractions 1/N, 2/N, ..., 1 of the examples that are answered.
-        risk: [N] mean loss of these.
-        aurc: the mean of ``risk``, the area under the curve.
+        coverage: [N] the fraction of answered examples, 1/N, 2/N, ..., 1.
+        risk: [N] the mean loss of the answered examples.
+        aurc: the mean of ``risk``, which is the area under the curve.
     """
 
     coverage: Array
@@ -25,45 +25,45 @@ class RiskCoverageCurve(NamedTuple):
 
 
 def negative_log_likelihood(nll: ArrayLike) -> float:
-    """Mean of -log p(label), in nats per label.
+    """Return the mean of -log p(label), in nats per label.
 
     Args:
-        nll: [N], as of ``per_row_statistics``; +inf where a label had probability 0.
+        nll: [N], as ``per_row_statistics`` returns it; +inf where a label had probability 0.
     """
     return mean_of("nll", nll)
 
 
 def brier(terms: ArrayLike) -> float:
-    """Mean of sum_c (p_c - [c is the label])^2, between 0 and 2.
+    """Return the mean of sum_c (p_c - [c is the label])^2, between 0 and 2.
 
     Args:
-        terms: [N] these sums, as of ``per_row_statistics``.
+        terms: [N] the sums, as ``per_row_statistics`` returns them.
     """
     return mean_of("brier", terms)
 
 
 def average_coverage_error(covered: ArrayLike, *, coverage: float = 0.682) -> float:
-    """|coverage - mean of covered| (penalty_bnn eq. 20): how far one-sigma intervals are from holding 68.2 %.
+    """Return |coverage - mean of covered| (penalty_bnn eq. 20): the error of intervals that should contain 68.2 %.
 
     Args:
-        covered: [N] whether a label, or which share of a row's, was within its interval.
-        coverage: what it should be.
+        covered: [N] 1 if a label was within its interval, else 0; or the covered share of a row's labels.
+        coverage: the nominal coverage; 0.682 for one-sigma intervals.
     """
     return abs(coverage - mean_of("covered", covered))
 
 
 def mean_of(name: str, values: ArrayLike) -> float:
-    """The mean of [N] numbers, infinity included, NaN refused under their name."""
+    """Return the mean of [N] numbers. Infinity is accepted; NaN raises an error with the name of the numbers."""
     return float(_numbers(name, values, infinite=True).mean())
 
 
 def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> float:
-    """Mean over examples of |accuracy - mean confidence| of their bin (Guo et al. 2017, eq. 3).
+    """Return the mean over examples of |accuracy - mean confidence| of their bin (Guo et al. 2017, eq. 3).
 
     Args:
         confidence: [N] probability of the predicted class.
-        correct: [N] whether it was the label.
-        num_bins: bins of equal width on (0, 1], closed above.
+        correct: [N] 1 if the predicted class was the label, else 0.
+        num_bins: the number of bins of equal width on (0, 1], closed above.
     Raises:
         ValueError: for confidences outside [0, 1] (beyond rounding) or ``correct`` other than 0 and 1.
     """
@@ -83,11 +83,13 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num
 
 
 def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:
-    """Probability that an out-of-distribution example is more uncertain than an in-distribution one, ties half.
+    """Return the probability that an out-of-distribution example is more uncertain than an in-distribution example.
+
+    Ties count one half.
 
     Args:
         uncertainty: [N] a score that should be higher out of distribution (epistemic, total, nll, ...).
-        is_ood: [N] 1 for out-of-distribution examples, 0 for the others; both must occur.
+        is_ood: [N] 1 for out-of-distribution examples, 0 for in-distribution examples; both must occur.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -101,13 +103,13 @@ def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:
 
 
 def risk_coverage(uncertainty: ArrayLike, loss: ArrayLike) -> RiskCoverageCurve:
-    """Mean loss of the k least uncertain examples, for every k.
+    """Return the mean loss of the k least uncertain examples, for every k.
 
-    Among examples of equal uncertainty the order is left to chance: each counts with their mean loss, so that the
-    curve does not depend on the order in which examples come.
+    Examples of equal uncertainty all count with their mean loss, so the curve does not depend on the order of the
+    examples.
 
     Args:
-        uncertainty: [N] higher means less sure.
+        uncertainty: [N]; higher means less sure.
         loss: [N] 0/1 errors, or any loss.
     """
     uncertainty, loss = _numbers("uncertainty", uncertainty), _numbers("loss", loss)
@@ -120,7 +122,7 @@ def risk_coverage(uncertainty: ArrayLike, loss: ArrayLike) -> RiskCoverageCurve:
 
 
 def _numbers(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
-    """[N >= 1] float64, without NaN (and, unless allowed, infinities)."""
+    """Return the values as a float64 vector [N >= 1]; NaN, and infinity unless allowed, raise an error."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} must be a non-empty vector, one number per example; got shape {list(array.shape)}")
@@ -128,7 +130,7 @@ def _numbers(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
     if bad.any():
         raise ValueError(
             f"{int(bad.sum())} of {len(array)} values of {name} are not finite, the first at {int(bad.argmax())}: "
-            "leave padding out before"
+            "remove padding first"
         )
     return array
 

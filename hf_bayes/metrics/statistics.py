@@ -1,4 +1,7 @@
-"""One number per example or token, from which every metric is computed: nothing of [N, vocabulary] size is kept."""
+"""Per-row statistics, from which every metric is computed.
+
+A row is an example or a token. Each statistic is one number per row, so no [N, vocabulary] tensor needs to be kept.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from hf_bayes.metrics.functions import (
 )
 from hf_bayes.uncertainty.likelihoods import widened
 
-# Half the distance of bfloat16's numbers between 8 and 16 is 0.03: by as much are the probabilities of 3000 to 9
-# million equal classes all off.
+# The rounding error of bfloat16 between 8 and 16 is up to 0.03. It is a relative error of 0.03 in the probabilities of
+# 3000 to 9 million equal classes.
 _MASS_TOLERANCE = 0.05
 
 
 def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """What ``summarise`` and the metrics need of normalised predictions.
+    """Return the statistics that ``summarise`` and the metrics need, from normalised predictions.
 
     Args:
         log_probs: [N, C] log-probabilities, such as the log of a mixture; -inf is probability 0.
-        labels: [N] integers in [0, C); take ignored labels (-100) out before.
+        labels: [N] integers in [0, C). Remove rows with ignored labels (-100) first.
     Returns:
-        float32 [N] each: ``nll`` -log p(label); ``confidence`` of the predicted class; ``correct`` 0 or 1; ``brier``
-        sum_c (p_c - [c is the label])^2.
+        A dict of float32 vectors [N]: ``nll`` is -log p(label), ``confidence`` the probability of the predicted class,
+        ``correct`` 0 or 1, and ``brier`` sum_c (p_c - [c is the label])^2.
     Raises:
-        ValueError: for shapes that do not fit, labels outside [0, C), or logits that nobody normalised.
+        ValueError: if the shapes do not match, a label is outside [0, C), or ``log_probs`` are not normalised.
     """
     if log_probs.ndim != 2 or labels.shape != log_probs.shape[:1]:
         raise ValueError(
@@ -43,9 +46,9 @@ def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
     if bool(((labels < 0) | (labels >= num_classes)).any()):
         raise ValueError(
             f"labels must lie in [0, {num_classes}), got {int(labels.min())} to {int(labels.max())}: "
-            "take rows with ignored labels (-100) out before"
+            "remove rows with ignored labels (-100) first"
         )
-    # exp2: several times as fast as exp on CPU; widened first, for the product would be rounded by more than its factor
+    # exp2 is several times as fast as exp on CPU. Widen first: in low precision the product would be rounded.
     probs = (widened(log_probs) * math.log2(math.e)).exp2_()
     mass = probs.sum(1)
     if not bool(((mass - 1).abs() <= _MASS_TOLERANCE).all()):
@@ -65,7 +68,12 @@ def per_row_statistics(log_probs: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def classification_statistics(probabilities: ArrayLike, labels: ArrayLike) -> dict[str, NDArray[np.float64]]:
-    """The same in numpy and float64, from class probabilities [N, C] that sum to 1 (to 1e-3) and labels [N]."""
+    """Return the statistics of ``per_row_statistics`` in numpy float64, from class probabilities.
+
+    Args:
+        probabilities: [N, C]; each row sums to 1 within 1e-3.
+        labels: [N] integers in [0, C).
+    """
     probabilities, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1] or probabilities.size == 0:
         raise ValueError(
@@ -74,7 +82,7 @@ def classification_statistics(probabilities: ArrayLike, labels: ArrayLike) -> di
     if not (probabilities >= 0).all() or not np.allclose(probabilities.sum(1), 1, rtol=0, atol=1e-3):
         raise ValueError(
             "predictions must be class probabilities: not negative, each row summing to 1. "
-            "Logits are not; exponentiate log-probabilities first"
+            "Apply softmax to logits, and exp to log-probabilities"
         )
     num_classes = probabilities.shape[1]
     if labels.min() < 0 or labels.max() >= num_classes:
@@ -91,16 +99,16 @@ def classification_statistics(probabilities: ArrayLike, labels: ArrayLike) -> di
 
 
 def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """Metrics of all rows together, so that every row (token, example) has the same weight.
+    """Compute the metrics over all rows together. Every row (token or example) has the same weight.
 
     Args:
-        statistics: [N] arrays by name. ``nll`` gives nll, with ``correct`` also perplexity; ``confidence`` and
-            ``correct`` give accuracy and ece; ``brier`` gives brier, ``covered`` ace; any other (``total``,
-            ``aleatoric``, ``epistemic``, ...) gives its mean under its own name.
+        statistics: [N] arrays by name. ``nll`` gives nll, and with ``correct`` also perplexity. ``confidence`` and
+            ``correct`` give accuracy and ece. ``brier`` gives brier, and ``covered`` gives ace. Any other array
+            (``total``, ``aleatoric``, ``epistemic``, ...) gives its mean under its own name.
     Returns:
-        float by metric.
+        The value of each metric, by name.
     Raises:
-        ValueError: without rows, for arrays of different lengths, or NaN: padding has to be taken out before.
+        ValueError: if there are no rows, arrays differ in length, or a value is NaN. Remove padding first.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in statistics.items()}
     shapes = {array.shape for array in arrays.values()}
@@ -127,5 +135,5 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
 
 
 def _exp(value: float) -> float:
-    """exp that overflows to infinity in silence."""
+    """Return exp(value); infinity if it overflows."""
     return math.exp(value) if value < 700 else math.inf

@@ -7,15 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.diagnostics.plausibility import strayed
-from hf_bayes.diagnostics.verdict import (
-    KINETIC_TOLERANCE,
-    MAX_UNMOVED,
-    Diagnostics,
-    distance_moved,
-    share_within_interval,
-    widened_interval,
-)
+from hf_bayes.diagnostics.plausibility import distance_moved, strayed
+from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
+from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.messages import Messages
 from hf_bayes.training.probe_convergence import ProbeConvergence

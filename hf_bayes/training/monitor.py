@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.types import Info, Problem
-from hf_bayes.diagnostics.verdict import share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.objectives.probe import ProbeValues
 
 NOISE_INFO = ("noise_ratio", "noise_temperature")

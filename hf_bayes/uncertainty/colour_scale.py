@@ -1,4 +1,4 @@
-"""The colour scale of a heat map: nats to levels, with a fixed end that the legend states."""
+"""The colour scale of a heat map: it maps nats to levels, and its legend states the fixed end of the scale."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Record = Mapping[str, Any]
 NUM_LEVELS = 24
 PARTS = ("total", "aleatoric", "epistemic")
 REFERENCES = {"epistemic": 1.0, "aleatoric": 4.0, "total": 4.0}
-"""Nats at the dark end of the scale. They are the same for every text and posterior, so that a colour always means the
-same number. 1 nat of epistemic uncertainty: the mixture is e = 2.7 times as perplexed as its members are. 4 nats of
-entropy: as open as a choice among 55 equally probable tokens."""
+"""Nats at the dark end of the scale. They are the same for every text and posterior, so a colour always means the same
+number. At 1 nat of epistemic uncertainty the perplexity of the mixture is e = 2.7 times the perplexity of its members.
+4 nats of entropy are as open as a choice among 55 equally probable tokens."""
 
 
 class Scale(NamedTuple):
-    """Maps a number of nats to a level: 0 at 0, the last at ``vmax`` and above.
+    """A map from nats to levels: 0 nats have level 0, and ``vmax`` nats or more have the last level.
 
-    A level grows with the square root of the number, because most tokens have a small part of ``vmax``.
+    The level grows with the square root of the number, because most tokens have a small fraction of ``vmax``.
 
     Attributes:
         measure: one of ``PARTS``.
         vmax: nats at the dark end.
-        num_above: tokens above it.
-        num_tokens: all of them.
-        num_members: M, if it is known and the same for all records: log M bounds the epistemic uncertainty.
+        num_above: the number of tokens above ``vmax``.
+        num_tokens: the number of all tokens.
+        num_members: M, if it is known and the same for all records. log M bounds the epistemic uncertainty.
     """
 
     measure: str
@@ -36,18 +36,18 @@ class Scale(NamedTuple):
     num_members: int | None
 
     def level(self, token: Record) -> int:
-        """Return the level of a token's record."""
+        """Return the level of a token, given its record."""
         share = min(1.0, max(0.0, token[self.measure] / self.vmax))
         return round(math.sqrt(share) * NUM_LEVELS)
 
     @property
     def ticks(self) -> list[str]:
-        """Labels at the beginning, the middle and the end."""
+        """The labels at the beginning, the middle and the end of the scale."""
         return ["0", f"{self.vmax / 4:.3g}", f"{'≥ ' if self.num_above else ''}{nats(self.vmax)}"]
 
     @property
     def legend(self) -> str:
-        """The reference in words."""
+        """The meaning of the darkest colour, in words."""
         notes = []
         if self.measure == "epistemic" and self.num_members is not None:
             notes.append(f"log {self.num_members} = {math.log(self.num_members):.3g} is the largest possible")
@@ -57,14 +57,14 @@ class Scale(NamedTuple):
 
 
 def scale_of(records: Sequence[Record], measure: str, vmax: float | None) -> Scale:
-    """Return the scale of records that are shown together.
+    """Return one scale for all records that are shown together.
 
     Args:
-        records: of the generation pipeline.
+        records: the records that the generation pipeline returns.
         measure: one of ``PARTS``.
-        vmax: nats at the dark end; None takes ``REFERENCES``.
+        vmax: nats at the dark end; None takes the value in ``REFERENCES``.
     Raises:
-        ValueError: for another measure, or a ``vmax`` that is not positive.
+        ValueError: if ``measure`` is unknown, or ``vmax`` is not positive and finite.
     """
     if measure not in PARTS:
         raise ValueError(f"measure is one of {', '.join(PARTS)}; got {measure!r}")
@@ -78,5 +78,5 @@ def scale_of(records: Sequence[Record], measure: str, vmax: float | None) -> Sca
 
 
 def nats(value: float) -> str:
-    """Return a number with its unit."""
+    """Return the number with its unit."""
     return f"{value:.3g} nat{'' if value == 1 else 's'}"

@@ -1,4 +1,8 @@
-"""log p(y | logits) of one term, for every member: what a model's outputs mean."""
+"""The likelihoods log p(y | logits): categorical, Bernoulli and normal.
+
+A likelihood defines the meaning of a model's outputs. All its functions work on likelihood terms, for every member: a
+term is a token, an example or a number, depending on the task.
+"""
 
 from __future__ import annotations
 
@@ -14,65 +18,72 @@ IGNORE = -100
 
 
 class Likelihood(Protocol):
-    """log p(labels | logits), term by term, and which labels are terms at all."""
+    """The interface of a likelihood: log p(labels | logits) per term, and everything derived from it."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [M, N, C], labels [M, N] or [M, N, C] -> [M, N] nats in float32 or better; 0 where not a term."""
+        """Return the log-likelihood of each term in nats, [M, N], in float32 or better.
+
+        Args:
+            logits: [M, N, C].
+            labels: [M, N] or [M, N, C]; a label that is not a term gives 0.
+        """
         ...
 
     def is_term(self, labels: Tensor) -> Tensor:
-        """labels [..., N] (or [..., N, C]) -> bool [..., N]."""
+        """Return [..., N] bool: True where a label is a likelihood term. ``labels`` is [..., N] or [..., N, C]."""
         ...
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes that labels of logits of shape ``answers`` [..., C] may have."""
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that labels may have, given the shape [..., C] of the logits."""
         ...
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
-        """bool of the shape of ``labels``: which of them no likelihood of ``num_outputs`` outputs is defined for."""
+        """Return a bool tensor of the shape of ``labels``: True where a label is not in ``support(num_outputs)``."""
         ...
 
     def support(self, num_outputs: int) -> str:
-        """The others, in words."""
+        """Return the set of permitted labels in words."""
         ...
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        """logits [M, N, C] without what the likelihood does not see of them -> [M, N, C], or [M, N, k].
+        """Return logits [M, N, C] without the part that the likelihood ignores; the result is [M, N, C] or [M, N, k].
 
         Args:
-            columns: [N, k], the outputs of each term that are wanted; None: all.
+            logits: [M, N, C].
+            columns: [N, k], the wanted outputs of each term; None for all outputs.
         """
         ...
 
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [n, C] and labels of n terms -> [n, C]: the gradient of ``log_prob`` in the logits."""
+        """Return [n, C]: the gradient of ``log_prob`` in the logits [n, C], for the labels of n terms."""
         ...
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """logits [n, C] -> labels drawn from the model, by inverting their distribution at ``uniforms``.
+        """Return labels drawn from the model, by inverting the distribution function of logits [n, C] at ``uniforms``.
 
         Args:
-            uniforms: on [0, 1), of the shape that labels have: [n], or [n, C] where ``labels_per_output``.
+            logits: [n, C].
+            uniforms: numbers in [0, 1), in the shape of the labels: [n], or [n, C] if ``labels_per_output``.
         """
         ...
 
     def fisher_root(self, logits: Tensor, column: int) -> Tensor:
-        """logits [n, C] -> [n, C]: a column of a root of each term's Fisher information in the logits."""
+        """Return [n, C]: one column of a root of each term's Fisher information in the logits [n, C]."""
         ...
 
     def num_root_columns(self, num_outputs: int) -> int:
-        """Columns that ``fisher_root`` has for C outputs."""
+        """Return the number of columns of ``fisher_root`` for C outputs."""
         ...
 
     @property
     def labels_per_output(self) -> bool:
-        """Whether a label has a value for each output, rather than being the index of one."""
+        """True if a label has one value per output, False if a label is the index of an output."""
         ...
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """Class indices; -100 is no term."""
+    """The categorical likelihood. Labels are class indices; a label of -100 is not a term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -83,17 +94,19 @@ class Categorical:
         return labels != IGNORE
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
-        """A softmax does not see what is added to all logits: all of them less their mean, some as log-probabilities.
+        """Return logits freed of their common constant, because softmax ignores a constant added to all logits.
 
-        The mean over a vocabulary would be of words that nobody predicts, and each column would be about those.
+        If all columns are wanted, the mean of the logits is subtracted. Otherwise the wanted columns are returned as
+        log-probabilities. Subtracting the mean over a vocabulary would make each column depend on the many words of
+        negligible probability.
         """
         logits = widened(logits)
         if columns is None:
             return logits - logits.mean(-1, keepdim=True)
         return _gathered(logits, columns) - logits.logsumexp(-1, keepdim=True)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers[:-1],)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape[:-1],)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         if labels.is_floating_point():
@@ -104,39 +117,39 @@ class Categorical:
         return f"0..{num_outputs - 1} (integers; {IGNORE} for none)"
 
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
-        away = -widened(logits).softmax(-1)
-        away[torch.arange(len(labels), device=labels.device), labels] += 1
-        return away
+        score = -widened(logits).softmax(-1)
+        score[torch.arange(len(labels), device=labels.device), labels] += 1
+        return score
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        # in pieces, since float64 steps of all terms would take more memory than a training step's logits
+        # in pieces: float64 sums of all terms together would take more memory than the logits of a training step
         drawn = []
-        for some, uniform in zip(logits.chunk(8), uniforms.chunk(8), strict=True):
-            steps = widened(some).softmax(-1).double().cumsum(-1)
-            # the last class whatever rounding has left of 1
-            where = torch.searchsorted(steps, (uniform.double() * steps[:, -1])[:, None], right=True)[:, 0]
-            drawn.append(where.clamp_max(logits.shape[-1] - 1))
+        for piece, uniform in zip(logits.chunk(8), uniforms.chunk(8), strict=True):
+            cumulative = widened(piece).softmax(-1).double().cumsum(-1)
+            # multiplied by the last sum, because rounding may leave it different from 1
+            classes = torch.searchsorted(cumulative, (uniform.double() * cumulative[:, -1])[:, None], right=True)[:, 0]
+            drawn.append(classes.clamp_max(logits.shape[-1] - 1))
         return torch.cat(drawn)
 
     def fisher_root(self, logits: Tensor, column: int) -> Tensor:
-        """A Cholesky factor (Tanabe and Sagae 1992): diag(p) - p p' has rank C - 1.
+        """Return a column of the Cholesky factor of diag(p) - p p', which has rank C - 1 (Tanabe and Sagae 1992).
 
-        With q_k = p_k + ... + p_C, what is left for class k and the later ones, column k is
-        (p_k q_{k+1} / q_k)^1/2 (e_k - p_{>k} / q_{k+1}).
+        With the tail sums q_k = p_k + ... + p_C, column k is (p_k q_{k+1} / q_k)^1/2 (e_k - p_{>k} / q_{k+1}).
         """
         probs = widened(logits).softmax(-1)
-        here, later = probs[:, column], probs[:, column + 1 :]
-        # summed anew, and not 1 - ..., which would be rounding where nearly all is gone; 0 / 0 where all of it is is 0
-        left = later.sum(-1)
+        this, later = probs[:, column], probs[:, column + 1 :]
+        # summed directly: 1 minus the earlier probabilities would be rounding error where the tail is small. The lower
+        # bounds turn 0 / 0 into 0.
+        later_sum = later.sum(-1)
         smallest = torch.finfo(probs.dtype).tiny
-        scale = (here * (left / (here + left).clamp_min(smallest))).sqrt()
+        scale = (this * (later_sum / (this + later_sum).clamp_min(smallest))).sqrt()
         root = torch.zeros_like(probs)
         root[:, column] = scale
-        root[:, column + 1 :] = -scale[:, None] * (later / left.clamp_min(smallest)[:, None])
+        root[:, column + 1 :] = -scale[:, None] * (later / later_sum.clamp_min(smallest)[:, None])
         return root
 
     def num_root_columns(self, num_outputs: int) -> int:
-        return max(1, num_outputs - 1)  # of a single class a column of zeros
+        return max(1, num_outputs - 1)  # for a single class there is one column of zeros
 
     @property
     def labels_per_output(self) -> bool:
@@ -145,7 +158,7 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """Independent binary labels [.., C] in {0, 1}; an example is one term."""
+    """The Bernoulli likelihood of independent binary labels [..., C] in {0, 1}; an example is one term."""
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
@@ -157,11 +170,11 @@ class Bernoulli:
     def is_term(self, labels: Tensor) -> Tensor:
         return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers,)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape,)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
-        # there the cross entropy has no lower bound, and exp(-U) is no density
+        # for labels outside [0, 1] the cross entropy has no lower bound, so exp(-U) is not a density
         return ~((labels >= 0) & (labels <= 1))
 
     def support(self, num_outputs: int) -> str:
@@ -189,10 +202,10 @@ class Bernoulli:
 
 @dataclass(frozen=True)
 class Normal:
-    """y = logits + N(0, noise_std^2), the noise known.
+    """The normal likelihood of numbers y = logits + N(0, noise_std^2), with known noise.
 
     Attributes:
-        noise_std: in units of the labels.
+        noise_std: standard deviation of the noise, in units of the labels.
     """
 
     noise_std: float
@@ -209,8 +222,8 @@ class Normal:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]
         return torch.ones(lead, dtype=torch.bool, device=labels.device)
 
-    def label_shapes(self, answers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (answers, answers[:-1]) if answers[-1] == 1 else (answers,)
+    def label_shapes(self, logits_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return (logits_shape, logits_shape[:-1]) if logits_shape[-1] == 1 else (logits_shape,)
 
     def outside(self, labels: Tensor, num_outputs: int) -> Tensor:
         return ~labels.isfinite()
@@ -223,8 +236,8 @@ class Normal:
         return (labels.to(logits.dtype).reshape(logits.shape) - logits) / self.noise_std**2
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        # a uniform of exactly 0 would be minus infinity
-        noise = torch.special.ndtri(uniforms.double().clamp_min(2.0**-60)).to(widened(logits).dtype)
+        # a uniform of exactly 0 would give minus infinity
+        noise: Tensor = torch.special.ndtri(uniforms.double().clamp_min(2.0**-60)).to(widened(logits).dtype)
         return widened(logits) + self.noise_std * noise
 
     def fisher_root(self, logits: Tensor, column: int) -> Tensor:
@@ -243,11 +256,14 @@ class Normal:
 def refuse_labels(
     likelihood: Likelihood, labels: Tensor, num_outputs: int, *, where: str = "the batch", first: int = 0
 ) -> None:
-    """Raise where ``labels`` [B, ...] hold one that ``likelihood`` is not defined for, naming its row.
+    """Raise an error that names the first row of ``labels`` [B, ...] whose label is outside the likelihood's support.
 
     Args:
-        where: what the caller calls the rows.
-        first: number of the first of them.
+        likelihood: the likelihood.
+        labels: [B, ...].
+        num_outputs: C.
+        where: the caller's name for the rows, for the message.
+        first: number of the first row.
     """
     outside = likelihood.outside(labels, num_outputs)
     if not bool(outside.any()):
@@ -261,22 +277,23 @@ def refuse_labels(
 
 
 def _gathered(logits: Tensor, columns: Tensor | None) -> Tensor:
-    """[M, N, C] -> [M, N, k] of ``columns`` [N, k]; all of them if there are none."""
+    """Return the ``columns`` [N, k] of logits [M, N, C], as [M, N, k]; all columns if ``columns`` is None."""
     return logits if columns is None else logits.gather(2, columns.expand(len(logits), -1, -1))
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In float32, or float64 where they are."""
+    """Return the logits in float32; float64 logits stay float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def next_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """[B, T] -> [B, T]: the label of position t is the token at t + 1; the last position and padding have none.
+    """Return [B, T] targets: the target of position t is the label at t + 1, and -100 at the last position and padding.
 
-    A row's first token has padding before it or nothing, as the batch will have it, and is predicted by neither.
+    The first token of a row has nothing or only padding before it, so no position predicts it.
 
     Args:
-        attention_mask: [B, T], 0 at padding, or [B, past + T]; others (4-dimensional ones) tell nothing of padding.
+        labels: [B, T].
+        attention_mask: [B, T] or [B, past + T], 0 at padding. A mask with other dimensions (such as 4) is ignored.
     """
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if attention_mask is None or attention_mask.ndim != 2:

@@ -1,4 +1,7 @@
-"""The rows of members' logits in blocks that stay in the caches: nothing of the size of the logits is allocated."""
+"""An iterator over the rows of members' logits, in blocks small enough for the processor caches.
+
+Working in blocks avoids allocating temporary tensors as large as the logits.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Bytes of a block. On CPU each thread's share should stay in its cache; elsewhere launching a kernel must not cost more
-# than running it.
+# Bytes of a block. On CPU the part of each thread should fit in its cache. On an accelerator, a block should be large
+# enough that running a kernel takes longer than launching it.
 _BLOCK_BYTES_THREAD = 1 << 20
 _MAX_THREADS = 4
 _BLOCK_BYTES_ACCELERATOR = 64 << 20
 
 
 class RowBlocks:
-    """The N rows of [M, ..., C] logits in blocks [M, c, C], with two buffers that all blocks share."""
+    """The N rows of [M, ..., C] logits, cut into blocks [M, c, C]. All blocks share two buffers."""
 
     def __init__(self, logits: Tensor) -> None:
         if logits.ndim < 2 or logits.shape[0] == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
@@ -29,7 +32,8 @@ class RowBlocks:
         self.num_classes = logits.shape[-1]
         self.num_rows = math.prod(logits.shape[1:-1])
         self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        # One number a row is kept in float64: its last bits are those of the result. Apple's GPUs have no float64.
+        # Sums that hold one number per row are float64, because their rounding is the rounding of the result. GPUs of
+        # Apple have no float64.
         self.sum_dtype = torch.float32 if logits.device.type == "mps" else torch.float64
         on_cpu = logits.device.type == "cpu"
         threads = min(torch.get_num_threads(), _MAX_THREADS)
@@ -42,12 +46,19 @@ class RowBlocks:
         return torch.empty(2, size, dtype=self.dtype, device=self.logits.device)
 
     def empty(self, *trailing: int) -> Tensor:
-        """[N, *trailing] for results: of the block's dtype, or one number a row in that of sums."""
+        """Return an empty [N, *trailing] tensor for results.
+
+        Its dtype is ``dtype``, or ``sum_dtype`` if there is one number per row.
+        """
         dtype = self.dtype if trailing else self.sum_dtype
         return torch.empty(self.num_rows, *trailing, dtype=dtype, device=self.logits.device)
 
     def rows(self, keep: Tensor | None = None) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Pairs of where the block's rows are among the N, and the block; ``keep`` [...] bool leaves rows out."""
+        """Yield pairs: the indices of the block's rows among the N rows, and the block [M, c, C].
+
+        Args:
+            keep: [...] bool; rows where it is False are left out.
+        """
         first = 0
         for tile in _tiles(self.logits):
             num_rows = tile.shape[1]
@@ -63,13 +74,16 @@ class RowBlocks:
             first += num_rows
 
     def buffers(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors of the block's shape, valid until the next call."""
+        """Return two tensors of the block's shape, which are valid until the next call."""
         one, two = self._buffers[:, : block.numel()]
         return one.view(block.shape), two.view(block.shape)
 
 
 def _tiles(logits: Tensor) -> Iterator[Tensor]:
-    """[M, ..., C] as views [M, n, C]: a copy of sliced logits (``logits[:, :, :-1]``) would double the memory."""
+    """Yield [M, ..., C] logits as views [M, n, C].
+
+    Copying sliced logits (``logits[:, :, :-1]``) into one [M, N, C] tensor would double the memory.
+    """
     num_members, *lead, num_classes = logits.shape
     try:
         yield logits.view(num_members, math.prod(lead), num_classes)
@@ -79,7 +93,10 @@ def _tiles(logits: Tensor) -> Iterator[Tensor]:
 
 
 def _select(tile: Tensor, rows: Tensor) -> Tensor:
-    """``tile[:, rows]``, which is slow, by ``index_select`` of each member, which would copy a sliced tile whole."""
+    """Return ``tile[:, rows]`` by one ``index_select`` per member.
+
+    Plain indexing is slow. A single ``index_select`` over all members would first copy a sliced tile as a whole.
+    """
     result = tile.new_empty(len(tile), len(rows), tile.shape[-1])
     for member, out in zip(tile, result, strict=True):
         torch.index_select(member, 0, rows, out=out)

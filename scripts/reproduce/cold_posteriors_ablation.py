@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from hf_bayes import BayesianTrainer
 from hf_bayes.cli.scripts import parse_arguments
 from hf_bayes.core.layout import per_tensor_mean
-from hf_bayes.diagnostics.verdict import share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from scripts.reproduce.report import keep, table
 from scripts.reproduce.temperature_sweep import Arguments as SweepArguments
 from scripts.reproduce.temperature_sweep import Problem, method_of, prepare, quiet, score, trainer_of

@@ -23,7 +23,7 @@ def test_rows_sum_the_nll_of_their_own_terms() -> None:
 
 @pytest.mark.statistics
 def test_the_standard_error_is_that_of_repeated_data() -> None:
-    """Tokens of a row share an effect; taken as independent (the twin), their error is too small."""
+    """Check rows whose tokens share an effect. If tokens count as independent (the twin), the error is too small."""
     rng = np.random.default_rng(0)
     differences, errors, naive = [], [], []
     for _ in range(400):
@@ -54,7 +54,9 @@ def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), train=rows, **options)
     trainer.train()
     trainer.evaluate()
-    trainer.evaluate(trainer.eval_dataset.select([0]))  # other rows, which must not stand in for the trainer's own
+    trainer.evaluate(
+        trainer.eval_dataset.select([0])
+    )  # other rows, which must not be used in place of the rows of the trainer
     trainer.save_model()
     metrics = Posterior.from_pretrained(tmp_path).config.metrics
     point, collate, means = map_of_run(trainer.posterior, trainer.active), runs.padding_collator(), []
@@ -87,4 +89,4 @@ def test_a_difference_within_two_standard_errors_is_not_told(
     compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
     assert ("MAP estimate" in caplog.text) == said
     assert any(record.levelname == "WARNING" for record in caplog.records) == warned
-    assert f"{nll:.4f}" in caplog.text  # the posterior's own figure is said in any case
+    assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

@@ -17,7 +17,7 @@ def noise(*shape: int) -> Tensor:
 
 
 def autoregressive(coefficient: float, num_draws: int) -> Tensor:
-    """[4, num_draws, 1] stationary draws with unit variance; ESS is (1 - a) / (1 + a) of their number."""
+    """Return [4, num_draws, 1] stationary draws with unit variance; their ESS is (1 - a) / (1 + a) of their number."""
     innovations = noise(4, num_draws, 1) * math.sqrt(1 - coefficient**2)
     draws = [noise(4, 1)]
     for step in range(num_draws - 1):
@@ -32,7 +32,7 @@ def test_rhat_is_one_for_equal_chains_and_catches_a_shifted_or_a_wider_one() -> 
     good, shifted, wider = rhat(draws).tolist()
     assert abs(good - 1) < 0.01
     assert shifted > 1.05
-    assert wider > 1.05  # the rank-normalised statistic folds the draws; the classical one is blind here
+    assert wider > 1.05  # the rank-normalised statistic folds the draws; the classical statistic does not detect this
 
 
 def test_rhat_catches_a_trend_common_to_all_chains() -> None:
@@ -78,7 +78,7 @@ def test_chains_of_one_law_exceed_the_rhat_of_chance_as_seldom_as_promised(num_v
     draws = noise(4, num_values, 1500)
 
     def plain_rhat(values: torch.Tensor) -> torch.Tensor:
-        """Split R-hat [k] of [M, S, k], without ranks."""
+        """Return the split R-hat [k] of draws [M, S, k], without ranks."""
         halves = values.unflatten(1, (2, -1)).flatten(0, 1)
         n, within = halves.shape[1], halves.var(1).mean(0)
         return ((n - 1) / n + halves.mean(1).var(0) / within).sqrt()
@@ -100,9 +100,9 @@ def test_an_unconverged_gold_standard_is_refused_in_words() -> None:
         (apart, r"R-hat 1\.\d+ where 1.05 is allowed, ESS \d+ where 200 is needed"),
         (few, r"ESS \d+ where 200 is needed"),
         (broken, "not all draws are finite"),
-        (good[:1], "nobody knows"),
+        (good[:1], "R-hat is not defined"),
         (torch.arange(4.0)[:, None, None].expand(4, 100, 1), "R-hat inf where"),
     ):
-        with pytest.raises(ValueError, match=f"HMC cannot judge others: .*{doubts}.*longer burn-in"):
+        with pytest.raises(ValueError, match=f"HMC cannot serve as a reference: .*{doubts}.*longer burn-in"):
             require_converged(values, "HMC")
     require_converged(few, "HMC", max_rhat=1.2, min_ess_per_chain=5)

@@ -11,7 +11,7 @@ from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 
 
 def members(count: int, terms: int = 4000) -> tuple[torch.Tensor, float]:
-    """[n, M] log-likelihoods of members, independent given the data, and the risk of infinitely many of them."""
+    """Return [n, M] log-likelihoods of members that are independent given the data, and the risk of infinitely many."""
     mean = 1 + torch.randn(terms, 1, generator=generator("terms"), dtype=torch.float64)
     logits = mean + 1.5 * torch.randn(terms, count, generator=generator("draws"), dtype=torch.float64)
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)

@@ -1,4 +1,4 @@
-"""A run that left every plausible place is told apart from one that its data pull far."""
+"""Distinguish a run that left every plausible region from a run that its data moved far."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_draws_of_the_prior_are_plausible(kind: type) -> None:
     prior = kind(torch.zeros(()), torch.tensor(0.3))
     draws = prior.sample(12, DIM, torch.Generator().manual_seed(0)).view(3, 4, DIM)
     ratios = strayed(prior, draws, torch.zeros(DIM), **LAW)
-    # E[z^2] / 2 = 1 / 2 nat of a coordinate, or E|z| sqrt(2) = 1
+    # E[z^2] / 2 = 1 / 2 nat per coordinate, or E|z| sqrt(2) = 1
     assert ratios.max() < 1.2
     assert not any(map(has_strayed, ratios.tolist()))
 
 
 def test_data_may_pull_as_far_as_they_repay() -> None:
     prior, start = GaussianPrior(torch.zeros(()), torch.tensor(1.0)), torch.zeros(DIM)
-    draws = torch.full((1, 1, DIM), 6.0)  # 18 nats of a coordinate
+    draws = torch.full((1, 1, DIM), 6.0)  # 18 nats per coordinate
     assert strayed(prior, draws, start, **LAW).item() == pytest.approx(18.0)
     assert strayed(prior, draws, start, **{**LAW, "data_nats": 17.0 * DIM}).item() == pytest.approx(1.0)
     assert strayed(prior, draws, draws[0, 0], **LAW).item() == 0.0

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from hf_bayes.core.rng import generator
-from hf_bayes.diagnostics.verdict import (
-    Diagnostics,
-    distance_moved,
-    kinetic_temperature_interval,
-    share_within_interval,
-)
+from hf_bayes.diagnostics.plausibility import distance_moved
+from hf_bayes.diagnostics.temperatures import kinetic_temperature_interval, share_within_interval
+from hf_bayes.diagnostics.verdict import Diagnostics
 
 
 def test_kinetic_temperature_lies_in_its_interval_as_often_as_promised() -> None:
@@ -88,7 +85,7 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
         ({"rhat": 1.3}, "R-hat 1.30 over 4 chains: longer burn-in"),
         ({"rhat": None}, "convergence not measured: no R-hat"),
         ({"rhat": math.nan}, "convergence not known: R-hat needs at least 2 chains of 4 draws that vary"),
-        ({"rhat": math.inf}, "R-hat inf over 4 chains"),
+        ({"rhat": math.inf}, "R-hat inf over 4 chains: every chain is constant, at a different place"),
         (
             {"capped": [0.0, 0.4, 0.0, 0.0]},
             "40% of the coordinates are at the cap of the proposal's standard deviation",
@@ -156,7 +153,7 @@ def test_chains_that_stand_still_are_not_told_to_burn_in_longer(change: dict[str
 def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_could_tell() -> None:
     warm = [1.05 * 2 / 1.9] * 4
     assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
-    # with ten coordinates even twice the law is within chance
+    # with ten coordinates even twice the expected temperature is within chance
     assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
 
 
@@ -167,7 +164,7 @@ def test_temperatures_of_tensors_and_positions_may_be_off_by_chance() -> None:
         assert found.startswith(expected)
     for change in (
         {"configurational_temperature": [1.9] * 4},
-        {"configurational_temperature": [1.0, 1.0, 1.0, 30.0]},  # one chain out of four tells no mean
+        {"configurational_temperature": [1.0, 1.0, 1.0, 30.0]},  # one chain out of four does not determine the mean
         {"configurational_temperature": [0.2] * 4, "dim": 3, "kinetic_temperature": None},
     ):
         assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
@@ -182,7 +179,7 @@ def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
 
 
 def test_a_run_where_nothing_fits_has_not_converged() -> None:
-    """Means that are right, over tensors that are not."""
+    """Check a run whose mean over tensors is right while the tensors are wrong."""
     found = Diagnostics(
         dim=10**6,
         distance=[0.3] * 4,

@@ -42,7 +42,7 @@ def basis(size: int, rank: int | None = None) -> Tensor:
 
 
 def make(kind: str, seed: int = 0) -> tuple[Covariance, Tensor]:
-    """A covariance and, by its definition alone, the dense precision."""
+    """Return a covariance, and its dense precision computed from the definition."""
     spread = numbers(LAYOUT.dim, seed=seed).exp()
     if kind == "diagonal":
         return Diagonal(spread), torch.diag(spread**-2)
@@ -81,7 +81,7 @@ def test_everything_agrees_with_the_dense_matrix(kind: str) -> None:
 
 
 class LargestOperand(TorchDispatchMode):
-    """Records the largest number of elements that an operation reads, with solvers broadcast as they copy."""
+    """A mode that records the largest number of elements read by an operation; solvers count as they copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ class LargestOperand(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if "solve_triangular" in str(func):  # copies each operand for every leading index of the other
+        if "solve_triangular" in str(
+            func
+        ):  # the solver copies each operand for every leading index of the other operand
             lead = torch.broadcast_shapes(*(leaf.shape[:-2] for leaf in given))
             given = [leaf.expand(*lead, *leaf.shape[-2:]) for leaf in given]
         self.numel = max([self.numel, *(leaf.numel() for leaf in given)])
@@ -113,7 +115,7 @@ def test_columns_on_a_diagonal_are_what_they_add_up_to() -> None:
     std, columns = numbers(LAYOUT.dim).exp(), numbers(LAYOUT.dim, 3)
     expected = torch.diag(std**2) + columns @ columns.T
     assert torch.allclose(dense(LowRank.plus(std, columns), std), expected, rtol=1e-12)  # rounding, condition 1e2
-    # float32 keeps the digits of a direction with far more variance than the others
+    # float32 keeps the digits of a direction with far more variance than the other directions
     steep = LowRank.plus(torch.full((5,), 1e-4), torch.ones(5, 1))
     assert float(steep.log_det) == pytest.approx(4 * math.log(1e-8) + math.log(5 + 1e-8), rel=1e-6)
 
@@ -132,7 +134,7 @@ def test_truncation_keeps_the_steepest_directions_and_the_diagonal_of_the_precis
     assert cut.basis.shape == (6, 2)
     assert torch.allclose(found, torch.diag(precision) + kept + torch.diag(dropped.diagonal()), rtol=1e-9)
     assert torch.allclose(cut.precision_diagonal, whole.precision_diagonal, rtol=1e-9)
-    twin = LowRank.less(precision, directions[:, :2])  # the others are forgotten
+    twin = LowRank.less(precision, directions[:, :2])  # the other directions are dropped
     assert not torch.allclose(twin.precision_diagonal, whole.precision_diagonal, rtol=1e-3)
     assert whole.truncated(4) is whole
     with pytest.raises(ValueError, match="1 of 3 directions are wider than the diagonal part"):
@@ -157,12 +159,12 @@ def test_a_mixture_has_the_density_and_gradient_of_torch_distributions(kind: str
 
 
 def moment_error(kind: str, wrong: float = 1.0) -> float:
-    """How many standard errors the worst element of the sample covariance is off."""
+    """Return the error of the worst element of the sample covariance, in standard errors."""
     covariance, precision = make(kind)
     gaussian = Gaussian(torch.zeros(1, LAYOUT.dim, dtype=torch.float64), (covariance,))
     draws = gaussian.sample(20_000, generator("moments")) * wrong
     sigma = torch.linalg.inv(precision)
-    variance = sigma.diagonal()[:, None] * sigma.diagonal() + sigma**2  # of a product of two Gaussians
+    variance = sigma.diagonal()[:, None] * sigma.diagonal() + sigma**2  # standard error of a product of two Gaussians
     return float(((draws.T @ draws / len(draws) - sigma).abs() / (variance / len(draws)).sqrt()).max())
 
 
@@ -197,11 +199,11 @@ def test_a_wrong_shape_in_the_file_is_refused_by_its_own_name(kind: str, tmp_pat
     config = posteriors.config(approximation=gaussian.kind, num_members=0, parameters=parameters)
     Posterior(gaussian, config).save_pretrained(tmp_path)
     path = tmp_path / "covariance.safetensors"
-    kept = {name: value.clone() for name, value in load_file(path).items()}  # the file will change beneath
+    kept = {name: value.clone() for name, value in load_file(path).items()}  # the file changes later
     for name, value in kept.items():
         wrongs = [value[:1], value[0], torch.cat([value, value], -1)] + ([value.mT] if value.ndim > 2 else [])
         for wrong in wrongs:
-            if wrong.shape == value.shape:  # a square, turned; the identity's nothing, twice
+            if wrong.shape == value.shape:  # a square basis is transposed; the empty tensor of an identity, twice
                 continue
             expected, got = (re.escape(str(list(shape))) for shape in (value.shape, wrong.shape))
             edit_tensors(path, lambda tensors, name=name, wrong=wrong: tensors.update({name: wrong}))

@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
 
 LAYOUT = Layout(("block.weight", "block.bias", "head.weight"), ((2, 2), (2,), (3,)))
 START = torch.arange(9.0)
-MODEL = nn.Module()  # no prior but "he" looks into it
+MODEL = nn.Module()  # only the prior "he" reads the model
 
 
 def test_one_std_holds_everywhere() -> None:
@@ -115,7 +115,7 @@ def test_density_and_gradient_are_those_of_torch_distributions(kind: type[Indepe
 
 
 def kolmogorov_smirnov(draws: Tensor, distribution: torch.distributions.Distribution) -> float:
-    """sqrt(n) times the largest distance of the distribution functions, of n draws in no order."""
+    """Return sqrt(n) times the largest distance of the distribution functions, for n draws in any order."""
     ordered = draws.flatten().double().sort().values
     steps = torch.arange(len(ordered) + 1).double() / len(ordered)
     law = distribution.cdf(ordered)
@@ -131,7 +131,7 @@ def laws(std: float) -> dict[str, torch.distributions.Distribution]:
 
 
 LIMIT = 1.95
-"""Of Kolmogorov's statistic at p = 0.001."""
+"""The critical value of Kolmogorov's statistic at p = 0.001."""
 
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace"])
@@ -140,7 +140,7 @@ def test_draws_from_a_prior_have_its_law(name: str) -> None:
     draws = prior.sample(100, 200, generator("draws"))
     other = next(law for kind, law in laws(1.5).items() if kind != name)
     assert kolmogorov_smirnov(draws, laws(1.5)[name]) < LIMIT
-    assert kolmogorov_smirnov(draws, other) > LIMIT  # the broken twin: of the same variance
+    assert kolmogorov_smirnov(draws, other) > LIMIT  # the broken twin has the same variance
     shifted = PRIORS[name](torch.tensor(4.0), torch.tensor(1.5)).sample(100, 200, generator("draws"))
     assert torch.allclose(shifted, draws + 4)
 
@@ -160,7 +160,7 @@ def test_where_the_likelihood_is_flat_a_sampler_has_the_law_of_the_prior(name: s
         state, _ = rule.update(state, flat, rate, rngs)
     other = next(law for kind, law in laws(std).items() if kind != name)
     assert kolmogorov_smirnov(state.theta, laws(std)[name]) < LIMIT
-    assert kolmogorov_smirnov(state.theta, other) > LIMIT  # the broken twin: of the same variance
+    assert kolmogorov_smirnov(state.theta, other) > LIMIT  # the broken twin has the same variance
     assert kolmogorov_smirnov(state.theta, laws(1.1 * std)[name]) > LIMIT  # and 10 % too wide
 
 
@@ -169,7 +169,7 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
     layout = select(model, "last_block")
     prior = build_prior(SGHMCConfig(prior="he", prior_std=3.0), layout, torch.zeros(layout.dim), model)
     stds = {name.removeprefix("transformer.h.1."): value for name, value in layout.unflatten(prior.std.clone()).items()}
-    # 8 -> 24 and 32 -> 8, in GPT-2's layers, which hold [in, out]
+    # 8 -> 24 and 32 -> 8 in layers of GPT-2, whose weights are [in, out]
     for name, fan_in in (("attn.c_attn.weight", 8), ("mlp.c_proj.weight", 32)):
         assert torch.allclose(stds[name], torch.tensor(3 * math.sqrt(2 / fan_in)))
     assert set(torch.cat([stds["attn.c_attn.bias"], stds["ln_1.weight"]]).tolist()) == {3.0}

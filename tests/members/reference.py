@@ -1,4 +1,4 @@
-"""Brute force: M ordinary models, one after the other, in place of a member axis."""
+"""A brute-force reference: M ordinary models, one after another, in place of a member axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def core_of(model: nn.Module) -> nn.Module:
 
 
 def scattered(model: nn.Module, layout: Layout, num_members: int = 3, std: float = 0.2, seed: int = 0) -> Tensor:
-    """[M, d]: members that differ enough for their mixture not to look like the mixture of their logits."""
+    """Return members [M, d] that differ so much that their mixture is not close to the mean of their logits."""
     start = initial(model, layout)
     noise = torch.randn((num_members, layout.dim), generator=torch.Generator().manual_seed(seed), dtype=start.dtype)
     return start + std * noise
@@ -29,7 +29,7 @@ def scattered(model: nn.Module, layout: Layout, num_members: int = 3, std: float
 
 @contextmanager
 def showing(model: nn.Module, layout: Layout, row: Tensor) -> Iterator[None]:
-    """One member's weights, copied into the live model, in its dtype."""
+    """Copy the weights of one member into the live model, in its dtype."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     before = {name: parameters[name].detach().clone() for name in layout.names}
     with torch.no_grad():
@@ -45,7 +45,7 @@ def showing(model: nn.Module, layout: Layout, row: Tensor) -> Iterator[None]:
 
 @torch.no_grad()
 def separate_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """[M, B, ...]"""
+    """Return [M, B, ...]."""
     logits = []
     for row in theta:
         with showing(model, layout, row):
@@ -54,21 +54,21 @@ def separate_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dic
 
 
 def uncached(core: nn.Module) -> dict[str, bool]:
-    """Keywords that keep a model from making a cache, if it knows of any."""
+    """Return the keywords that switch off the cache of a model, if it has one."""
     return {} if core.main_input_name in ("pixel_values", "input_values") else {"use_cache": False}
 
 
 def separate_gradients(
     model: nn.Module, layout: Layout, theta: Tensor, batches: list[dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Minus the summed log-likelihood [M] of each member on its own batch, and its gradient [M, d]."""
+    """Return minus the summed log-likelihood [M] of each member on its own batch, and the gradient [M, d]."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     losses, gradients = [], []
     for row, batch in zip(theta, batches, strict=True):
         inputs = dict(batch)
         labels = inputs.pop("labels")
         forward = inspect.signature(core_of(model).forward).parameters
-        axes = core_of(model).config.model_type == "qwen2_vl"  # it finds its positions from the images
+        axes = core_of(model).config.model_type == "qwen2_vl"  # the model derives its positions from the images
         if (
             core_of(model).can_generate() and "position_ids" in forward and not axes
         ):  # from a row's first token, as generate has it
@@ -101,7 +101,7 @@ def requiring_grad(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def without_padding_index(model: nn.Module) -> Iterator[None]:
-    """nn.Embedding drops the gradient of its padding row, which is not the gradient of the likelihood."""
+    """Include the gradient of the padding row, which nn.Embedding drops and the likelihood has."""
     before = {module: module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in before:
         module.padding_idx = None
@@ -113,12 +113,12 @@ def without_padding_index(model: nn.Module) -> Iterator[None]:
 
 
 def mixture(logits: Tensor) -> Tensor:
-    """[M, ..., V] -> [..., V] log-probabilities, in float64."""
+    """Return the log of the mixture in float64, [M, ..., V] -> [..., V]."""
     return logits.double().log_softmax(-1).logsumexp(0) - math.log(len(logits))
 
 
 def entropies(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Total, aleatoric, epistemic from [M, ..., V], in float64."""
+    """Return total, aleatoric and epistemic uncertainty of logits [M, ..., V], in float64."""
     log_probs = logits.double().log_softmax(-1)
     total = torch.special.entr(mixture(logits).exp()).sum(-1)
     aleatoric = torch.special.entr(log_probs.exp()).sum(-1).mean(0)
@@ -126,5 +126,5 @@ def entropies(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of a tensor as a whole: the largest difference over the largest value."""
+    """Return the largest difference over the largest value, for a whole tensor."""
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

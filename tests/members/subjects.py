@@ -42,7 +42,7 @@ from tests.tiny_models import PAD, VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama,
 
 
 class Subject(NamedTuple):
-    """A model, what is random in it, and the side on which float64 batches are padded.
+    """A model, its random parameters, and the side on which float64 batches are padded.
 
     ``rounds``: part of the model is float32 whatever its dtype (a router's product), so that folding it rounds anew.
     """
@@ -63,7 +63,7 @@ def _small(config: type, model: type, dtype: torch.dtype, **fields: Any) -> nn.M
 
 
 def _named(family: str, head: str = "ForCausalLM", **fields: Any) -> Callable[[torch.dtype], nn.Module]:
-    """By the names of its classes; experts one by one, since their fused kernel knows no float64."""
+    """Build the model from the names of its classes. Experts run one by one: their fused kernel has no float64."""
 
     def make(dtype: torch.dtype) -> nn.Module:
         model = _small(getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}{head}"), dtype,
@@ -76,20 +76,20 @@ def _named(family: str, head: str = "ForCausalLM", **fields: Any) -> Callable[[t
 
 
 def gemma(dtype: torch.dtype) -> nn.Module:
-    """RMSNorm by 1 + weight, tied head."""
+    """A model with an RMSNorm that multiplies by 1 + weight, and a tied head."""
     return _small(GemmaConfig, GemmaForCausalLM, dtype, head_dim=8)
 
 
 def gemma2(dtype: torch.dtype) -> nn.Module:
-    """Sliding and full attention in turn, logits capped at 2 after the head, attention capped before its softmax.
+    """A model with alternating sliding and full attention, and with capped logits and attention scores.
 
-    That softmax is taken in float32, where a float64 mask overflows: transformers answers NaN to padding on the left.
+    The softmax is computed in float32, where a float64 mask overflows: padding on the left gives NaN in transformers.
     """
     return _small(Gemma2Config, Gemma2ForCausalLM, dtype, head_dim=8, sliding_window=4, final_logit_softcapping=2.0)
 
 
 def gemma3(dtype: torch.dtype) -> nn.Module:
-    """A full layer among sliding ones, each kind with rotary angles of its own; norms on queries and keys."""
+    """A model with a full layer among sliding layers, different rotary angles for each kind, and norms on q and k."""
     return _small(
         Gemma3TextConfig, Gemma3ForCausalLM, dtype, head_dim=8, sliding_window=4, num_hidden_layers=4,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
@@ -97,17 +97,17 @@ def gemma3(dtype: torch.dtype) -> nn.Module:
 
 
 def lfm2(dtype: torch.dtype) -> nn.Module:
-    """A convolution, whose cache is a state and no keys, below full attention."""
+    """A model with a convolution below full attention; the cache of the convolution is a state without keys."""
     return _small(Lfm2Config, Lfm2ForCausalLM, dtype, layer_types=["conv", "full_attention"])
 
 
 def mistral(dtype: torch.dtype) -> nn.Module:
-    """Sliding attention everywhere, the window shorter than a prompt."""
+    """A model with sliding attention in all layers and a window shorter than a prompt."""
     return _small(MistralConfig, MistralForCausalLM, dtype, head_dim=8, sliding_window=4, num_hidden_layers=3)
 
 
 def qwen2(dtype: torch.dtype) -> nn.Module:
-    """Biases on queries, keys and values alone; the upper layers slide."""
+    """A model with biases on queries, keys and values only, and sliding attention in the upper layers."""
     return _small(
         Qwen2Config, Qwen2ForCausalLM, dtype, num_hidden_layers=3, use_sliding_window=True, sliding_window=4,
         max_window_layers=1,
@@ -115,17 +115,17 @@ def qwen2(dtype: torch.dtype) -> nn.Module:
 
 
 def qwen3(dtype: torch.dtype) -> nn.Module:
-    """RMSNorm per head on queries and keys: four dimensions."""
+    """A model with an RMSNorm per head on queries and keys, which have four dimensions."""
     return _small(Qwen3Config, Qwen3ForCausalLM, dtype, head_dim=8)
 
 
 def phi(dtype: torch.dtype) -> nn.Module:
-    """LayerNorm, a head with bias, attention and MLP in parallel."""
+    """A model with LayerNorm, a head with bias, and attention and MLP in parallel."""
     return _small(PhiConfig, PhiForCausalLM, dtype, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
 
 
 def roberta(dtype: torch.dtype) -> nn.Module:
-    """Positions counted from the padding, a head of two layers."""
+    """A model with positions counted from the padding, and a head of two layers."""
     return _small(
         RobertaConfig, RobertaForSequenceClassification, dtype, num_labels=3, num_key_value_heads=None,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -133,7 +133,7 @@ def roberta(dtype: torch.dtype) -> nn.Module:
 
 
 def modernbert(dtype: torch.dtype) -> nn.Module:
-    """Sliding and full attention in turn, a head after pooling."""
+    """A model with alternating sliding and full attention, and a head after pooling."""
     return _small(
         ModernBertConfig, ModernBertForSequenceClassification, dtype, num_labels=3, num_key_value_heads=None,
         cls_token_id=1, sep_token_id=2, local_attention=4, reference_compile=False,
@@ -141,7 +141,7 @@ def modernbert(dtype: torch.dtype) -> nn.Module:
 
 
 def _albert(groups: int = 1) -> Callable[[torch.dtype], nn.Module]:
-    """Four layers made of fewer: a block runs several times in a forward."""
+    """A model with four layers that share blocks, so a block runs several times in a forward."""
     return lambda dtype: _small(
         AlbertConfig, AlbertForSequenceClassification, dtype, num_labels=3, num_key_value_heads=None, embedding_size=8,
         num_hidden_layers=4, num_hidden_groups=groups, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -151,7 +151,7 @@ def _albert(groups: int = 1) -> Callable[[torch.dtype], nn.Module]:
 _STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
-# Layers of states, whose cache is no keys, among layers of attention
+# Layers with states, whose cache has no keys, among attention layers
 jamba = _named("Jamba", num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
                use_mamba_kernels=False)  # fmt: skip
 bamba = _named("Bamba", attn_layer_indices=[1], **_STATES)
@@ -164,7 +164,7 @@ qwen3_next = _named(
     layer_types=["linear_attention", "full_attention"], **_EXPERTS,
 )  # fmt: skip
 
-# Experts between layers of attention
+# Experts between attention layers
 mixtral = _named("Mixtral", num_local_experts=4)
 qwen3_moe = _named("Qwen3Moe", num_experts=4, head_dim=8, decoder_sparse_step=1, **_EXPERTS)
 deepseek_v3 = _named(
@@ -178,7 +178,7 @@ gpt_oss = _named("GptOss", num_local_experts=2, num_experts_per_tok=2, head_dim=
 bloom = _named("Bloom", n_layer=2, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
 mpt = _named("Mpt", d_model=16, n_heads=2, n_layers=2)
 
-# Their heads call the decoder of a backbone, past the backbone
+# Their heads call the decoder of the backbone, and not the backbone
 opt = _named("OPT", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
 opt_projected = _named("OPT", ffn_dim=24, word_embed_proj_dim=8, do_layer_norm_before=False, dropout=0.0)
 bart = _named("Bart", d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24, dropout=0.0)
@@ -193,14 +193,14 @@ electra = _named("Electra", "ForSequenceClassification", embedding_size=8, num_l
 
 
 def llama_classifier(dtype: torch.dtype) -> nn.Module:
-    """Reads its answer at the last token that is not padding."""
+    """A classifier that reads the last token that is not padding."""
     config = tiny_llama().config
     config.num_labels = 3
     return models._build(lambda: LlamaForSequenceClassification(config), 0, dtype)
 
 
 def bert_tagger(dtype: torch.dtype) -> nn.Module:
-    """A class for every token."""
+    """A classifier of tokens."""
     config = tiny_bert().config
     return models._build(lambda: BertForTokenClassification(config), 0, dtype)
 
@@ -279,7 +279,7 @@ CAUSAL = {
     "qwen3_moe-lora": Subject(_lora(qwen3_moe, target_modules=["q_proj", "o_proj"])),
     "deepseek_v3-lora": Subject(_lora(deepseek_v3, target_modules=["q_b_proj", "o_proj"]), rounds=True),
     "gpt_oss-lora": Subject(_lora(gpt_oss, target_modules=["q_proj", "o_proj"])),
-    # a bias of float64's least number on a float32 softmax: NaN, as in gemma2
+    # a bias of the smallest float64 number on a float32 softmax gives NaN, as in gemma2
     "bloom-last-block": Subject(bloom, "last_block", padding="right"),
     "mpt-last-block": Subject(mpt, "last_block", padding="right"),
     "falcon-lora": Subject(
@@ -301,7 +301,7 @@ CAUSAL = {
     ),
     "glm4-last-block": Subject(_named("Glm4", head_dim=8), "last_block"),
     "opt-lora": Subject(_lora(opt, target_modules=["q_proj", "v_proj"])),
-    "opt-lora-on-mlp": Subject(_lora(opt, target_modules=["fc1", "fc2"])),  # tokens are rows there
+    "opt-lora-on-mlp": Subject(_lora(opt, target_modules=["fc1", "fc2"])),  # in this model tokens are rows
     "opt-last-block": Subject(opt_projected, "last_block"),
     "bart-lora": Subject(_lora(bart, target_modules=r".*self_attn\.[qv]_proj")),
 }
@@ -369,7 +369,7 @@ SUBJECTS = CAUSAL | CLASSIFIERS | TAGGERS | IMAGES | AUDIO | IMAGES_AND_TEXT
 
 
 def labelled(subject: str, rows: int = 3, padding: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
-    """A batch with labels: of tokens, padding and one more token left out, or of classes."""
+    """Return a batch with labels: of tokens (padding and one more token are left out), or of classes."""
     if subject in IMAGES:
         return {**models.images(rows, seed, torch.float64), "labels": torch.arange(rows) % 3}
     family = subject.split("-")[0]

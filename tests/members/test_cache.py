@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_llama
 
 
 def filled(rows: list[int], start: int = 0) -> DynamicCache:
-    """A layer for each entry, whose row r holds the number start + r."""
+    """Return a cache with one layer per entry; row r of a layer holds the number start + r."""
     cache = DynamicCache()
     for layer, count in enumerate(rows):
         states = (start + torch.arange(count, dtype=torch.float32))[:, None, None, None].expand(count, 1, 2, 1)
@@ -78,7 +78,7 @@ def test_only_empty_dynamic_caches_are_pieced_together() -> None:
 
 
 def grown(cache: DynamicCache, lengths: list[int], seed: int = 0) -> DynamicCache:
-    """One layer, pieces of these lengths appended."""
+    """Return one layer to which pieces of these lengths were appended."""
     rng = torch.Generator().manual_seed(seed)
     for length in lengths:
         rows = 2 if not cache.layers or cache.layers[0].get_seq_length() == 0 else cache.layers[0].keys.shape[0]
@@ -109,7 +109,7 @@ def test_a_roomy_layer_holds_what_a_dynamic_one_does(change) -> None:
     plain, roomy = grown(DynamicCache(), [7]), leave_room(grown(DynamicCache(), [7]))
     assert type(roomy.layers[0]) is RoomyLayer
     for cache in (plain, roomy):
-        grown(cache, [1] * (ROOM + 3), seed=1)  # past the first room
+        grown(cache, [1] * (ROOM + 3), seed=1)  # beyond the first reserved room
         change(cache.layers[0])
         grown(cache, [1, 2, 1], seed=2)
     assert same(plain, roomy)

@@ -33,7 +33,7 @@ def prepared(name: str, dtype: torch.dtype = torch.float32, num_members: int = 3
 
 
 def folded_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Any], **options: Any) -> Tensor:
-    """[M, B, ...] through the engine alone; ``folded`` inputs are [M * B, ...]."""
+    """Return the logits [M, B, ...] by the engine alone; ``folded`` inputs are [M * B, ...]."""
     folded = options.pop("folded", False)
     engine = Members(model, core_of(model), layout, **options)
     engine.install()
@@ -53,7 +53,7 @@ def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> 
         inputs = inputs_of(model, padding=padding)
         expected = separate_logits(model, layout, theta, inputs)
         found = folded_logits(model, layout, theta, inputs)
-        kept = inputs["attention_mask"].bool() if found.ndim == 4 else slice(None)  # what padding answers is nobody's
+        kept = inputs["attention_mask"].bool() if found.ndim == 4 else slice(None)  # logits at padding are not compared
         assert relative_error(found[:, kept], expected[:, kept]) < tolerance(name, dtype)
 
 
@@ -131,7 +131,7 @@ def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -
 
     def gradients(bayesian: BayesianModel) -> Tensor:
         leaves = [theta.clone().requires_grad_() for _ in range(2)]
-        # two forwards, then two backwards: each block must find again the members of its own first run
+        # two forwards, then two backwards: each block must be recomputed with the members of its own first run
         losses = [bayesian.train()(**inputs, theta=leaf * (1 + i)).loss.sum() for i, leaf in enumerate(leaves)]
         (losses[0] + losses[1]).backward()
         return torch.stack([leaf.grad for leaf in leaves])
@@ -150,7 +150,7 @@ def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -
 
 
 def count_norms(core: nn.Module) -> dict[str, int]:
-    """Calls of each norm from now on: every block has some."""
+    """Count the calls of each norm from now on; every block has norms."""
     counts: dict[str, int] = {}
     for path, module in core.named_modules():
         if type(module).__name__.endswith("Norm"):
@@ -178,8 +178,8 @@ def test_low_precision_loses_no_more_by_folding(name: str) -> None:
     def error(logits: Tensor) -> float:
         return float((logits.double() - exact).square().mean().sqrt())
 
-    assert error(separate) > 0.01  # bfloat16 does round here
-    # the two round in other places, as often: their errors are two draws of one law, and 18,000 logits pin its scale
+    assert error(separate) > 0.01  # bfloat16 rounds here
+    # both round equally often in different places: their errors have one distribution; 18,000 logits fix its scale
     assert error(found) < 1.25 * error(separate)
 
 
@@ -192,12 +192,14 @@ def test_autocast_loses_no_more_by_folding(name: str) -> None:
         found, separate = folded_logits(model, layout, theta, inputs), separate_logits(model, layout, theta, inputs)
     errors = [(logits.float() - exact).square().mean().sqrt() for logits in (found, separate)]
     assert errors[1] > 0.001 * exact.abs().max()
-    assert errors[0] < (1.25 if found.ndim == 4 else 3) * errors[1]  # 27 logits of a classifier pin little
+    assert (
+        errors[0] < (1.25 if found.ndim == 4 else 3) * errors[1]
+    )  # 27 logits of a classifier do not determine the scale well
 
 
 def test_embedding_of_padding_keeps_its_gradient() -> None:
     model, layout, theta = prepared("bert-everything", torch.float64)
-    inputs = labelled("bert-everything", padding="left")  # BERT reads its answer at the first token: padding, here
+    inputs = labelled("bert-everything", padding="left")  # BERT reads the first token, which is padding here
     with attach(model, theta, subspace=".") as bayesian:
         leaf = theta.clone().requires_grad_()
         bayesian(**inputs, theta=leaf).loss.sum().backward()
@@ -205,7 +207,7 @@ def test_embedding_of_padding_keeps_its_gradient() -> None:
     assert (table[:, PAD].abs().amax(-1) > 0).all()
 
 
-# -- broken twins: what the tests above must not let pass ------------------------------------------------------------
+# -- broken twins: the tests above must catch them ------------------------------------------------------------------
 
 
 def test_row_major_fold_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,7 @@ def test_views_of_the_same_members_are_made_once_and_show_what_they_hold_now(mon
         bayesian.theta.data = bayesian.theta.detach().repeat(3, 1)
         monkeypatch.setattr(Layout, "unflatten", counted)
         before = bayesian.eval()(**batch()).logits
-        for _ in range(3):  # as decoding does, token after token
+        for _ in range(3):  # as in decoding, token by token
             bayesian(**batch())
         assert made == [3]
         bayesian.theta.add_(0.1)
@@ -267,7 +269,7 @@ def test_a_copy_lays_its_members_out_anew() -> None:
     with attach(with_lora(tiny_llama())) as bayesian, torch.no_grad():
         fresh = len(pickle.dumps(bayesian))
         bayesian.eval()(**batch())
-        # of views, each would hold the whole of theta, and be told by the address of the original's
+        # a copied view would hold the whole theta, and the cache is identified by the address of the original theta
         assert len(pickle.dumps(bayesian)) == pytest.approx(fresh, rel=0.01)
         copied = copy.deepcopy(bayesian)
         copied.theta.data = torch.zeros_like(copied.theta)

@@ -17,7 +17,7 @@ from tests.tiny_models import PAD, VOCABULARY, _build, batch, tiny_gpt2, tiny_ll
 
 
 class Allocations(TorchDispatchMode):
-    """The largest tensor that any operation returns, and whether one of a given size is among them."""
+    """A mode that records the largest tensor that any operation returns, and if one has a given size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_no_tensor_of_all_members_positions_and_words_exists(
                 loss.sum().backward()
     whole = MEMBERS * ROWS * LENGTH * VOCAB
     weights = MEMBERS * model.get_output_embeddings().weight.numel() * 2  # theta and its gradient in one piece
-    answer = ROWS * LENGTH * VOCAB if work == "forward" else 0  # the mixture's own logits are the answer
+    answer = ROWS * LENGTH * VOCAB if work == "forward" else 0  # the result: the logits of the mixture
     assert seen.largest <= max(MEMBERS * VOCAB * 8 * 2, weights, answer)
     assert seen.largest < whole / 3
 
@@ -86,7 +86,7 @@ def test_size_of_chunks_changes_no_gradient(name: str, positions: int, monkeypat
     leaf, factors = theta.clone().requires_grad_(), torch.tensor([1.0, 2.0, 4.0])
     with attach(model, theta, subspace=subject.subspace) as bayesian:
         loss = bayesian(**inputs, theta=leaf).loss
-        # members do not mix: each row has its own factor (powers of 2, which are exact in Llama's float32 norms)
+        # members stay separate: each row has its own factor (powers of 2, which are exact in Llama's float32 norms)
         (loss * factors).sum().backward()
         with torch.no_grad():
             assert relative_error(bayesian(**inputs, theta=theta).loss, losses) < 1e-12

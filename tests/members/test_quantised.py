@@ -33,13 +33,13 @@ def labelled() -> dict[str, Tensor]:
 
 
 def int8_block(block: int, lora: int) -> nn.Module:
-    """torch's own int8, activations included, in one of three blocks; LoRA on another."""
+    """Return a model with torch's int8 (activations included) in one of three blocks, and LoRA on another."""
     config = {f"model.layers.{block}": default_dynamic_qconfig}
     return with_lora(quantize_dynamic(tiny_llama(num_hidden_layers=3), config), layers_to_transform=[lora])
 
 
 def require_equal_to_separate_models(model: nn.Module, *, use_cache: bool = True) -> None:
-    """Logits, gradients and greedy tokens."""
+    """Return logits, gradients and greedy tokens."""
     layout = select(model)
     theta, inputs = scattered(model, layout), labelled()
     prompt = {key: value for key, value in inputs.items() if key != "labels"}
@@ -62,7 +62,9 @@ def require_equal_to_separate_models(model: nn.Module, *, use_cache: bool = True
 def test_int8_below_the_first_random_layer_equals_separate_models() -> None:
     model = int8_block(0, lora=2)
     assert "DynamicQuantizedLinear" in str(model)
-    require_equal_to_separate_models(model, use_cache=False)  # its scale is that of a batch: of the positions given
+    require_equal_to_separate_models(
+        model, use_cache=False
+    )  # its scale depends on the batch, so on the given positions
 
 
 def test_int8_that_hands_no_gradient_back_is_refused_by_name() -> None:
@@ -70,7 +72,7 @@ def test_int8_that_hands_no_gradient_back_is_refused_by_name() -> None:
     with attach(model, num_members=2) as bayesian:
         with torch.no_grad():
             bayesian(**batch())  # predictions need no gradient
-        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj \(.*Linear\) hands no gradient back"):
+        with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj \(.*Linear\) propagates no gradient to"):
             bayesian(**labelled(), theta=bayesian.theta)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -87,12 +89,12 @@ def test_a_gradient_lost_on_its_way_is_what_the_refusal_is_for(monkeypatch: pyte
             leaf = theta.clone().requires_grad_()
             bayesian(**labelled(), theta=leaf).loss.sum().backward()
         gradients.append(leaf.grad)
-    assert relative_error(gradients[1], gradients[0]) > 0.1  # and nothing was said
+    assert relative_error(gradients[1], gradients[0]) > 0.1  # and there was no warning
 
 
 def test_other_modules_with_linear_in_their_name_are_let_be() -> None:
     class LinearScaling(nn.Module):
-        """As rotary embeddings once were."""
+        """A layer as rotary embeddings once were."""
 
         def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
             return x.detach(), positions
@@ -103,7 +105,7 @@ def test_other_modules_with_linear_in_their_name_are_let_be() -> None:
     assert len(handles) == 1
 
 
-# -- libraries that are no dependency: `make test-slow` installs them --------------------------------------------------
+# -- libraries that are no dependencies; `make test-slow` installs them ------------------------------------------------
 
 
 def bits_and_bytes(**config: Any) -> Callable[[], Any]:
@@ -132,7 +134,7 @@ def loaded(folder: Path, name: str) -> nn.Module:
 
 
 def unpacked(model: nn.Module) -> nn.Module:
-    """Without bitsandbytes' packing of 4-bit weights, which a CPU with AVX512-BF16 does for good when it predicts."""
+    """Switch off the packing of 4-bit weights, which bitsandbytes does permanently in prediction with AVX512-BF16."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -151,7 +153,7 @@ def test_what_is_quantised_cannot_be_random(name: str, tmp_path: Path) -> None:
     model = loaded(tmp_path, name)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\..*weight is quantised \([\w.]+\) and cannot"):
         select(model, "last_block")
-    assert select(model, "layernorm").names  # what is not may be
+    assert select(model, "layernorm").names  # other layers may be random
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
 
 
 class Small(nn.Module):
-    """One module under test, called on [B, ...]."""
+    """A model with one module under test, called on [B, ...]."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_forward_that_was_an_attribute_already_is_given_back() -> None:
     model = tiny_llama()
     head, calls = model.lm_head, []
     own = head.forward
-    head.forward = lambda x: calls.append(1) or own(x)  # accelerate's hooks do this
+    head.forward = lambda x: calls.append(1) or own(x)  # as hooks of accelerate do
     before = head.forward
     with attach(model, subspace="last_layer") as bayesian:
         bayesian(**batch())

@@ -30,7 +30,7 @@ from tests.tiny_models import VOCABULARY, batch, tiny_bert, tiny_gpt2, tiny_llam
 
 
 def words(value: object) -> str | None:
-    """Of a parameter; functions are named by conftest."""
+    """Return the test id of a parameter; conftest names functions."""
     return None if callable(value) else str(value)
 
 
@@ -40,7 +40,7 @@ def engine_of(model: nn.Module, subspace: str = "trainable", num_members: int = 
 
 
 def rows_seen(engine: Members, theta: Tensor, inputs: dict[str, Tensor], suffix: str) -> dict[str, int]:
-    """Rows that reach each module whose path ends in ``suffix``, in one forward of all members."""
+    """Return the rows that reach each module whose path ends in ``suffix``, in one forward of all members."""
     seen: dict[str, int] = {}
     for path, module in engine.core.named_modules():
         if path.endswith(suffix):
@@ -101,7 +101,9 @@ def test_mixture_is_the_same_without_the_trunk() -> None:
 
 def test_backward_stops_where_the_trunk_ends() -> None:
     model = with_lora(tiny_llama(num_hidden_layers=3), layers_to_transform=[2])
-    core_of(model).enable_input_require_grads()  # as transformers' recipe for peft with checkpointing has it
+    core_of(
+        model
+    ).enable_input_require_grads()  # as the documentation of transformers recommends for peft with checkpointing
     reached: list[int] = []
     core_of(model).model.layers[1].register_full_backward_hook(lambda *_: reached.append(1))
     with attach(model, num_members=2) as bayesian:
@@ -136,18 +138,18 @@ def test_dropout_that_no_causal_model_applies_does_not_count() -> None:
     assert not engine.trunk.has_dropout
 
 
-# -- models whose blocks are given more than states, masks and positions ---------------------------------------------
+# -- models whose blocks take more than states, masks and positions --------------------------------------------------
 
 
 def bloom() -> nn.Module:
-    """Its blocks are given biases of rows x heads."""
+    """Return a model whose blocks take biases of rows x heads."""
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     config = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=3, n_head=2, pad_token_id=0, **fields)
     return models._build(lambda: BloomForCausalLM(config), 0, torch.float64)
 
 
 def deberta(**fields: object) -> nn.Module:
-    """Its blocks are given a table of 2 * position_buckets relative distances: as many as 3 members have rows below."""
+    """Return a model whose blocks take a table of 2 * position_buckets distances: as many as the rows of 3 members."""
     config = DebertaV2Config(
         vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, relative_attention=True, position_buckets=3,
@@ -177,7 +179,7 @@ def test_other_tensors_of_as_many_rows_are_not_cut(make: Callable[[], nn.Module]
 
 def _without_cache(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     forward = model.forward
-    model.forward = lambda use_cache, **inputs: forward(**inputs)  # DeBERTa knows no cache
+    model.forward = lambda use_cache, **inputs: forward(**inputs)  # DeBERTa has no cache
     try:
         return separate_logits(model, layout, theta, inputs)
     finally:
@@ -197,7 +199,7 @@ def test_modules_that_read_a_table_are_refused_by_name(subspace: str, rows: int)
 def mixtral() -> nn.Module:
     config = MixtralConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
-    return models._build(lambda: MixtralForCausalLM(config), 0, torch.float32)  # its kernel knows no float64
+    return models._build(lambda: MixtralForCausalLM(config), 0, torch.float32)  # its kernel has no float64
 
 
 def test_attention_is_random_among_frozen_experts() -> None:
@@ -237,15 +239,15 @@ def test_rows_and_positions_are_those_of_the_main_input() -> None:
 def test_rows_that_cannot_be_dealt_to_members_are_refused() -> None:
     engine, _, theta = engine_of(tiny_llama(), "last_block")
     engine.install()
-    with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be dealt to 4 members"):
+    with engine.bind(theta), pytest.raises(ValueError, match="6 rows cannot be divided among 4 members"):
         engine.forward(batch(6), folded=True)
 
 
-# -- once for several passes, once for rows that come again -----------------------------------------------------------
+# -- once for several passes, once for repeated rows ------------------------------------------------------------------
 
 
 class Calls:
-    """Counts the forwards of a module."""
+    """A counter of the forwards of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.count = 0
@@ -277,7 +279,7 @@ def test_members_in_several_passes_share_one_run_of_the_trunk(kind: str, size: i
         pieces = bayesian(**inputs).logits
         assert calls.count == 1
         other = batch(seed=1)
-        again = bayesian(**other).logits  # nothing is left of the rows before
+        again = bayesian(**other).logits  # nothing is kept of the earlier rows
         bayesian.members_per_pass = None
         torch.testing.assert_close(again, bayesian(**other).logits, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
@@ -287,7 +289,7 @@ def test_members_in_several_passes_share_one_run_of_the_trunk(kind: str, size: i
 @pytest.mark.parametrize("subspace", [r"layer\.1\.", "last_layer"])
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_blocks_that_come_round_again_run_again(size: int | None, subspace: str) -> None:
-    """A block of the trunk that is called after a random one has rows of all members, and answers other states."""
+    """Check a block of the trunk that is called again after a random block, with the rows of all members."""
     model = tiny_bert(dtype=torch.float64)
     encoder = model.bert.encoder
 
@@ -338,11 +340,11 @@ def test_one_member_answers_for_all_where_only_the_head_is_random() -> None:
 
 
 def train(folder: object, kind: str, **settings: object) -> tuple[Tensor, int]:
-    """Final draws of two epochs, and how often the first block ran."""
+    """Return the final draws of two epochs, and the number of runs of the first block."""
     make, path = LAST_BLOCK[kind]
     model = make(dtype=torch.float64)
     rows = runs.label_rows(6) if kind == "bert" else runs.token_rows(6)
-    method = SGHMCConfig(num_chains=2, measure_gradient_noise=False)  # whose halves read rows once more
+    method = SGHMCConfig(num_chains=2, measure_gradient_noise=False)  # the halves of its batches read rows once more
     trainer = runs.trainer(folder, method, model=model, subspace="last_block", train=rows, max_steps=6, **settings)
     calls = Calls(model.get_submodule(path))
     trainer.train()
@@ -355,7 +357,7 @@ def test_rows_that_come_again_find_the_trunks_output_in_memory(tmp_path: object,
     plain, runs_without = train(tmp_path, kind, minibatch=minibatch)
     kept, runs_with = train(tmp_path, kind, minibatch=minibatch, trunk_memory_gib=1.0)
     torch.testing.assert_close(kept, plain, rtol=1e-6, atol=1e-6)  # Llama's norms are float32
-    # six updates read six rows a chain twice: shared, the second epoch needs no trunk at all
+    # six updates read six rows per chain twice; with shared rows the second epoch does not run the trunk
     assert runs_with < runs_without
     if minibatch == "shared":
         assert runs_without - runs_with == 3
@@ -373,7 +375,7 @@ def test_memory_of_the_trunk_keeps_to_its_budget_and_to_what_it_knows() -> None:
     assert torch.equal(memory.find([c, a]), hidden[[2, 0]])
     assert memory.find([a, e]) is None
     other = TrunkMemory(1e6)
-    other.keep([a], (torch.zeros(1, 2), torch.zeros(1)))  # more than hidden states
+    other.keep([a], (torch.zeros(1, 2), torch.zeros(1)))  # an output with more than hidden states
     assert not other.rows
 
 
@@ -407,7 +409,7 @@ def test_a_row_that_is_padded_otherwise_has_another_key_and_the_same_content(sid
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["to-the-longest", "to-one-length"])
 def test_a_memory_that_padding_makes_useless_says_so_once(tmp_path: object, fixed: bool) -> None:
-    """Sixty rows of sixty lengths, in pairs, for three epochs: hardly a pair has a length that one of it had before."""
+    """Check sixty rows of sixty lengths, in pairs, for three epochs: few rows are padded to an earlier length."""
     padding = "max_length" if fixed else "longest"
     collator = DataCollatorForSeq2Seq(models.tiny_tokenizer(), padding=padding, max_length=64)
     trainer = runs.trainer(

@@ -38,7 +38,9 @@ def test_logits_that_nobody_normalised_are_refused(wrong: float) -> None:
 
 @pytest.mark.parametrize("classes", [9, 108_283])
 def test_log_probabilities_in_half_precision_are_no_logits(classes: int) -> None:
-    log_probs = torch.full((2, classes), -math.log(classes)).bfloat16()  # all classes are off by as much as they can be
+    log_probs = torch.full(
+        (2, classes), -math.log(classes)
+    ).bfloat16()  # all classes have the largest possible rounding error
     found = per_row_statistics(log_probs, torch.tensor([0, 3]))
     assert found["nll"].tolist() == pytest.approx([math.log(classes)] * 2, abs=0.035)
 

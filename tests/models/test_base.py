@@ -703,7 +703,7 @@ def test_a_backbone_that_answers_no_logits_is_refused() -> None:
     with pytest.raises(ValueError, match="GPT2Model is loaded by AutoModel"):
         attach(GPT2Model(tiny_gpt2().config), subspace="last_block")
     model = attach(BareForSequenceClassification(tiny_gpt2().config), subspace="last_block")
-    with pytest.raises(ValueError, match="BareForSequenceClassification answers no logits"):
+    with pytest.raises(ValueError, match="BareForSequenceClassification returns no logits"):
         model(**batch())
 
 

@@ -166,7 +166,7 @@ def test_draws_and_mixtures_become_the_gaussian_of_their_moments() -> None:
 
 
 def test_draws_that_do_not_tell_a_variance_are_refused() -> None:
-    with pytest.raises(ValueError, match="one draw has no spread"):
+    with pytest.raises(ValueError, match="one draw has no variance"):
         single(Draws(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)))
     with pytest.raises(ValueError, match="1 of 2 elements are the same in all 2 draws"):
         single(Draws(torch.tensor([[0.0, 1.0], [0.0, 2.0]]), torch.zeros(2, dtype=torch.int64)))

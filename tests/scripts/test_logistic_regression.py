@@ -58,7 +58,7 @@ def test_the_energy_of_minibatches_averages_to_that_of_all_rows(rows: Rows) -> N
 
 def test_the_logistic_regression_experiment_runs_without_pyro(tmp_path: Path) -> None:
     sizes = {"seeds": 2, "num_draws": 8, "updates": 60, "batched_updates": 180, "kernel_updates": 20}
-    with pytest.raises(ValueError, match="HMC in 4 chains of 20 updates cannot judge others: R-hat"):
+    with pytest.raises(ValueError, match="HMC in 4 chains of 20 updates cannot serve as a reference: R-hat"):
         logistic_regression.run(**sizes, reference_chains=4, with_nuts=False)
     record = logistic_regression.run(**sizes, reference_chains=4, with_nuts=False, check_reference=False)
     text = page(logistic_regression, record, tmp_path)

@@ -34,7 +34,7 @@ from hf_bayes import (
 )
 from hf_bayes.cli.diagnose import main, plot, table
 from hf_bayes.diagnostics.convergence import ess, rhat
-from hf_bayes.diagnostics.verdict import share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.objectives.model_objective import ModelObjective, Pass
 from hf_bayes.objectives.probe import PROBE_TERMS

@@ -30,7 +30,7 @@ INF = math.inf
 
 
 def brute_force(logits: Tensor) -> Prediction:
-    """Eq. 2 in float64, straight from its definition."""
+    """Compute eq. 2 in float64, directly from its definition."""
     log_p = logits.double().log_softmax(-1)
     log_q = log_p.logsumexp(0) - math.log(len(logits))
     total = torch.special.entr(log_q.exp()).sum(-1)
@@ -40,7 +40,7 @@ def brute_force(logits: Tensor) -> Prediction:
 
 
 def random_logits(*shape: int, scale: float = 3.0, spread: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[M, ..., C]: members scatter by ``spread`` around common logits of size ``scale``."""
+    """Return logits [M, ..., C]: members scatter by ``spread`` around common logits of size ``scale``."""
     rng = torch.Generator().manual_seed(math.prod(shape))
     common = scale * torch.randn((1, *shape[1:]), generator=rng, dtype=torch.float64)
     return (common + spread * torch.randn(shape, generator=rng, dtype=torch.float64)).to(dtype)
@@ -53,14 +53,14 @@ def check(method: Callable[[Tensor], Uncertainty], logits: Tensor) -> None:
 
 
 def naive(logits: Tensor) -> Uncertainty:
-    """The formula as one would type it: right, but slow, large, and rounded where entropies nearly cancel."""
+    """The formula written directly: correct, but slow, large, and inaccurate where entropies nearly cancel."""
     p = logits.float().softmax(-1)
     total, aleatoric = torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
     return Uncertainty(total, aleatoric, total - aleatoric)
 
 
 def of_mean_logits(logits: Tensor) -> Uncertainty:
-    """Wrong: logits averaged instead of probabilities."""
+    """A wrong version: logits are averaged instead of probabilities."""
     p = logits.double().softmax(-1)
     total = torch.special.entr(logits.double().mean(0).softmax(-1)).sum(-1)
     aleatoric = torch.special.entr(p).sum(-1).mean(0)
@@ -68,19 +68,19 @@ def of_mean_logits(logits: Tensor) -> Uncertainty:
 
 
 def in_bits(logits: Tensor) -> Uncertainty:
-    """Wrong: base-2 logarithms."""
+    """A wrong version: base-2 logarithms."""
     return Uncertainty(*(part / math.log(2) for part in brute_force(logits).uncertainty))
 
 
 def with_reversed_kl(logits: Tensor) -> Uncertainty:
-    """Wrong: KL(mixture || p_m) is another quantity of the same size."""
+    """A wrong version: KL(mixture || p_m) is another quantity of the same size."""
     log_q, (total, aleatoric, _) = brute_force(logits)
     log_p = logits.double().log_softmax(-1)
     return Uncertainty(total, aleatoric, (log_q.exp() * (log_q - log_p)).sum(-1).mean(0))
 
 
 def in_half_precision(logits: Tensor) -> Uncertainty:
-    """Wrong: bfloat16 logits never widened."""
+    """A wrong version: bfloat16 logits are never widened."""
     p = logits.bfloat16().softmax(-1)
     total, aleatoric = torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
     return Uncertainty(total, aleatoric, total - aleatoric)
@@ -173,7 +173,7 @@ def relative_error(method: Callable[[Tensor], Uncertainty], logits: Tensor) -> f
 
 @pytest.mark.parametrize("spread", [1e-4, 1e-3, 1e-2, 3e-2, 1e-1])
 def test_small_epistemic_uncertainty_keeps_three_digits(spread: float) -> None:
-    # float32 probabilities are good to 1e-7, so the ratio of members that differ by 1e-4 is good to 1e-3.
+    # float32 probabilities have errors of 1e-7, so ratios of members that differ by 1e-4 have relative errors of 1e-3.
     logits = random_logits(8, 6, 2000, scale=3.0, spread=spread)
     assert relative_error(decompose, logits) < 1e-3
     assert relative_error(lambda x: predict(x).uncertainty, logits) < 1e-3
@@ -249,7 +249,9 @@ def test_what_is_not_logits_of_members_is_refused(method: Callable[[Tensor], Any
 def test_rows_outside_the_mask_are_not_computed_and_come_back_nan() -> None:
     logits = random_logits(3, 6, 10, 40)
     mask = torch.rand(6, 10) < 0.6
-    padded = logits.masked_fill(~mask[None, :, :, None], math.nan)  # would be refused if it were looked at
+    padded = logits.masked_fill(
+        ~mask[None, :, :, None], math.nan
+    )  # these values would raise an error if they were read
     found, whole = decompose(padded, mask=mask), decompose(logits)
     for one, other in zip(found, whole, strict=True):
         assert_close(one[mask], other[mask], rtol=0, atol=ATOL[torch.float32])
@@ -285,7 +287,7 @@ def test_views_give_what_their_copies_give() -> None:
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, mask = random_logits(4, 5, 11, 25), torch.rand(5, 11) < 0.5
     whole, masked = predict(logits), decompose(logits, mask=mask)
-    for limit in (1, 4 * 25 * 4 * 7):  # a row at a time; seven, which divides nothing
+    for limit in (1, 4 * 25 * 4 * 7):  # one row at a time; and seven rows, which is no divisor
         monkeypatch.setattr(row_blocks, "_BLOCK_BYTES_THREAD", limit // min(torch.get_num_threads(), 4))
         log_probs, parts = predict(logits)
         assert_close(log_probs, whole.log_probs, rtol=0, atol=1e-6)
@@ -322,7 +324,7 @@ def test_partials_of_processes_add_up_field_by_field() -> None:
     for one, other in zip(finish(added).uncertainty, decompose(logits), strict=True):
         assert_close(one, other, rtol=0, atol=2e-6)
     unweighted = torch.stack([finish(part).log_probs.exp() for part in parts]).mean(0).log()
-    with pytest.raises(AssertionError):  # mixtures of 1, 2 and 3 members averaged as if they were members
+    with pytest.raises(AssertionError):  # wrong: mixtures of 1, 2 and 3 members are averaged as if they were members
         assert_close(unweighted, mixture(logits), rtol=5e-7, atol=2e-6)
 
 
@@ -346,7 +348,7 @@ def test_partials_of_other_rows_do_not_merge() -> None:
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most memory that was allocated at once beyond what was there before."""
+    """Measure the peak of additionally allocated memory."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -361,9 +363,9 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_does_not_grow_with_the_rows(dtype: torch.dtype) -> None:
     logits = random_logits(8, 2, 12, 32000, scale=1.0).to(dtype)
-    logits[:, 0] = logits[:1, 0]  # also rows that are done again
+    logits[:, 0] = logits[:1, 0]  # includes rows that are computed again
     mask = torch.ones(2, 11, dtype=torch.bool)
-    # Two buffers of 4 MiB, two copies of a block for rows that are picked out, a few rows of the mixture.
+    # Two buffers of 4 MiB, two copies of a block for selected rows, a few rows of the mixture.
     work = 20 * 2**20
     assert peak_bytes(lambda: decompose(logits)) < work
     assert peak_bytes(lambda: decompose(logits[:, :, :-1])) < work
@@ -377,7 +379,7 @@ def test_memory_does_not_grow_with_the_rows(dtype: torch.dtype) -> None:
 
 
 class CountExponentials(TorchDispatchMode):
-    """Elements that went through an exponential."""
+    """Count the elements that an exponential is computed of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +397,7 @@ def test_a_logit_costs_one_exponential() -> None:
     for method in (decompose, predict, mixture, partial):
         with CountExponentials() as count:
             method(logits)
-        assert 0 <= count.elements - logits.numel() <= 2 * 10  # and a row one or two powers of two
+        assert 0 <= count.elements - logits.numel() <= 2 * 10  # plus one or two powers of two per row
     with CountExponentials() as count:
         brute_force(logits)
     assert count.elements > logits.numel()

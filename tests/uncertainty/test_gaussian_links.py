@@ -1,4 +1,4 @@
-"""Gaussian logits against quadrature, limits and draws."""
+"""Compare predictions from Gaussian logits with quadrature, limits and draws."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ VARIANCES = torch.tensor([0.01, 0.1, 1.0, 10.0, 100.0], dtype=torch.float64)
 
 
 def two_classes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Means, covariances (z_1 - z_2 has mean -12 to 12 and ``VARIANCES``), q_1 and EU by quadrature."""
+    """Return means, covariances (z_1 - z_2 has mean -12 to 12 and ``VARIANCES``), q_1 and EU by quadrature."""
     away = torch.linspace(-12, 12, 97, dtype=torch.float64)[:, None].expand(-1, len(VARIANCES))
-    root = VARIANCES.sqrt()[:, None] * torch.tensor([1.3, 0.3])  # perfectly correlated logits: they differ by root
+    root = VARIANCES.sqrt()[:, None] * torch.tensor(
+        [1.3, 0.3]
+    )  # perfectly correlated logits; their difference is ``root``
     nodes = torch.linspace(-10, 10, 4001, dtype=torch.float64)
     weights = (-nodes.square() / 2).exp()
     weights /= weights.sum()
@@ -55,7 +57,7 @@ def random_gaussians(num_classes: int, scale: float, rows: int = 50) -> tuple[Te
 # -- two classes: quadrature ------------------------------------------------------------------------------------------
 
 PROBIT_ERROR = 0.018
-"""sup |Phi(x) - sigmoid(sqrt(8 / pi) x)|, the limit of a large variance; smaller ones do better."""
+"""The value sup |Phi(x) - sigmoid(sqrt(8 / pi) x)|: the error for a large variance. Smaller variances have less."""
 
 
 def test_probit_of_two_classes_is_within_its_known_error() -> None:
@@ -78,7 +80,7 @@ def test_the_quadrature_catches_a_missing_root_and_a_forgotten_covariance() -> N
 def test_monte_carlo_of_two_classes_is_within_its_standard_error() -> None:
     mean, covariance, q, epistemic = two_classes()
     found = predict_by_monte_carlo(mean[None], covariance[None], num_draws=4000)
-    # a probability's variance is at most 1/4; draws are shared, so the largest of all rows is that of a few
+    # a probability has a variance of at most 1/4; rows share their draws, so their largest error is that of a few rows
     assert (found.log_probs[..., 0].exp() - q).abs().max() < 4 * 0.5 / 4000**0.5
     assert found.epistemic is not None
     # an entropy lies in [0, log 2], with the standard error of q times the slope of its entropy where that is large
@@ -107,7 +109,7 @@ def test_a_constant_on_all_logits_changes_nothing(link: str) -> None:
     plain = LINKS[link](mean[None], covariance[None])
     shifted = LINKS[link](mean[None] + 3, covariance[None])
     assert torch.allclose(plain.log_probs, shifted.log_probs, atol=1e-12)
-    if link != "monte_carlo":  # whose draws of another z are others
+    if link != "monte_carlo":  # another ``z`` gives other draws
         noisy = LINKS[link](mean[None], covariance[None] + 7)
         assert torch.allclose(plain.log_probs, noisy.log_probs, atol=1e-12)
         assert all(torch.allclose(a, noisy.uncertainties[n], atol=1e-9) for n, a in plain.uncertainties.items())
@@ -144,7 +146,7 @@ def test_links_moderate_many_classes_better_than_their_textbook_forms(num_classe
     mean, covariance = random_gaussians(num_classes, 1.0, rows=200)
     exact = predict_by_monte_carlo(mean[None], covariance[None], num_draws=10000)
     assert exact.epistemic is not None
-    shared = covariance.diagonal(dim1=-2, dim2=-1) + 4  # noise that all logits share, which moves no probability
+    shared = covariance.diagonal(dim1=-2, dim2=-1) + 4  # noise that all logits share does not change probabilities
     textbook = (mean / (1 + math.pi / 8 * shared).sqrt()).softmax(-1)
     q = exact.log_probs.exp()
     assert (probit(mean, covariance).exp() - q).abs().sum(-1).mean() < (textbook - q).abs().sum(-1).mean()
@@ -159,7 +161,7 @@ def test_links_moderate_many_classes_better_than_their_textbook_forms(num_classe
 
 
 def distances(mean: Tensor, covariance: Tensor) -> dict[str, float]:
-    """Mean total variation of q from Monte Carlo's, and mean error of the epistemic uncertainty in nats."""
+    """Return the mean total variation between q and Monte Carlo, and the mean error of EU in nats."""
     exact = predict_by_monte_carlo(mean[None], covariance[None], num_draws=20_000)
     assert exact.epistemic is not None
     q = exact.log_probs.exp()
@@ -202,7 +204,7 @@ def test_links_are_near_monte_carlo_on_encoded_texts(
 
 @pytest.fixture(scope="module")
 def encoded() -> tuple[Tensor, Tensor]:
-    """The 96 main directions of encoded docstrings of 12 modules."""
+    """Return the 96 main directions of the encoded docstrings of 12 modules."""
     texts, labels = documented()
     features = embedded(texts)
     return features @ torch.linalg.svd(features, full_matrices=False)[2][:96].T, labels
@@ -300,7 +302,7 @@ def test_densities_and_moments_are_those_of_the_mixture() -> None:
     [
         (torch.zeros(2, 3), torch.ones(2, 2), r"got \[2, 3\] and \[2, 2\]"),
         (torch.zeros(2, 1), torch.ones(2, 1), r"C >= 2"),
-        (torch.zeros(2, 3), -torch.ones(2, 3), r"least variance -1"),
+        (torch.zeros(2, 3), -torch.ones(2, 3), r"smallest variance -1"),
         (torch.full((2, 3), torch.nan), torch.ones(2, 3), r"6 means .* not finite"),
     ],
 )

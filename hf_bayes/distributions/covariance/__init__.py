@@ -1,7 +1,8 @@
-"""Covariances of a Gaussian over theta that are never formed: diagonal, Kronecker, low rank plus diagonal, full.
+"""Covariance matrices of a Gaussian over theta: diagonal, Kronecker, low rank plus diagonal, and full.
 
-Each answers the same six questions about Sigma [d, d]: a root for sampling, products with Sigma and with its inverse,
-the diagonals of both, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on disk.
+Sigma [d, d] itself is never formed. Every structure offers the same six operations: a root for sampling, products with
+Sigma and with its inverse, the diagonals of both, and log det Sigma. ``tensors`` and ``from_tensors`` are its form on
+disk.
 """
 
 from hf_bayes.distributions.covariance.base import Covariance, check_shapes, dense, log_normal, moved
@@ -11,7 +12,7 @@ from hf_bayes.distributions.covariance.kronecker import Kronecker, KroneckerBloc
 from hf_bayes.distributions.covariance.low_rank import LowRank
 
 COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagonal, Kronecker, LowRank, Full)}
-"""By the name that a posterior's file uses."""
+"""The covariance structures, by their names in a posterior's file."""
 
 __all__ = [
     "COVARIANCES", "Covariance", "Diagonal", "Full", "Kronecker", "KroneckerBlock", "LowRank",

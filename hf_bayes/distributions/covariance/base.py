@@ -1,4 +1,4 @@
-"""What every covariance can be asked, and what all of them share."""
+"""The interface of a covariance structure, and the functions that all structures share."""
 
 from __future__ import annotations
 
@@ -15,80 +15,86 @@ from hf_bayes.core.layout import Layout
 
 
 class Covariance(ABC):
-    """Sigma [d, d], symmetric and positive definite."""
+    """A symmetric positive definite matrix Sigma [d, d]."""
 
     kind: ClassVar[str]
 
     @property
     @abstractmethod
     def dim(self) -> int:
-        """d"""
+        """The dimension d."""
 
     @abstractmethod
     def root(self, noise: Tensor) -> Tensor:
-        """[..., d] -> [..., d]: L noise with L L' = Sigma. Of standard normals it makes draws around zero."""
+        """Return L noise with L L' = Sigma, [..., d] -> [..., d]. Standard normal noise gives draws of N(0, Sigma)."""
 
     @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
-        """[..., d] -> [..., d]: Sigma v."""
+        """Return Sigma v, [..., d] -> [..., d]."""
 
     @abstractmethod
     def precision_product(self, vectors: Tensor) -> Tensor:
-        """[..., d] -> [..., d]: Sigma^-1 v."""
+        """Return Sigma^-1 v, [..., d] -> [..., d]."""
 
     @property
     @abstractmethod
     def variance(self) -> Tensor:
-        """[d]: the diagonal of Sigma."""
+        """The diagonal of Sigma, [d]."""
 
     @property
     @abstractmethod
     def precision_diagonal(self) -> Tensor:
-        """[d]: the diagonal of Sigma^-1."""
+        """The diagonal of Sigma^-1, [d]."""
 
     @property
     @abstractmethod
     def log_det(self) -> Tensor:
-        """log det Sigma, a scalar."""
+        """The scalar log det Sigma."""
 
     @abstractmethod
     def tensors(self, layout: Layout) -> dict[str, Tensor]:
-        """What a file holds of it; names end in those of the parameters."""
+        """Return the tensors that a file holds; their names end in the names of the parameters."""
 
     @classmethod
     @abstractmethod
     def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
-        """What ``from_tensors`` expects: name -> shape. What the file may choose (a rank, an identity) is as it chose.
+        """Return the names and shapes that ``from_tensors`` expects.
+
+        Choices of the file, such as a rank or an identity basis, are read from ``tensors``.
 
         Args:
-            tensors: of one covariance, or of several with a dimension in front.
+            tensors: the tensors of one covariance, or of several with a leading dimension.
+            layout: the layout of theta.
         Raises:
-            ValueError: for missing names that decide it.
+            ValueError: if a name is missing that these choices depend on.
         """
 
     @classmethod
     @abstractmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Self:
-        """The inverse of ``tensors``.
+        """Build a covariance from the tensors of a file; the inverse of ``tensors``.
 
         Raises:
-            ValueError: for missing or unknown names, wrong shapes, or numbers that are no covariance's.
+            ValueError: for missing or unknown names, wrong shapes, or values that do not form a covariance.
         """
 
 
 def dense(covariance: Covariance, like: Tensor) -> Tensor:
-    """[d, d]: Sigma itself, in the dtype and on the device of ``like``; for small d."""
+    """Return Sigma as a [d, d] tensor in the dtype and on the device of ``like``; for small d."""
     return covariance.product(torch.eye(covariance.dim, dtype=like.dtype, device=like.device))
 
 
 def log_normal(covariance: Covariance, difference: Tensor) -> Tensor:
-    """[..., d] -> [...]: log N(difference; 0, Sigma), normalised."""
+    """Return the normalised log N(difference; 0, Sigma), [..., d] -> [...]."""
     distance = (difference * covariance.precision_product(difference)).sum(-1)
     return -0.5 * (distance + covariance.log_det + covariance.dim * math.log(2 * math.pi))
 
 
 def moved(value: Any, to: torch.device | str | Tensor) -> Any:
-    """A covariance or a curvature, a Gaussian, or a part of one, with its tensors on a device, or like a tensor."""
+    """Return ``value`` with all its tensors on a device, or in the dtype and on the device of a tensor.
+
+    ``value`` is a covariance, a curvature, a Gaussian, or a part of one of them.
+    """
     if isinstance(value, Tensor):
         return value.to(to)
     if isinstance(value, tuple):
@@ -101,7 +107,7 @@ def moved(value: Any, to: torch.device | str | Tensor) -> Any:
 def check_shapes(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], lead: tuple[int, ...] = ()
 ) -> None:
-    """Refuse what is not [*lead, *shape] of the expected ones, by its own name."""
+    """Raise an error unless ``tensors`` have exactly the expected names, and the shapes [*lead, *shape]."""
     missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or extra:
         raise ValueError(f"missing tensors {missing}, unknown tensors {extra}")
@@ -111,10 +117,10 @@ def check_shapes(
 
 
 def check_orthonormal(name: str, basis: Tensor) -> None:
-    """Refuse a basis [n, r] whose columns are not orthonormal.
+    """Check that the columns of a basis [n, r] are orthonormal.
 
     Raises:
-        ValueError: saying by how much.
+        ValueError: with the largest error.
     """
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     error = float((basis.mT @ basis - identity).abs().max()) if len(basis) else 0.0
@@ -123,6 +129,6 @@ def check_orthonormal(name: str, basis: Tensor) -> None:
 
 
 def faults(values: Tensor) -> str:
-    """Of numbers that must be positive, in words: their shape, and how many are not."""
+    """Describe values that must be positive: their shape, and how many of them are not positive."""
     bad = int((~(values > 0)).sum())
     return f"shape {list(values.shape)}, {bad} of {values.numel()} not positive"

@@ -1,4 +1,4 @@
-"""Independent coordinates."""
+"""A diagonal covariance: independent coordinates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_bayes.distributions.covariance.base import Covariance, check_shapes, fau
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(Covariance):
-    """diag(std^2).
+    """The covariance diag(std^2).
 
     Attributes:
         std: [d], positive.

@@ -1,4 +1,4 @@
-"""All of it, by a triangular factor; for few parameters."""
+"""A full covariance, held as a triangular factor of the precision; for few parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_bayes.distributions.covariance.base import Covariance, check_shapes, fau
 
 @dataclass(frozen=True, eq=False)
 class Full(Covariance):
-    """A dense covariance, by its precision.
+    """A dense covariance, represented by the Cholesky factor of its precision.
 
     Attributes:
         precision_cholesky: [d, d] lower triangular C with C C' = Sigma^-1, its diagonal positive.
@@ -48,11 +48,11 @@ class Full(Covariance):
         return (vectors @ self.precision_cholesky) @ self.precision_cholesky.mT
 
     def _solve(self, factor: Tensor, vectors: Tensor, *, upper: bool) -> Tensor:
-        """Return [..., d] X with X factor = vectors.
+        """Return X [..., d] with X factor = vectors.
 
-        All leading dimensions become one: for vectors [B, C, d] the solver would copy the factor [d, d] B times.
+        All leading dimensions are flattened into one: for vectors [B, C, d] the solver would copy the factor B times.
         """
-        flat = torch.linalg.solve_triangular(factor, vectors.reshape(-1, self.dim), upper=upper, left=False)
+        flat: Tensor = torch.linalg.solve_triangular(factor, vectors.reshape(-1, self.dim), upper=upper, left=False)
         return flat.reshape(vectors.shape)
 
     @cached_property

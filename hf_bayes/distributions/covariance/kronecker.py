@@ -1,4 +1,4 @@
-"""A Kronecker product for each matrix, in its eigenbasis."""
+"""A Kronecker-factored covariance: one block per matrix, with eigenvalues in a Kronecker eigenbasis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_bayes.distributions.covariance.diagonal import Diagonal
 
 @dataclass(frozen=True, eq=False)
 class KroneckerBlock:
-    """The covariance of one matrix [m, n], row by row: (left (x) right) diag(variances) (left (x) right)'.
+    """The covariance of one matrix [m, n], flattened row by row: (left (x) right) diag(variances) (left (x) right)'.
 
     Attributes:
-        left: [m, m] orthonormal columns; None is the identity.
-        right: [n, n] likewise.
+        left: [m, m] with orthonormal columns; None is the identity.
+        right: [n, n] with orthonormal columns; None is the identity.
         variances: [m, n] the eigenvalues, positive.
     """
 
@@ -38,28 +38,28 @@ class KroneckerBlock:
                 raise ValueError(f"{name} must be {[side, side]}, got {list(basis.shape)}")
 
     def rotate(self, matrices: Tensor) -> Tensor:
-        """[..., m, n] into the eigenbasis: left' V right."""
+        """Return left' V right: matrices V [..., m, n] in the coordinates of the eigenbasis."""
         matrices = matrices if self.left is None else self.left.mT @ matrices
         return matrices if self.right is None else matrices @ self.right
 
     def rotate_back(self, matrices: Tensor) -> Tensor:
-        """[..., m, n] out of the eigenbasis: left V right'."""
+        """Return left V right', the inverse of ``rotate``."""
         matrices = matrices if self.left is None else self.left @ matrices
         return matrices if self.right is None else matrices @ self.right.mT
 
 
 def marginal(left: Tensor | None, right: Tensor | None, values: Tensor) -> Tensor:
-    """[m, n]: the diagonal of (left (x) right) diag(values) (left (x) right)'."""
+    """Return the diagonal of (left (x) right) diag(values) (left (x) right)', [m, n]."""
     values = values if left is None else left.square() @ values
     return values if right is None else values @ right.square().mT
 
 
 @dataclass(frozen=True, eq=False)
 class Kronecker(Covariance):
-    """One block for each random tensor: Kronecker, or diagonal (its stds) where a tensor has none.
+    """A block-diagonal covariance with one block per random tensor.
 
     Attributes:
-        blocks: in the order of theta.
+        blocks: in the order of theta; a ``KroneckerBlock``, or the stds [n] of a diagonal block.
     """
 
     kind: ClassVar[str] = "kronecker"
@@ -112,11 +112,11 @@ class Kronecker(Covariance):
         """Apply ``scale(variances, coordinates)`` in the eigenbasis of each block."""
         assert callable(scale)
         pieces = []
-        for block, piece in zip(self.blocks, vectors.split(self.sizes, -1), strict=True):
+        for block, piece in zip(self.blocks, torch.split(vectors, self.sizes, -1), strict=True):
             if isinstance(block, Tensor):
                 pieces.append(scale(block.square(), piece))
                 continue
-            matrices = piece.unflatten(-1, block.variances.shape)
+            matrices = torch.unflatten(piece, -1, block.variances.shape)
             matrices = matrices if back_only else block.rotate(matrices)
             pieces.append(block.rotate_back(scale(block.variances, matrices)).flatten(-2))
         return torch.cat(pieces, -1)
@@ -129,7 +129,7 @@ class Kronecker(Covariance):
                 continue
             found[f"variances.{name}"] = block.variances
             for side, basis in (("left", block.left), ("right", block.right)):
-                # the identity is an empty tensor: a basis that is not there was lost
+                # the identity is stored as an empty tensor, so that a missing tensor is always an error
                 found[f"{side}.{name}"] = block.variances.new_zeros(0) if basis is None else basis
         return found
 

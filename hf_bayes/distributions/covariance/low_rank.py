@@ -1,4 +1,4 @@
-"""A diagonal, and a few directions of their own."""
+"""A low-rank covariance: a diagonal covariance, changed along a few directions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_bayes.distributions.covariance.base import Covariance, check_orthonormal
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Covariance):
-    """A diagonal one stretched or shrunk along r directions: S (I + Q diag(c - 1) Q') S, S = diag(std).
+    """A diagonal covariance that is stretched or shrunk along r directions: S (I + Q diag(c - 1) Q') S, S = diag(std).
 
     Attributes:
-        std: [d], positive: what the covariance is in all other directions.
-        basis: [d, r] Q, orthonormal columns.
-        scale: [r] c > 0: the variance along each column in units of S^2. A precision gained is a scale below 1.
+        std: [d], positive: the standard deviations without the r directions.
+        basis: [d, r] Q, with orthonormal columns.
+        scale: [r] c > 0: the variance along each column in units of S^2. Added precision gives a scale below 1.
     """
 
     kind: ClassVar[str] = "low_rank"
@@ -31,24 +31,25 @@ class LowRank(Covariance):
 
     @classmethod
     def plus(cls, std: Tensor, columns: Tensor) -> LowRank:
-        """diag(std^2) + C C' of ``columns`` C [d, r]."""
+        """Build diag(std^2) + C C' from ``columns`` C [d, r]."""
         basis, singular, _ = torch.linalg.svd(columns / std[:, None], full_matrices=False)
         return cls(std, basis, 1 + singular.square())
 
     @classmethod
     def less(cls, precision: Tensor, columns: Tensor) -> LowRank:
-        """(diag(precision) + U U')^-1 of ``columns`` U [d, r]."""
+        """Build (diag(precision) + U U')^-1 from ``columns`` U [d, r]."""
         scale = precision.sqrt()
         basis, singular, _ = torch.linalg.svd(columns / scale[:, None], full_matrices=False)
         return cls(1 / scale, basis, 1 / (1 + singular.square()))
 
     def truncated(self, rank: int) -> LowRank:
-        """The ``rank`` directions whose precision exceeds S^-2 by the largest factor; of the others the diagonal.
+        """Return a covariance with only the ``rank`` directions whose precision exceeds S^-2 by the largest factor.
 
-        The diagonal of the whole precision stays as it was.
+        The other directions are replaced by the diagonal of their precision, so the diagonal of the whole precision
+        does not change.
 
         Raises:
-            ValueError: if some direction is wider than S^2: there is no precision in it to keep.
+            ValueError: if the variance along some direction is larger than S^2, because it has no added precision.
         """
         gain = 1 / self.scale - 1
         if bool((gain < 0).any()):
@@ -77,7 +78,7 @@ class LowRank(Covariance):
         return len(self.std)
 
     def _stretch(self, vectors: Tensor, factor: Tensor) -> Tensor:
-        """(I + Q diag(factor - 1) Q') v"""
+        """Return (I + Q diag(factor - 1) Q') v."""
         return vectors + ((vectors @ self.basis) * (factor - 1)) @ self.basis.mT
 
     def root(self, noise: Tensor) -> Tensor:
@@ -110,8 +111,10 @@ class LowRank(Covariance):
     def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
         shapes = layout.named_shapes
         ranks = {f"basis.{name}": -1 - len(shape) for name, shape in shapes.items()} | {"scale": -1}
-        said = [tensors[key].shape[at] for key, at in ranks.items() if key in tensors and tensors[key].ndim >= -at]
-        rank = mode(said) if said else 0  # the odd one out is wrong
+        found_ranks = [
+            tensors[key].shape[at] for key, at in ranks.items() if key in tensors and tensors[key].ndim >= -at
+        ]
+        rank = mode(found_ranks) if found_ranks else 0  # a tensor with another rank than most tensors is wrong
         found: dict[str, tuple[int, ...]] = {f"stds.{name}": shape for name, shape in shapes.items()}
         return found | {f"basis.{name}": (rank, *shape) for name, shape in shapes.items()} | {"scale": (rank,)}
 

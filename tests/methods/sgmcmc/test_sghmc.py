@@ -12,7 +12,7 @@ from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.core.types import Evaluation, Problem
-from hf_bayes.diagnostics.verdict import share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig

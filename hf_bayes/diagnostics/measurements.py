@@ -1,0 +1,97 @@
+"""The diagnostic numbers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """The diagnostic numbers of a run: one number per chain, or one for all chains. A missing measurement is None.
+
+    The probe is a fixed set of likelihood terms of the training data, on which chains are compared while they run.
+
+    Attributes:
+        dim: d, the number of coordinates of a chain.
+        distance: distance of each chain from its start, in prior standard deviations. After a warm start, the start is
+            the end of the warm start.
+        strayed: ``plausibility.strayed`` of each chain: the loss of prior log-density over the largest plausible loss.
+        kinetic_temperature: kinetic temperature of each chain, over all coordinates.
+        kinetic_temperature_law: the expected kinetic temperature under the discretisation.
+        kinetic_share: ``share_within_interval`` of each chain, for means after burn-in and with ``KINETIC_TOLERANCE``.
+            It is at least 99 % in a correct run.
+        kinetic_inside: the share of tensors inside their 99 % interval at single updates, without tolerance, averaged
+            over all updates after burn-in. It is E[T_K in R_99] of cold_posteriors app. I.1.
+        num_tensors: the number of tensors behind ``kinetic_share`` and ``kinetic_inside``; at least 1.
+        configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
+        temperature: T, the expected configurational temperature.
+        distance_in_noise: the distance of each chain, divided by the distance that Langevin noise alone would give at
+            the same learning rates.
+        unmoved: share of each chain's numbers that rounding left unchanged in the first noisy update.
+        acceptance: mean acceptance probability of each chain after burn-in.
+        penalty: mean noise penalty of each chain's minibatch Metropolis moves, in units of the log acceptance.
+        beyond_series: share of each chain's minibatch Metropolis moves whose noise was too large to be corrected.
+        capped: share of each chain's coordinates whose adaptive proposal standard deviation is at its cap.
+        divergences: number of divergent trajectories (or non-finite proposals) of each chain after burn-in.
+        num_moves: number of accept-reject moves of a chain after burn-in.
+        rhat: R-hat of the probe's log-likelihood, between chains; for a single chain, between its halves. NaN if it
+            could not be computed.
+        ess: ESS of the probe's log-likelihood, over all chains together.
+        rhat_terms: R-hat of the log-probabilities of the probe's labels, one by one: the 95 % quantile over labels.
+        ess_terms: ESS of the same log-probabilities: the 5 % quantile over labels.
+        rhat_logits: R-hat of logits of the probe's terms, including logits of other classes than the label: the 95 %
+            quantile over logits. The logits are freed of the part that the likelihood ignores
+            (``Likelihood.identified``). For a regression they are predicted means.
+        ess_logits: ESS of the same logits: the 5 % quantile over logits.
+        num_values: number of values per chain behind the R-hats and ESS.
+        values: the kind of these values: "draws", or "looks while training", after burn-in.
+        num_terms: number of likelihood terms of the probe.
+        num_logits: number of logits behind ``rhat_logits`` and ``ess_logits``.
+        noise_ratio: variance of the sampler's injected noise over the variance of the minibatch gradients, of each
+            chain: the harmonic mean over the updates after burn-in at which it was measured.
+        ramped: True if the temperature rose from 0 in each cycle.
+    """
+
+    dim: int
+    distance: Sequence[float]
+    strayed: Sequence[float] | None = None
+    kinetic_temperature: Sequence[float] | None = None
+    kinetic_temperature_law: float | None = None
+    kinetic_share: Sequence[float] | None = None
+    kinetic_inside: Sequence[float] | None = None
+    num_tensors: int = 1
+    configurational_temperature: Sequence[float] | None = None
+    temperature: float | None = None
+    distance_in_noise: Sequence[float] | None = None
+    unmoved: Sequence[float] | None = None
+    acceptance: Sequence[float] | None = None
+    penalty: Sequence[float] | None = None
+    beyond_series: Sequence[float] | None = None
+    capped: Sequence[float] | None = None
+    divergences: Sequence[int] | None = None
+    num_moves: int | None = None
+    rhat: float | None = None
+    ess: float | None = None
+    rhat_terms: float | None = None
+    ess_terms: float | None = None
+    rhat_logits: float | None = None
+    ess_logits: float | None = None
+    num_values: int | None = None
+    values: str | None = None
+    num_terms: int | None = None
+    num_logits: int | None = None
+    noise_ratio: Sequence[float] | None = None
+    ramped: bool = False
+
+    def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if isinstance(values, (list, tuple)) and len(values) != self.num_chains:
+                raise ValueError(
+                    f"Diagnostics.{name} needs one number per chain: got {len(values)}, distance has {self.num_chains}"
+                )
+
+    @property
+    def num_chains(self) -> int:
+        """The number of chains."""
+        return len(self.distance)
