@@ -16,7 +16,9 @@ from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.lora_adapter import TASKS
-from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
+from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
+from hf_bayes.posteriors.storage.listing import shown
+from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 FORMAT_VERSION = 1

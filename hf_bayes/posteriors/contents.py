@@ -17,7 +17,7 @@ from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.posteriors.lora_adapter import ADAPTER, ADAPTER_CONFIG, adapter_key, plain_adapter_config
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
-from hf_bayes.posteriors.storage.formats import shown
+from hf_bayes.posteriors.storage.listing import shown
 
 TENSORS = "model.safetensors"
 GAUSSIAN = "covariance.safetensors"

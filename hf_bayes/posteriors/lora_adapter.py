@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.posteriors import hub, lora_config, storage, tasks
-from hf_bayes.posteriors.storage.formats import plain, shown
+from hf_bayes.posteriors.storage.listing import shown
+from hf_bayes.posteriors.storage.plain_values import plain
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter_model.safetensors"

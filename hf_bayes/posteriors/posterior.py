@@ -37,7 +37,7 @@ from hf_bayes.posteriors.lora_adapter import Adapter, adapter_key, partner_key, 
 from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.posteriors.storage import POSTERIOR, Content
-from hf_bayes.posteriors.storage.formats import plain
+from hf_bayes.posteriors.storage.plain_values import plain
 
 _NUM_GAUSSIAN_MEMBERS = 10
 

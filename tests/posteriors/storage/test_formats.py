@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors, plain
+from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors
+from hf_bayes.posteriors.storage.plain_values import plain
 
 TENSORS = {
     "double": torch.randn(3, 2, dtype=torch.float64),

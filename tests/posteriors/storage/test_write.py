@@ -270,7 +270,7 @@ def test_foreign_files_that_would_make_it_unreadable_are_not_overwritten(tmp_pat
         lambda: write_directory(tmp_path, OLD, format=FORMAT),
         lambda: storage.check_writable(tmp_path, format=FORMAT),
     ):
-        with pytest.raises(ValueError, match=f"{name}, which no manifest of ours lists"):
+        with pytest.raises(ValueError, match=f"{name}, which no manifest of hf_bayes lists"):
             action()
     assert (tmp_path / name).read_text() == "mine"
 
