@@ -26,7 +26,7 @@ from hf_bayes.diagnostics.plausibility import MAX_STRAYED
 from hf_bayes.diagnostics.verdict import MAX_CAPPED, MAX_UNMOVED
 from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.config import CONFIG
-from hf_bayes.posteriors.contents import TRACE
+from hf_bayes.posteriors.directory import TRACE
 from hf_bayes.posteriors.storage import POSTERIOR, read_directory
 
 ROWS = (

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors.config import PosteriorConfig
-from hf_bayes.posteriors.lora_adapter import adapter_key
+from hf_bayes.posteriors.lora_keys import adapter_key
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults.attacks import MARKER, SECRET, attacks, leads_out

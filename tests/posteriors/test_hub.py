@@ -268,7 +268,7 @@ def test_download_asks_for_the_posterior_s_files_of_one_revision_only(tmp_path: 
 
 def test_repository_that_the_hub_does_not_give_is_named() -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"user/no-such-posterior is no directory here, and the Hub did not give it"
+        FileNotFoundError, match=r"user/no-such-posterior is not a directory here, and the download from the Hub failed"
     ):
         Posterior.from_pretrained("user/no-such-posterior")
 

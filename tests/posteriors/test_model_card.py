@@ -14,8 +14,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 import hf_bayes
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.posteriors.model_card import card_fields, markdown, render_card, write_card
-from hf_bayes.posteriors.model_card_words import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.markdown import markdown
+from hf_bayes.posteriors.model_card import card_fields, render_card, write_card
+from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.saving import _KEPT_METRICS
 from tests import runs

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_bayes.core.layout import initial, select
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.posteriors import storage
+from hf_bayes.posteriors.compat import ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig, library_versions
-from hf_bayes.posteriors.lora_adapter import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
 from tests.faults import posteriors
@@ -251,7 +251,7 @@ def test_adapters_may_differ_in_what_does_not_touch_the_forward_pass(adapters: l
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("base_model.model.score.weight"), "misses the tensors"),
+        (lambda t: t.pop("base_model.model.score.weight"), "lacks the tensors"),
         (lambda t: t.update(extra=torch.zeros(1)), "adds"),
         (
             lambda t: t.update({k: v.half() for k, v in t.items()}),
@@ -436,7 +436,7 @@ def test_member_count_that_differs_from_the_config_is_refused(tmp_path: Path) ->
         Posterior.from_pretrained(tmp_path)
     edit_json(tmp_path / CONFIG, lambda values: values.update(num_members=0, member_chains=[]))
     sign(tmp_path)
-    with pytest.raises(ValueError, match="a posterior of 0 members is none"):
+    with pytest.raises(ValueError, match="a posterior of 0 members is empty"):
         Posterior.from_pretrained(tmp_path)
 
 

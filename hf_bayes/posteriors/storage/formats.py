@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from hf_bayes.posteriors.compat import SAFETENSORS_METADATA
 from hf_bayes.posteriors.storage.json_types import is_object, is_text
 from hf_bayes.posteriors.storage.listing import shown
 
@@ -41,8 +42,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], *, where: str) -> bytes:
     # safetensors refuses views that overlap. A copy of each tensor costs as much memory as the file.
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _refuse_non_finite(own, where)
-    # transformers refuses a file whose header lacks this entry.
-    return safetensors.save(own, metadata={"format": "pt"})
+    return safetensors.save(own, metadata=SAFETENSORS_METADATA)
 
 
 def decode_tensors(
