@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
-from hf_bayes.cli.data import Window, load_episode, load_splits, token_windows, window_spans
+from hf_bayes.cli.data import load_episode, load_splits
+from hf_bayes.cli.token_windows import Window, token_windows, window_spans
 from hf_bayes.uncertainty.likelihoods import IGNORE
 from tests.tiny_models import TEXTS
 
