@@ -26,7 +26,7 @@ def with_chains(config: PosteriorConfig, draws: Draws) -> PosteriorConfig:
     if not config.member_chains:
         config = dataclasses.replace(config, member_chains=chains)
     if config.member_chains != chains:
-        raise ValueError(f"draws come from chains {chains}, the config says {config.member_chains}")
+        raise ValueError(f"draws come from chains {chains}, the config has {config.member_chains}")
     return config
 
 
@@ -53,7 +53,7 @@ def check_kind(approximation: Draws | Gaussian, config: PosteriorConfig) -> None
         ValueError: if it names another one.
     """
     if approximation.kind != config.approximation:
-        raise ValueError(f"the approximation is {approximation.kind}, the config says {config.approximation}")
+        raise ValueError(f"the approximation is {approximation.kind}, the config has {config.approximation}")
 
 
 def check_distinct_chains(theta: Tensor, chains: list[int]) -> None:

@@ -88,7 +88,7 @@ def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, 
     if config.approximation == "draws" and not config.member_chains:
         raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
     if config.num_members > len(names):
-        raise ValueError(f"{CONFIG} says {config.num_members:,} members, in a directory of {len(names):,} files")
+        raise ValueError(f"{CONFIG} has {config.num_members:,} members, in a directory of {len(names):,} files")
     adapter_config = contents.get(ADAPTER_CONFIG)
     expected = _expected_names(config, adapter=adapter_config is not None)
     own = {name for name in names if not is_sidecar(name)}

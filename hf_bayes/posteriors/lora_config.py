@@ -35,7 +35,7 @@ HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _MAX_NAMES = 50_000
 _MAX_NAME = 500
-_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # linear: a dot is no character of a part
+_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # linear time: a part holds no dot
 _FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?=\.|$)")
 
 

@@ -41,7 +41,7 @@ DIAGNOSTICS = {
     "kinetic_share": "Share of tensors whose momenta have the right temperature on average. Good: 0.99 or more.",
     "kinetic_temperature": "Temperature of the momenta of each chain. Good: kinetic_temperature_law.",
     "kinetic_temperature_law": "Theoretical kinetic temperature of the discretised sampler.",
-    "noise_ratio": "Variance of the sampler's noise over that of minibatch gradients. Good: well above 1.",
+    "noise_ratio": "Variance of the sampler's noise over the variance of minibatch gradients. Good: well above 1.",
     "num_chains": "Number of chains.",
     "num_logits": "Number of recorded logits.",
     "num_moves": "Number of proposals of a chain after burn-in.",

@@ -120,6 +120,22 @@ def test_token_in_a_text_stops_the_push(pushed: dict[str, Any], tmp_path: Path, 
     assert not pushed
 
 
+def test_an_access_token_is_neither_saved_nor_shown(
+    pushed: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    token = "hf_" + "aB3" * 10
+    draws(2, adapter=True).save_pretrained(tmp_path / "pushed")
+    with caplog.at_level(0), patch("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "pushed")):
+        posterior = Posterior.from_pretrained("user/x", token=token)
+    posterior.push_to_hub("user/x", token=token)
+    posterior.save_pretrained(tmp_path / "saved")
+    assert pushed["upload_folder"]["token"] == token
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if token.encode() in path.read_bytes()]
+    assert token not in repr(posterior) + repr(vars(posterior)) + caplog.text + "".join(capfd.readouterr())
+
+
 def test_local_base_model_is_warned_about_before_the_push(pushed: dict[str, Any], tmp_path: Path) -> None:
     base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
     posterior = draws(2, adapter=True, base_model=base)

@@ -341,8 +341,8 @@ def test_equal_draws_of_two_chains_are_refused_and_of_one_chain_are_a_rejected_m
         (Draws(torch.zeros(2, 25), torch.arange(2)), {}, "2 draws, but num_members is 3"),
         (Draws(torch.randn(3, 7), torch.arange(3)), {}, "theta has 7 columns, the parameters have 25"),
         (Draws(torch.randn(3, 25).bfloat16(), torch.arange(3)), {}, "must be float32 or float64"),
-        (Gaussian.diagonal(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config says draws"),
-        (Draws(torch.randn(3, 25), torch.arange(3)), {"member_chains": [0, 0, 0]}, "the config says"),
+        (Gaussian.diagonal(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config has draws"),
+        (Draws(torch.randn(3, 25), torch.arange(3)), {"member_chains": [0, 0, 0]}, "the config has"),
     ],
 )
 def test_parts_that_disagree_are_refused(approximation: Any, changes: dict[str, Any], message: str) -> None:
@@ -486,11 +486,11 @@ def test_sample_gives_all_draws_or_ten_of_a_gaussian() -> None:
     assert gaussian().sample(generator=torch.Generator().manual_seed(0)).shape == (10, 25)
     with pytest.raises(ValueError, match="asked for 4 members, 3 are stored"):
         draws(3).sample(4)
-    with pytest.raises(ValueError, match="ask for at least 1"):
+    with pytest.raises(ValueError, match="members must be at least 1"):
         gaussian().sample(0)
 
 
 @pytest.mark.parametrize("members", ["2", 2.5, True, 0, -1])
 def test_members_are_counted_in_whole_numbers(members: Any) -> None:
-    with pytest.raises(ValueError, match=r"an integer, got|ask for at least 1"):
+    with pytest.raises(ValueError, match=r"an integer, got|members must be at least 1"):
         draws(3).sample(members)

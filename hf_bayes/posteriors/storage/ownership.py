@@ -1,4 +1,4 @@
-"""Which files of a directory a save may replace: the files of earlier saves, and texts that no user has edited."""
+"""The files of a directory that a save may replace: files of earlier saves, and texts that no user has edited."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _read_listed(
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.sha256:
         raise ValueError(
-            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
+            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} lists {entry.sha256}. The file is damaged or was "
             "exchanged: fetch or save the directory again"
         )
     return data
@@ -209,7 +209,7 @@ def read_inside(
         size = info.st_size
         if entry is not None and size != entry.size:
             raise ValueError(
-                f"{path} has {size:,} bytes, {MANIFEST} says {entry.size:,}: it is damaged. "
+                f"{path} has {size:,} bytes, {MANIFEST} lists {entry.size:,}: it is damaged. "
                 "Fetch or save the directory again"
             )
         if limit is None and path.suffix != ".safetensors":
@@ -229,11 +229,11 @@ def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
     start += file.read(min(int.from_bytes(start, "little"), MAX_TEXT))
     ends = [entry["data_offsets"] for entry in read_header(start, where).values()]
     try:
-        said = len(start) + max((end for _, end in ends), default=0)
+        expected = len(start) + max((end for _, end in ends), default=0)
     except (TypeError, ValueError):
-        said = 0
-    if said != size:
-        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, its header says {said:,}")
+        expected = 0
+    if expected != size:
+        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, {expected:,} by its header")
     file.seek(0)
 
 

@@ -130,14 +130,14 @@ def test_flipped_bit_is_named_with_both_hashes(directory: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"a\.safetensors: sha256 mismatch: got [0-9a-f]{64}, manifest\.json says [0-9a-f]{64}"
+        ValueError, match=r"a\.safetensors: sha256 mismatch: got [0-9a-f]{64}, manifest\.json lists [0-9a-f]{64}"
     ):
         read_directory(directory, format=FORMAT)
 
 
 def test_truncated_file_is_named_with_both_sizes(directory: Path) -> None:
     os.truncate(directory / "a.safetensors", 10)
-    with pytest.raises(ValueError, match=r"a\.safetensors has 10 bytes, manifest\.json says \d+"):
+    with pytest.raises(ValueError, match=r"a\.safetensors has 10 bytes, manifest\.json lists \d+"):
         read_directory(directory, format=FORMAT)
 
 
