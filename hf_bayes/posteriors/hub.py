@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
+from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.directory import GAUSSIAN, TRACE
 from hf_bayes.posteriors.storage.json_types import is_object
 
 CARD = "README.md"
@@ -26,8 +28,7 @@ FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
 # An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
 # make the posterior unreadable. A chat template left there would be used with the new posterior.
-_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, "covariance.safetensors", "trace.json",
-             *sidecars.NAMES]  # fmt: skip
+_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, *sidecars.NAMES]
 
 
 def fetch(
@@ -92,11 +93,11 @@ def push_directory(
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
-    base = contents.get("posterior_config.json", {}).get("base_model", {})
+    base = contents.get(CONFIG, {}).get("base_model", {})
     base = base.get("name_or_path") if is_object(base) else None
     if is_local(base):
         warnings.warn(
-            f"the base model is local ({visible_line(base)}): this path becomes public in posterior_config.json, and "
+            f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "
             "no other computer can load it. Push the base model and set its id as name_or_path"
         )
     api = HfApi(token=token)

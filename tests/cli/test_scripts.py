@@ -81,7 +81,7 @@ def test_flags_win_over_the_file(files: dict[str, str]) -> None:
 
 
 class Recorder:
-    """Stands for a trainer: what ``train`` is asked for."""
+    """A substitute for a trainer, which records the arguments of ``train``."""
 
     eval_dataset: tuple[object, ...] = ()
 

@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_llama, with_lora
 
 @pytest.fixture
 def pushed() -> Any:
-    """What would have gone to the Hub: the calls, and the files as upload_folder filters them."""
+    """Record an upload to the Hub: the calls, and the files that upload_folder selects."""
     calls: dict[str, Any] = {}
 
     def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
@@ -153,7 +153,7 @@ def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path:
 
 
 def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str, Any], tmp_path: Path) -> None:
-    """A directory as a kill right after the commit leaves it: new manifest, all else still in the pending folder."""
+    """A kill right after the commit leaves the new manifest, and all other files in the pending folder."""
     import hashlib
 
     draws(3, seed=1).save_pretrained(tmp_path / "d")
@@ -176,7 +176,7 @@ def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str
 def test_a_push_into_a_pull_request_makes_no_branch(pushed: dict[str, Any]) -> None:
     draws(2).push_to_hub("user/x", revision="refs/pr/3")
     assert pushed["upload_folder"]["revision"] == "refs/pr/3"
-    assert "create_branch" not in pushed  # the Hub makes none of that name
+    assert "create_branch" not in pushed  # the Hub makes no branch of that name
 
 
 def test_a_live_model_is_not_pushed_and_no_repository_is_made(pushed: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ def test_tags_of_a_push_stand_beside_the_card_s_own(pushed: dict[str, Any], tmp_
         trainer.push_to_hub(tags=tags)
         card = ModelCard(pushed["files"]["README.md"].decode())
         assert card.data.tags == ["hf_bayes", "bayesian", "sghmc", "lora", *added]
-        assert "from_pretrained" in card.text  # and the rest is as it was
+        assert "from_pretrained" in card.text  # and the rest is unchanged
     with pytest.raises(ValueError, match=r"tags of a model card are texts, got 3"):
         trainer.push_to_hub(tags=["a", 3])
 

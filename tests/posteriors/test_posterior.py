@@ -160,10 +160,10 @@ def test_members_are_the_files_that_peft_would_write(kind: str, tmp_path: Path) 
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     theirs, ours = (json.loads((folder / ADAPTER_CONFIG).read_text()) for folder in (tmp_path / "peft", member))
-    for field in ("target_modules", "modules_to_save"):  # ours in full, peft's by their last parts
+    for field in ("target_modules", "modules_to_save"):  # full names here, last parts of names in peft
         names, endings = ours.pop(field) or [], theirs.pop(field) or []
         assert all(name.endswith(tuple(endings)) for name in names)
-    # Where base_model_name_or_path is empty, peft writes null; what peft would import is left out of ours.
+    # peft writes null for an empty base_model_name_or_path. Our file leaves out names of modules to import.
     assert {k: v or None for k, v in ours.items()} == {k: v or None for k, v in theirs.items() if k in ours}
     assert set(theirs) - set(ours) == {"auto_mapping", "megatron_core", "qalora_group_size", "eva_config"}
 
@@ -237,7 +237,7 @@ def test_adapters_that_differ_are_no_ensemble(adapters: list[Path], change: dict
 
 
 def test_one_path_is_no_list_of_adapters(adapters: list[Path]) -> None:
-    for path in (adapters[0], str(adapters[0])):  # of a text the letters would be taken for ids of the Hub
+    for path in (adapters[0], str(adapters[0])):  # the letters of a text would be taken for ids of the Hub
         with pytest.raises(ValueError, match=r"from_adapters takes a list of adapters, got one path: \['"):
             Posterior.from_adapters(path)  # type: ignore[arg-type]
 

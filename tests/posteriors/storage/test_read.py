@@ -94,7 +94,7 @@ def test_sizes_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
         entry["size"] = 60 * 2**20
-        os.truncate(tmp_path / name, entry["size"])  # holes, which take no room
+        os.truncate(tmp_path / name, entry["size"])  # holes, which take no space
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
         ValueError, match=r"314,572,800 bytes of files beside the tensors, expected at most 268,435,456"
@@ -169,7 +169,7 @@ def test_huge_manifest_is_refused_unread(directory: Path) -> None:
 
 
 def as_hub_cache(source: Path, cache: Path, name: str = "posterior") -> Path:
-    """The layout of the Hub's cache: a snapshot's files are links into the repository's blobs."""
+    """Make a cache of the Hub, in which the files of a snapshot are links into the repository's blobs."""
     repository = cache / f"models--user--{name}"
     snapshot = repository / "snapshots" / ("0" * 40)
     (repository / "blobs").mkdir(parents=True)
@@ -187,7 +187,7 @@ def as_hub_cache(source: Path, cache: Path, name: str = "posterior") -> Path:
 def test_snapshot_of_the_hub_cache_is_read_through_its_links(directory: Path, tmp_path: Path) -> None:
     snapshot = as_hub_cache(directory, tmp_path / "cache")
     assert set(read_directory(snapshot, format=FORMAT)) == set(FILES)
-    # Also where the cache as a whole is reached through a link.
+    # The same holds when the whole cache is reached through a link.
     (tmp_path / "link").symlink_to(tmp_path / "cache")
     read_directory(tmp_path / "link" / snapshot.relative_to(tmp_path / "cache"), format=FORMAT)
 
