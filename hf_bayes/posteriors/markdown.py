@@ -61,8 +61,8 @@ def _boolean(value: bool) -> str:
     return "yes" if value else "no"
 
 
-@markdown.register
-def _list(value: list) -> str:  # type: ignore[type-arg]
+@markdown.register(list)
+def _list(value: list[Any]) -> str:
     return f"{len(value)} values" if len(value) > _MAX_LISTED else ", ".join(map(markdown, value))
 
 
