@@ -60,7 +60,7 @@ def require_members(count: Any) -> None:
     if isinstance(count, bool) or not isinstance(count, Integral):
         raise ValueError(f"members must be an integer, got {count!r:.100}: give the number of members, or None for all")
     if count < 1:
-        raise ValueError(f"members must be at least 1, got {count}")
+        raise ValueError(f"asked for {count} members: ask for at least 1")
 
 
 @dataclass(frozen=True, eq=False)
