@@ -17,7 +17,7 @@ DIAGNOSTICS = (
     *("distance", "distance_in_noise", "kinetic_temperature", "kinetic_temperature_law"),
     *("kinetic_inside", "noise_ratio"),
 )
-"""What is kept of a run's account of itself, as means over its chains."""
+"""The diagnostics of a run that are kept, as means over its chains."""
 
 RHATS = ("rhat", "rhat_terms", "rhat_logits")
 

@@ -360,7 +360,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
     axes[1].set_xlabel("barrier between the minima below first and last draw (nats)")
     axes[1].set_ylabel("NLL of SWAG above that of the draws (nats)")
     legend_once(axes[1])
-    axes[1].set_title("digits: what the probe says against what it should", fontsize=10)
+    axes[1].set_title("digits: the probe against the truth", fontsize=10)
     figure.savefig(directory / f"{NAME}.png", dpi=110)
     plt.close(figure)
 

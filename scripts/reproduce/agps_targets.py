@@ -39,7 +39,7 @@ class Component(NamedTuple):
 
     density: Distribution
     exact: Any
-    """scipy's frozen distribution."""
+    """The frozen distribution of scipy."""
 
 
 def normal(mean: float, std: float) -> Component:

@@ -32,11 +32,11 @@ from scripts.reproduce.report import keep, spread, table
 
 NAME = "cold_posteriors_mlp"
 RHAT, ESS = 1.05, 200
-"""What convergence asks for: at most, at least."""
+"""The limits of convergence: largest R-hat, smallest ESS."""
 INPUTS, UNITS, CLASSES = 5, 10, 3
 BIAS_STD = 0.05
 NUM_PROBES = 10
-"""Held-out points whose class probabilities R-hat and ESS look at, beside the log-likelihood of the training data."""
+"""The number of held-out points for R-hat and ESS, in addition to the log-likelihood of the training data."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Data:
     test_x: Tensor
     test_y: Tensor
     truth_nll: list[float]
-    """Held-out cross-entropy of the network that made the labels."""
+    """The held-out cross-entropy of the network that made the labels."""
 
 
 def draw_data(args: Arguments) -> Data:
@@ -349,7 +349,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
     # colours and the dotted line mean the same in all three panels: one legend is enough, where there is room
     for depth, colour in zip(depths, colours, strict=False):
         axes[1, 0].plot([], [], color=colour, label=f"depth {depth}")
-    axes[1, 0].plot([], [], color="0.5", lw=1, ls=":", label="what convergence asks for")
+    axes[1, 0].plot([], [], color="0.5", lw=1, ls=":", label="limits of convergence")
     axes[1, 0].legend(frameon=False, fontsize=8)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
     plt.close(figure)

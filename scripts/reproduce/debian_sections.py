@@ -23,7 +23,7 @@ SECTIONS = (
 KNOWN, UNKNOWN = SECTIONS[::2], SECTIONS[1::2]
 
 COMPANIONS = re.compile(r"-(data|common|dbg|dbgsym|dev|doc|docs)$")
-"""Packages that are described in the words of another one."""
+"""The packages that repeat the description of another package."""
 
 EMPTY = re.compile(r"\b(transitional|dummy|metapackage|meta-package)\b")
 

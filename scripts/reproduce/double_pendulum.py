@@ -40,11 +40,11 @@ SIZES = {"w1": (20, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, HIDDEN), "b2": (HID
 """Nine outputs: four means, four log standard deviations, and the logit of the mixture's one component. The last
 changes nothing, but the paper's 419 parameters are only reached with it."""
 PLOTTED = ("tempered", "batched", "pseudo-SGLD", "penalty")
-"""Figure 2's, from top to bottom."""
+"""The panels of Figure 2, from top to bottom."""
 L2 = 1e-5
-"""lambda of the paper's prior exp(-lambda |theta|^2): a Gaussian of standard deviation 224."""
+"""The lambda of the paper's prior exp(-lambda |theta|^2), a Gaussian of standard deviation 224."""
 STEP = 0.01
-"""Seconds between two points; the paper does not say."""
+"""The seconds between two points. The paper does not give this number."""
 
 
 class Rows(NamedTuple):
@@ -176,7 +176,7 @@ RANDOM_WALK = MetropolisConfig(target_acceptance=0.234)
 HAMILTONIAN = HMCConfig(num_leapfrog=20)
 PENALTY = PenaltyConfig(target_acceptance=0.234)
 BATCHED = PenaltyConfig(target_acceptance=0.234, replacement=False)
-"""Told that an update's batches are all of the data, so that there is no noise to make up for: the penalty is 0."""
+"""The setting that declares the batches of an update to be all data: the penalty is 0 without noise to correct."""
 
 
 def contenders(num_data: int) -> dict[str, Contender]:
@@ -461,7 +461,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
             axis.plot(LABELS[name][1], place, "D", color="#EE6677", label="paper")
     axis.set_yticks(range(len(shown)), reversed(shown))
     axis.set_xlabel("test NLL (nats per row; lower is better)")
-    axis.set_title("Chains start at trained networks unless it says otherwise", fontsize=10)
+    axis.set_title("Chains start at trained networks unless noted", fontsize=10)
     axis.grid(axis="y", color="0.9")
     legend_once(axis)
     figure.savefig(directory / f"{NAME}.png", dpi=130)

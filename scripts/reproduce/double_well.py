@@ -35,7 +35,7 @@ STEP = 0.0025
 """With momentum 0.95 this is a friction of 1 and a step h of 0.05, as in the example that posteriors' package comes
 with: it keeps the law to 0.3 % of a variance in a well."""
 LIMIT = 5.0
-"""Beyond it there is no mass in float64's sense: U(5) - U(sqrt 5) = 40."""
+"""The end of the grid. The mass beyond it is 0 in float64: U(5) - U(sqrt 5) = 40."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Scale(NamedTuple):
 
     rows: Mapping[str, int] = {"train": 1000, "validation": 500, "test": 1000, "ood": 1000}
     updates: int = 200
-    """Of the MAP estimate; methods of several members take ``members`` times as many gradients."""
+    """The updates of the MAP estimate. Methods of several members take ``members`` times as many gradients."""
     members: int = 8
     seeds: int = 3
     tokens: int = 16

@@ -41,13 +41,13 @@ from quickstart_corpora import corpora, package_docstrings
 
 NAME = "last_word"
 LOOKS = 20
-"""At each chain of a run, so that those of one draw have an R-hat, too."""
+"""The number of probes in each chain of a run, so that chains of one draw have an R-hat, too."""
 
 OTHERS = ("rot13", "shuffled", "code")
 PACKAGES = ("numpy", "sklearn", "matplotlib")
-"""Whose docstrings the base model reads beside the standard library's: they are installed with this one."""
+"""The packages whose docstrings join the standard library's for the base model. hf_bayes depends on them."""
 EDGES = {"total": np.linspace(0, 8, 33), "epistemic": np.linspace(0, 0.4, 41)}
-"""Of the histograms, in nats; what lies beyond the last is left out of them, and of nothing else."""
+"""The edges of the histograms in nats. Only the histograms leave out values beyond the last edge."""
 
 
 class Statement(NamedTuple):

@@ -303,7 +303,7 @@ PAPER = {
     "sghmc": ("2.693", "14.4"),
     "sghmc, batch 32": ("2.686", "13.7"),
 }
-"""Table 3 (Pima Indians): KSD, seconds of a seed."""
+"""The paper's Table 3 (Pima Indians): KSD, seconds of a seed."""
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
