@@ -1,4 +1,7 @@
-"""What run_continual.py is told: the base model, the episodes, and how each method learns them."""
+"""The arguments of run_continual.py: the base model, the episodes, and the training of each method.
+
+This module is not a command. Run ``python scripts/run_continual.py --help``.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes import LaplaceConfig, MAPConfig
-from hf_bayes.cli.data import token_windows
-from hf_bayes.cli.scripts import ModelArguments, mapping, method_config
+from hf_bayes.cli.arguments import ModelArguments, mapping, method_config
+from hf_bayes.cli.token_windows import token_windows
 from hf_bayes.core.config import MethodConfig
 
 
@@ -25,29 +28,29 @@ class LoraArguments(ModelArguments):
 
 @dataclass
 class ContinualArguments:
-    """The episodes, and how they are learnt."""
+    """The episodes and the settings of their training."""
 
     episodes: list[str] = field(metadata={"help": "Files, globs, or NAME[/CONFIG][:SPLIT] of the Hub, in this order."})
     methods: list[str] = field(
         default_factory=lambda: ["sequential", "offline", "laplace_diagonal", "laplace_kronecker", "mean_field"],
-        metadata={"help": "Of single, with which the others are compared, and these, the default."},
+        metadata={"help": "Methods to compare with single. By default all of them."},
     )
-    held_out: float = field(default=0.15, metadata={"help": "The last part of each episode, for testing."})
+    held_out: float = field(default=0.15, metadata={"help": "Share of each episode, at its end, for testing."})
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
-    window: int | None = field(default=None, metadata={"help": "Tokens; 2048, or the model's context if shorter."})
+    window: int | None = field(default=None, metadata={"help": "Tokens; default 2048, or the model's context if less."})
     stride: int | None = field(
-        default=None, metadata={"help": "New tokens in a window, the others are their context; half a window."}
+        default=None, metadata={"help": "New tokens in a window. The rest is context. Default: half a window."}
     )
-    prior_std: float = field(default=0.1, metadata={"help": "Of the first prior, and of methods that inherit none."})
+    prior_std: float = field(default=0.1, metadata={"help": "Std of the first prior, and of priors not inherited."})
     strength: float = field(default=1.0, metadata={"help": "lambda of precision_new = precision_old + lambda F."})
     estimator: str = field(
         default="ef_sequence", metadata={"help": "F: ef_sequence (the paper's), ef_token, ggn: see docs/laplace.md."}
     )
-    mean_field_args: dict | str | None = field(default=None, metadata={"help": "Fields of MeanFieldConfig, as JSON."})
+    mean_field_args: dict | str | None = field(default=None, metadata={"help": "Fields of MeanFieldConfig as JSON."})
 
 
 def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
-    """What each row of the table trains with."""
+    """Return the training settings of each row of the table."""
     common: dict[str, Any] = {"prior_std": given.prior_std}
     laplace = {**common, "estimator": given.estimator, "strength": given.strength}
     known = {
@@ -61,7 +64,7 @@ def methods(given: ContinualArguments) -> dict[str, MethodConfig]:
 
 
 def refuse_push(args: Any) -> None:
-    """Raise for ``push_to_hub``: Trainer would make a repository, and send it nothing."""
+    """Refuse ``push_to_hub``: Trainer would make a repository and upload nothing."""
     if args.push_to_hub:
         raise ValueError(
             "push_to_hub is refused: there is a posterior for each method and episode, and no one repository for all "
@@ -70,7 +73,7 @@ def refuse_push(args: Any) -> None:
 
 
 def windows(episodes: Sequence[str], texts: Sequence[Any], tokenizer: Any, **cut: Any) -> list[Any]:
-    """``token_windows`` of one part of each episode."""
+    """Return ``token_windows`` of one part of each episode."""
     found = []
     for episode, rows in zip(episodes, texts, strict=True):
         try:

@@ -1,6 +1,8 @@
-"""What run_continual.py shows: test losses, the table of forgetting, and figures as posteriors' 5 and 6.
+"""The results of run_continual.py: test losses, the table of forgetting, and figures 5 and 6 of the posteriors paper.
 
-Everywhere ``results`` is {method: [[test loss of episode e] after episode n]}; "single" was trained on episode n alone.
+This module is not a command: ``python scripts/run_continual.py`` calls it.
+
+``results`` is always {method: [[test loss of episode e] after episode n]}. "single" was trained on episode n alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Results = Mapping[str, Sequence[Sequence[float]]]
 
 @torch.no_grad()
 def test_losses(trainer: BayesianTrainer, episodes: Sequence[Any], collate: Callable) -> list[float]:
-    """Nats per token of each episode, at the posterior's mean."""
+    """Return the test loss of each episode in nats per token, at the mean of the posterior."""
     model = trainer.bayesian
     model.show(trainer.posterior.representative[None])
     found = []
@@ -31,21 +33,21 @@ def test_losses(trainer: BayesianTrainer, episodes: Sequence[Any], collate: Call
 
 
 def excess(results: Results, method: str) -> list[float]:
-    """After each episode n: the mean over episodes 0..n of the loss above that of training on each alone (figure 6)."""
+    """Return, after each episode n, the mean loss over episodes 0..n minus the loss of single training (figure 6)."""
     alone = [row[episode] for episode, row in enumerate(results["single"])]
     rows = results[method]
     return [sum(row[e] - alone[e] for e in range(n + 1)) / (n + 1) for n, row in enumerate(rows)]
 
 
 def forgotten(results: Results, method: str) -> float:
-    """Mean over all episodes but the last of the loss at the end above that right after the episode."""
+    """Return the mean increase in loss from right after an episode to the end, over all episodes but the last."""
     rows = results[method]
     rise = [rows[-1][episode] - rows[episode][episode] for episode in range(len(rows) - 1)]
     return sum(rise) / max(1, len(rise))
 
 
 def table(results: Results) -> str:
-    """Markdown, in nats per token."""
+    """Return a Markdown table in nats per token."""
     last = len(results["single"]) - 1
     lines = [
         f"| method | loss over {last + 1} episodes | above single-episode training | forgotten | last episode |",
@@ -60,7 +62,7 @@ def table(results: Results) -> str:
 
 
 def draw_losses(panels: Sequence[Any], results: Results, episodes: Sequence[str]) -> None:
-    """The paper's figure 5: each episode's test loss from when it is learnt, one of matplotlib's axes each."""
+    """Draw the paper's figure 5: the test loss of each episode from the time it is learnt, one panel per episode."""
     for index, (panel, episode) in enumerate(zip(panels, episodes, strict=True)):
         for name, rows in results.items():
             if name != "single":
@@ -74,7 +76,7 @@ def draw_losses(panels: Sequence[Any], results: Results, episodes: Sequence[str]
 
 
 def draw_average(panel: Any, results: Results) -> None:
-    """The paper's figure 6: loss above that of single-episode training, mean over the episodes seen."""
+    """Draw the paper's figure 6: mean loss over the episodes seen, minus the loss of single-episode training."""
     for name, rows in results.items():
         if name != "single":
             panel.plot(range(1, len(rows) + 1), excess(results, name), **_style(name))
@@ -88,7 +90,7 @@ def _style(name: str) -> dict[str, Any]:
 
 
 def figures(results: Results, episodes: Sequence[str], directory: Path) -> None:
-    """``losses.png`` (one panel an episode) and ``average.png``."""
+    """Write ``losses.png`` (one panel for each episode) and ``average.png``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,10 @@
-"""How good a posterior's uncertainty is: NLL and calibration on held-out text, and whether it knows other text as such.
+"""Evaluate the uncertainty of a posterior: NLL and calibration on held-out text, and detection of other kinds of text.
 
     python scripts/evaluate_uncertainty.py --posterior out --test test.txt --ood code=code.txt rot13=rot13.txt
 
-Texts are cut into windows of equal length. A window's score is the mean over its tokens of the total (TU) or epistemic
-(EU) uncertainty; AUROC is that of telling a set's windows from the test text's. Writes results.json and a PNG.
+Texts are cut into windows of equal length. The score of a window is the mean total (TU) or epistemic (EU) uncertainty
+of its tokens. The AUROC measures how well scores separate the windows of another text from the windows of the test
+text. The script writes results.json and a PNG.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from transformers import PreTrainedTokenizerBase
 from uncertainty_results import plot, show
 
 from hf_bayes import BayesianModelForCausalLM
-from hf_bayes.cli.data import token_windows
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.token_windows import token_windows
 from hf_bayes.metrics import ood_auroc, summarise
 from hf_bayes.models.loading import load_tokenizer
 
 
 @dataclass
 class Arguments:
-    """What to evaluate, and on what."""
+    """The posterior to evaluate and the texts."""
 
     posterior: str = field(metadata={"help": "A posterior directory or a repository of the Hub."})
     test: str = field(metadata={"help": "Held-out text in distribution, one file."})
     ood: list[str] = field(default_factory=list, metadata={"help": "Other texts, as name=file."})
-    output_dir: str = field(default="evaluation", metadata={"help": "Where results.json and the plots go."})
-    base_model: str | None = field(default=None, metadata={"help": "Where the base model is, if not where it was."})
-    members: int | None = field(default=None, metadata={"help": "How many members; all by default."})
+    output_dir: str = field(default="evaluation", metadata={"help": "Directory of results.json and the plots."})
+    base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
+    members: int | None = field(default=None, metadata={"help": "Number of members. Default: all."})
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
-    max_windows: int = field(default=200, metadata={"help": "Windows of each text at most, evenly spread."})
+    max_windows: int = field(default=200, metadata={"help": "Largest number of windows of each text, evenly spread."})
     batch_size: int = field(default=8, metadata={"help": "Windows of a batch."})
 
     def __post_init__(self) -> None:
@@ -49,10 +50,10 @@ class Arguments:
 
 
 def texts_of(test: str, pairs: list[str]) -> dict[str, str]:
-    """{name: file}, "test" first, of ``name=file`` for each other text.
+    """Return {name: file}, "test" first, from ``name=file`` for each other text.
 
     Raises:
-        ValueError: for anything else, and for a name that another text has: its figures would be lost.
+        ValueError: for another form, and for a name that occurs twice: the figures of one text would be lost.
     """
     texts = {"test": test}
     for pair in pairs:
@@ -70,7 +71,7 @@ def texts_of(test: str, pairs: list[str]) -> dict[str, str]:
 
 
 def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> torch.Tensor:
-    """[windows, length] token ids without overlap."""
+    """Return token ids [windows, length] without overlap."""
     text = Dataset.from_dict({"text": [Path(path).read_text(encoding="utf-8")]})
     rows = token_windows(text, tokenizer, length=length, join=True)
     whole = [row["input_ids"] for row in rows if len(row["input_ids"]) == length]
@@ -82,7 +83,7 @@ def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, li
 
 @torch.no_grad()
 def statistics(model: BayesianModelForCausalLM, windows: torch.Tensor, *, batch_size: int, name: str) -> dict:
-    """{nll, confidence, correct, brier, total, aleatoric, epistemic, member_nll}: [windows, length - 1]."""
+    """Return nll, confidence, correct, brier, total, aleatoric, epistemic, member_nll, each [windows, length - 1]."""
     pieces = []
     for batch in tqdm(windows.to(model.device).split(batch_size), desc=name, leave=False):
         found, _ = model.evaluate_batch({"input_ids": batch, "labels": batch})
@@ -92,20 +93,20 @@ def statistics(model: BayesianModelForCausalLM, windows: torch.Tensor, *, batch_
 
 
 def auroc(inside: np.ndarray, outside: np.ndarray) -> float:
-    """Of telling the windows of another text from those of the test text by their scores."""
+    """Return the AUROC of separating the windows of another text from the windows of the test text by their scores."""
     scores, is_other = np.concatenate([inside, outside]), np.repeat([0, 1], [len(inside), len(outside)])
     return ood_auroc(scores, is_other)
 
 
 def main() -> None:
-    """Load, score, tabulate, plot."""
+    """Load the posterior, score the texts, and write the table and the figure."""
     (args,) = parse_arguments(Arguments)
     texts = texts_of(args.test, args.ood)
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.posterior)
     model = BayesianModelForCausalLM.from_pretrained(args.posterior, members=args.members, base_model=args.base_model)
-    model.to(PartialState().device)  # an accelerator if there is one, as training would
+    model.to(PartialState().device)  # the device that training would use
     found = {
         name: statistics(
             model,
@@ -123,7 +124,7 @@ def main() -> None:
             results["auroc"][name] = {
                 measure: auroc(test[measure].mean(1), values[measure].mean(1))
                 for measure in ("total", "epistemic")
-                if measure == "total" or model.num_members > 1  # of one member, EU is 0 everywhere
+                if measure == "total" or model.num_members > 1  # EU of one member is 0 everywhere
             }
     (directory / "results.json").write_text(json.dumps(results, indent=2))
     plot(found, results, directory)

@@ -1,7 +1,9 @@
-"""Make the examples of ``model_cards/``: the card of one small, real run of each kind, and the configuration behind it.
+"""Make the examples in ``model_cards/``: the card of one small, real run of each kind, and its configuration.
 
-Needs a base model and its tokenizer, as ``make quickstart`` leaves them in ``quickstart-output/base``. With
-``--render_only`` no run is made: cards are rendered anew from the configurations that are there.
+    python scripts/model_cards.py --render_only true        # render the cards again from their configurations
+    python scripts/model_cards.py                           # run the training first
+
+The training needs the base model and tokenizer that ``make quickstart`` writes to ``quickstart-output/base``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from transformers import (
 )
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, LaplaceConfig, Posterior, SGHMCConfig
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.posteriors.model_card import render_card
 
@@ -37,19 +39,19 @@ CLASSES = ("pretrain", "finetune", "code")  # docstrings, language reference, so
 
 @dataclass
 class Arguments:
-    """Where runs go, and how long they are."""
+    """The folders and the lengths of the runs."""
 
     base: str = field(default="quickstart-output/base", metadata={"help": "Directory of the base model."})
-    output_dir: str = field(default="model-cards-output", metadata={"help": "Posteriors are written below it."})
+    output_dir: str = field(default="model-cards-output", metadata={"help": "Parent folder of the posteriors."})
     updates: int = field(default=60, metadata={"help": "Updates of every chain."})
     length: int = field(default=64, metadata={"help": "Tokens of a window."})
-    only: str | None = field(default=None, metadata={"help": "Make this kind only."})
-    render_only: bool = field(default=False, metadata={"help": "Make no run."})
+    only: str | None = field(default=None, metadata={"help": "Name of the only example to make. Default: all."})
+    render_only: bool = field(default=False, metadata={"help": "Render the cards again without training."})
 
 
 @dataclass
 class Kind:
-    """A run to show: data, method, and what is random."""
+    """A run behind an example: data, method, and random parameters."""
 
     data: Callable[..., dict[str, Dataset]]
     method: MethodConfig
@@ -60,7 +62,7 @@ class Kind:
 
 
 def text(corpus: str) -> Callable[..., dict[str, Dataset]]:
-    """Language modelling of a corpus: what to train on, and what to hold out."""
+    """Return the training and held-out windows of a corpus for language modelling."""
 
     def rows(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, Dataset]:
         found = windows(texts[corpus], tokenizer, length=length, limit=360)
@@ -70,7 +72,7 @@ def text(corpus: str) -> Callable[..., dict[str, Dataset]]:
 
 
 def classes(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, Dataset]:
-    """Telling kinds of text apart."""
+    """Return the training and held-out rows for classification by kind of text."""
     parts = []
     for label, corpus in enumerate(CLASSES):
         part = windows(texts[corpus], tokenizer, length=length, limit=100).remove_columns("labels")
@@ -79,7 +81,7 @@ def classes(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[st
 
 
 def kinds(updates: int) -> dict[str, Kind]:
-    """Name of an example -> its run."""
+    """Return the name of each example -> its run."""
     warm = {"warm_start_steps": updates // 2, "warm_start_learning_rate": 3e-3, "prior_std": 0.05}
     laplace = {"structure": "kronecker", "prior_std": 0.05}
     return {
@@ -94,7 +96,7 @@ def kinds(updates: int) -> dict[str, Kind]:
 
 
 def run(name: str, kind: Kind, args: Arguments, texts: dict[str, list[str]]) -> Posterior:
-    """Make the run of one example, and save its posterior."""
+    """Train one example and save its posterior."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     classifier = kind.data is classes
@@ -120,7 +122,7 @@ def run(name: str, kind: Kind, args: Arguments, texts: dict[str, list[str]]) -> 
 
 
 def main() -> None:
-    """Make the runs, and render their cards."""
+    """Train the examples and render their cards."""
     (args,) = parse_arguments(Arguments)
     CARDS.mkdir(exist_ok=True)
     texts = {} if args.render_only else corpora()
@@ -131,7 +133,7 @@ def main() -> None:
         if not args.render_only:
             posterior = run(name, kind, args, texts)
             config = posterior.config.to_dict()
-            config["base_model"]["name_or_path"] = "./docstring-llama"  # and not a path of this computer
+            config["base_model"]["name_or_path"] = "./docstring-llama"  # instead of a path of this computer
             if kind.prior is not None:
                 config["prior"]["posterior"] = f"./{kind.prior}"
             example = {"adapter": kind.lora, "repo_id": f"user/{name.replace('_', '-')}", "author": AUTHOR}

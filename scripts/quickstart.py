@@ -1,9 +1,12 @@
-"""Ten minutes from nothing to tokens that know what they do not know; no network, two cores.
+"""Train a small model and posteriors over it in ten minutes on two cores, without a network: from text to uncertainty.
 
-Trains a tokenizer and a small Llama on the docstrings inside every CPython, fine-tunes LoRA on the language reference
-into a MAP estimate, a deep ensemble and SGHMC posteriors (serial and parallel; as many updates for every member), loads
-each in a new process, generates, and compares them on held-out text, on source code (near out of distribution) and on
-ROT13 (far). Nothing is chosen on the evaluation sets.
+    python scripts/quickstart.py
+
+The script trains a tokenizer and a small Llama on the docstrings in CPython's standard library. It fine-tunes LoRA on
+the language reference into a MAP estimate, a deep ensemble, and SGHMC posteriors (serial and parallel), with the same
+number of updates for every member. It loads each posterior in a new process and generates text. Then it compares them
+on held-out text, on source code (near out of distribution) and on ROT13 (far). No setting is chosen on the evaluation
+sets.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 from transformers.utils import logging
 
 from hf_bayes import METHODS, BayesianTrainer, BayesianTrainingArguments, pipeline, print_record, to_html
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
 
 SCRIPTS = Path(__file__).parent
 PROMPTS = ["The following statement", "A class definition"]
@@ -32,22 +35,22 @@ PROMPTS = ["The following statement", "A class definition"]
 
 @dataclass
 class Arguments:
-    """Sizes of the run: few settings were tried, by NLL on the validation text; no search was made."""
+    """The sizes of the run. A few settings were tried by NLL on the validation text, without a systematic search."""
 
-    output_dir: str = field(default="quickstart-output", metadata={"help": "Everything is written below it."})
+    output_dir: str = field(default="quickstart-output", metadata={"help": "Parent folder of all output."})
     updates: int = field(default=60, metadata={"help": "Updates of every member, warm start included."})
     members: int = field(default=8, metadata={"help": "Chains, or draws of the serial chain."})
-    batch_size: int = field(default=4, metadata={"help": "Windows of a minibatch, per chain."})
-    learning_rate: float = field(default=0.1, metadata={"help": "Of SGHMC, in units of SGD."})
-    adam_learning_rate: float = field(default=3e-3, metadata={"help": "Of MAP, the ensemble and the warm start."})
-    prior_std: float = field(default=0.05, metadata={"help": "Of every LoRA parameter."})
+    batch_size: int = field(default=4, metadata={"help": "Windows in a minibatch of each chain."})
+    learning_rate: float = field(default=0.1, metadata={"help": "Learning rate of SGHMC, in units of SGD."})
+    adam_learning_rate: float = field(default=3e-3, metadata={"help": "The same for MAP, ensemble and warm start."})
+    prior_std: float = field(default=0.05, metadata={"help": "Std of the prior of every LoRA parameter."})
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
-    seed: int = field(default=0, metadata={"help": "Of everything."})
-    show: str | None = field(default=None, metadata={"help": "Only load this posterior, generate and render."})
+    seed: int = field(default=0, metadata={"help": "Seed of the whole run."})
+    show: str | None = field(default=None, metadata={"help": "Only generate from this posterior and render."})
 
 
 def contenders(args: Arguments) -> dict[str, tuple[str, dict, int]]:
-    """Name -> method, its fields, and updates of a chain. A member costs ``args.updates`` updates in all of them."""
+    """Return name -> (method, its fields, updates of a chain). Every member costs ``args.updates`` updates."""
     warm = {"warm_start_steps": args.updates // 2, "warm_start_learning_rate": args.adam_learning_rate}
     serial = {
         **warm,
@@ -65,7 +68,7 @@ def contenders(args: Arguments) -> dict[str, tuple[str, dict, int]]:
 
 
 def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]]) -> Path:
-    """Train one contender, save its posterior, return the directory."""
+    """Train one contender, save its posterior, and return the directory."""
     method, fields, updates = contenders(args)[name]
     directory = Path(args.output_dir) / name.lower().replace(" ", "-")
     set_seed(args.seed)
@@ -96,7 +99,7 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
 
 
 def evaluate(directory: Path, output: Path, args: Arguments) -> dict:
-    """Score held-out and other text, in a process of its own."""
+    """Score held-out and other text in a new process."""
     command = [sys.executable, SCRIPTS / "evaluate_uncertainty.py", "--posterior", directory]
     command += ["--test", output / "test.txt", "--length", str(args.length), "--max_windows", "120"]
     command += ["--ood", *(f"{text}={output / text}.txt" for text in ("code", "rot13"))]
@@ -105,7 +108,7 @@ def evaluate(directory: Path, output: Path, args: Arguments) -> dict:
 
 
 def show(directory: str, output_dir: str) -> None:
-    """In a process of its own: load, generate, render."""
+    """Load a posterior, generate and render. This runs in a new process."""
     generate = pipeline("bayesian-text-generation", directory)
     set_seed(0)
     records = [record[0] for record in generate(PROMPTS, max_new_tokens=60, do_sample=True, temperature=0.7)]
@@ -114,7 +117,7 @@ def show(directory: str, output_dir: str) -> None:
 
 
 def main() -> None:
-    """Pretrain, fine-tune four ways, evaluate each in a new process, print one table."""
+    """Pretrain, fine-tune in four ways, evaluate each in a new process, and print one table."""
     (args,) = parse_arguments(Arguments)
     if args.show:
         return show(args.show, args.output_dir)

@@ -1,4 +1,7 @@
-"""The base model of the quickstart: a tokenizer and a small Llama, trained from nothing on one corpus."""
+"""The base model of the quickstart: a tokenizer and a small Llama, trained from random weights on one corpus.
+
+This module is not a command: ``python scripts/quickstart.py`` calls it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from transformers import (
     set_seed,
 )
 
-from hf_bayes.cli.data import token_windows
+from hf_bayes.cli.token_windows import token_windows
 
 
 def train_tokenizer(texts: Sequence[str], *, vocabulary: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: any text can be written in it, also text of another kind than it was trained on."""
+    """Train a byte-level BPE. It can encode any text, also other kinds of text than the training text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,9 +44,9 @@ def train_tokenizer(texts: Sequence[str], *, vocabulary: int = 2048) -> PreTrain
 def windows(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, length: int, limit: int | None = None
 ) -> Dataset:
-    """Windows of exactly ``length`` tokens without overlap, at most ``limit`` of them, evenly spread over the texts."""
+    """Return at most ``limit`` windows of exactly ``length`` tokens, without overlap, evenly spread over the texts."""
     rows = token_windows(Dataset.from_dict({"text": list(texts)}), tokenizer, length=length, join=True)
-    # The last one reaches back into its neighbour.
+    # The last window overlaps the one before it.
     rows = rows.select(range(max(1, len(rows) - 1)))
     return rows if limit is None or limit >= len(rows) else rows.select([i * len(rows) // limit for i in range(limit)])
 
@@ -59,10 +62,10 @@ def pretrain_base(
     learning_rate: float = 2e-3,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Train a Llama of 2.9 million parameters with the stock Trainer; save it and the tokenizer to ``directory``.
+    """Train a Llama of 2.9 million parameters with the stock Trainer, and save it and the tokenizer to ``directory``.
 
     Returns:
-        Loss at the end in nats per token, tokens seen, seconds, tokens per second, number of parameters.
+        The final loss in nats per token, tokens seen, seconds, tokens per second, and number of parameters.
     """
     set_seed(seed)
     config = LlamaConfig(
@@ -74,7 +77,7 @@ def pretrain_base(
         num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=0.08,  # 0.02 suits widths of thousands; here it costs half a nat after so few updates
+        initializer_range=0.08,  # 0.02 suits widths of thousands. Here it costs half a nat after so few updates
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

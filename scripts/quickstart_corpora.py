@@ -1,14 +1,15 @@
-"""English text that every CPython carries, cut into the corpora of the quickstart. No network, nothing random.
+"""English text from the standard library of CPython, cut into the corpora of the quickstart: no network, no randomness.
 
-pretrain    docstrings of the standard library: what the base model and the tokenizer are trained on
-finetune    most of the language reference (``pydoc_data.topics``): what the posterior is conditioned on
-validation  more of the language reference: for choosing anything
+This module is not a command: ``python scripts/quickstart.py`` calls it.
+
+pretrain    docstrings of the standard library: training text of the base model and the tokenizer
+finetune    most of the language reference (``pydoc_data.topics``): training text of the posterior
+validation  more of the language reference: for every choice of a setting
 test        the rest of the language reference: in distribution, used once
 code        standard library source without comments and docstrings: near out of distribution
 rot13       the test text with every letter moved by 13: far out of distribution
 
-Docstrings of installed packages (``package_docstrings``) are more of the kind of ``pretrain``, for a base model that is
-to read more than the quickstart's.
+``package_docstrings`` returns docstrings of installed packages, more text like ``pretrain`` for a larger base model.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ _SKIPPED = {
     "encodings",
     "pydoc_data",
 }
-_SHARES = {"finetune": 0.6, "validation": 0.15, "test": 0.25}  # of the language reference
+_SHARES = {"finetune": 0.6, "validation": 0.15, "test": 0.25}  # shares of the language reference
 _PYTHON_PARAGRAPH = re.compile(r">>>|^\s*(def|class|import|from|return|@)\b", re.MULTILINE)
 
 
 def corpora() -> dict[str, list[str]]:
-    """Name of a corpus -> its texts. No paragraph stands in two texts: what is held out is new to the model."""
+    """Return corpus name -> texts. No paragraph occurs in two texts, so held-out text is new to the model."""
     seen: set[str] = set()
-    # The reference goes first: a paragraph that a docstring repeats must not be in the pretraining corpus.
+    # The reference comes first: a paragraph that a docstring repeats must not be in the pretraining corpus.
     reference = [text for name in sorted(topics) if (text := _prose(topics[name], seen))]
     modules = _modules(Path(sysconfig.get_path("stdlib")))
     split: dict[str, list[str]] = {"pretrain": _prose_of(modules, seen), "finetune": [], "validation": [], "test": []}
-    # Whole topics, the longest first, each to the corpus that lacks most of its share.
+    # Whole topics, the longest first. Each goes to the corpus that is furthest below its share.
     for text in sorted(reference, key=len, reverse=True):
         split[min(_SHARES, key=lambda name: sum(map(len, split[name])) / _SHARES[name])].append(text)
     split["code"] = [code for tree in modules[::8] if len(code := _code(tree)) > 2000]
@@ -55,7 +56,7 @@ def corpora() -> dict[str, list[str]]:
 
 
 def package_docstrings(packages: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Docstrings of installed packages, a text a module, without the paragraphs that stand in the ``known`` texts.
+    """Return docstrings of installed packages, one text per module, without the paragraphs of the ``known`` texts.
 
     Raises:
         ModuleNotFoundError: for a package that is not installed.
@@ -65,18 +66,18 @@ def package_docstrings(packages: Sequence[str], known: Iterable[str]) -> list[st
     for name in packages:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:
-            raise ModuleNotFoundError(f"{name}, whose docstrings are asked for, is not installed: pip install {name}")
+            raise ModuleNotFoundError(f"{name} is not installed, but its docstrings are needed: pip install {name}")
         texts += _prose_of(_modules(Path(found.origin).parent), seen)
     return texts
 
 
 def _prose_of(modules: Sequence[ast.Module], seen: set[str]) -> list[str]:
-    """The prose of modules' docstrings, a text a module that has any."""
+    """Return the prose of the docstrings, one text for each module with prose."""
     return [text for tree in modules if (text := _prose("\n\n".join(_docstrings(tree)), seen))]
 
 
 def _modules(root: Path) -> list[ast.Module]:
-    """The parsed modules of a library, in the order of their paths."""
+    """Yield the parsed modules of a library, in the order of their paths."""
     trees = []
     for path in sorted(root.rglob("*.py")):
         if not _SKIPPED & set(path.relative_to(root).parts):
@@ -98,7 +99,7 @@ def _docstrings(tree: ast.Module) -> list[str]:
 
 
 def _prose(text: str, seen: set[str]) -> str:
-    """The English paragraphs of a text, one a line, that were not seen before."""
+    """Return the English paragraphs of a text, one per line, that were not seen before."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         line = " ".join(paragraph.split())
@@ -111,7 +112,7 @@ def _prose(text: str, seen: set[str]) -> str:
 
 
 def _code(tree: ast.Module) -> str:
-    """The module's source without docstrings; comments are gone with parsing."""
+    """Return the source of a module without docstrings. Parsing has removed the comments."""
     for node in _documented(tree):
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]

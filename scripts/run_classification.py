@@ -5,8 +5,8 @@
     python scripts/run_classification.py run.yaml
     python scripts/run_classification.py --config run.yaml --learning_rate 3e-3
 
-A column of classes makes a classifier, one of lists of classes a multi-label classifier, and with ``--noise_std`` a
-column of numbers a regression. ``--pair_column`` names the second text of pairs.
+A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
+``--noise_std`` a column of numbers gives a regression. ``--pair_column`` names the second text of pairs.
 """
 
 from __future__ import annotations
@@ -18,36 +18,30 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
+from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
 from hf_bayes.cli.labels import labelled_text
-from hf_bayes.cli.scripts import (
-    DataArguments,
-    MethodArguments,
-    ModelArguments,
-    end_process_group,
-    parse_arguments,
-    train_and_save,
-)
+from hf_bayes.cli.scripts import end_process_group, train_and_save
 
 
 @dataclass
 class LabelledArguments(DataArguments):
-    """Texts and their labels."""
+    """The arguments of the texts and their labels."""
 
-    pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, where rows are pairs."})
+    pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
     label_column: str = field(
         default="label",
-        metadata={"help": "Column of the label: integers or strings, lists of them, or numbers (with --noise_std)."},
+        metadata={"help": "Column of the labels: integers or strings, lists of them, or numbers (with --noise_std)."},
     )
-    max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text; the model's own limit."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text; default: all that fit."})
 
 
 def main() -> None:
-    """Parse, load, train, save."""
+    """Parse the arguments, load the data and the model, train, and save."""
     model_args, method_args, data_args, args = parse_arguments(
         ModelArguments, MethodArguments, LabelledArguments, BayesianTrainingArguments
     )
     logging.set_verbosity(args.get_process_log_level())
-    set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
+    set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
     method = method_args.config()
 
     tokenizer = model_args.load_tokenizer()
@@ -63,7 +57,7 @@ def main() -> None:
         )
 
     model = model_args.load_model(AutoModelForSequenceClassification, **head)
-    # decoders read the class off the last token that is not padding: they must know which one that is
+    # decoders classify by the last token that is not padding, so they need the padding token
     model.config.pad_token_id = tokenizer.pad_token_id
     model = model_args.add_lora(model, TaskType.SEQ_CLS)
 

@@ -15,39 +15,33 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
-from hf_bayes.cli.data import check_window, token_windows
-from hf_bayes.cli.scripts import (
-    DataArguments,
-    MethodArguments,
-    ModelArguments,
-    end_process_group,
-    parse_arguments,
-    train_and_save,
-)
+from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
+from hf_bayes.cli.scripts import end_process_group, train_and_save
+from hf_bayes.cli.token_windows import check_window, token_windows
 
 
 @dataclass
 class WindowArguments(DataArguments):
-    """Texts and their windows: by default all tokens count once, each with half a window of context."""
+    """The arguments of texts and their windows. By default every token counts once, with half a window of context."""
 
     window: int = field(default=256, metadata={"help": "Tokens in a window (300 in the posteriors paper, app. F)."})
     overlap: int | None = field(
-        default=None, metadata={"help": "Tokens that neighbours share (there 100); half a window."}
+        default=None, metadata={"help": "Tokens that neighbours share (100 in the paper). Default: half a window."}
     )
     loss_tokens: int | None = field(
-        default=None, metadata={"help": "How many last tokens of a window count (there 50); all new ones by default."}
+        default=None, metadata={"help": "Last tokens of a window that count (50 in the paper). Default: all new ones."}
     )
-    score_start: bool = field(default=True, metadata={"help": "Whether all tokens of a text's first window count."})
+    score_start: bool = field(default=True, metadata={"help": "Count all tokens of the first window of a text."})
     join_texts: bool = field(default=False, metadata={"help": "Treat all rows as one text: for many short rows."})
 
 
 def main() -> None:
-    """Parse, load, train, save."""
+    """Parse the arguments, load the data and the model, train, and save."""
     model_args, method_args, data_args, args = parse_arguments(
         ModelArguments, MethodArguments, WindowArguments, BayesianTrainingArguments
     )
     logging.set_verbosity(args.get_process_log_level())
-    set_seed(args.seed)  # a fresh adapter or head is then the same in every process, and in every run
+    set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
     method = method_args.config()
 
     tokenizer = model_args.load_tokenizer()

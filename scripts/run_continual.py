@@ -3,8 +3,8 @@
     python scripts/run_continual.py --model_name_or_path gpt2 --episodes one.txt "more/*.txt" \
         --output_dir continual --strength 1 --prior_std 0.1 --learning_rate 1e-3 --num_train_epochs 3
 
-Leaves results.json, two figures as the paper's 5 and 6, and the posterior of every method after every episode. The same
-command goes on where it was stopped.
+The script writes results.json, two figures like 5 and 6 of the paper, and the posterior of every method after every
+episode. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from peft import PeftModel, TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, MAPConfig
-from hf_bayes.cli.data import check_window, load_episode
-from hf_bayes.cli.scripts import end_process_group, parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.data import load_episode
+from hf_bayes.cli.scripts import end_process_group
+from hf_bayes.cli.token_windows import check_window
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_json
 from hf_bayes.core.layout import select
@@ -38,14 +40,14 @@ SETTINGS = (
 
 
 def write(file: Path, content: Any) -> None:
-    """All of it or, if killed, nothing."""
+    """Write a JSON file completely. A killed process leaves the old file."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, default=str))
     part.replace(file)
 
 
 def agree(file: Path, settings: dict[str, Any], *, writes: bool) -> None:
-    """Raise unless what is in the folder was made with these settings; a new folder is marked with them."""
+    """Check that the folder was made with these settings. A new folder records them."""
     settings = json.loads(json.dumps(settings, default=str))
     if file.exists():
         found = json.loads(file.read_text())
@@ -57,7 +59,7 @@ def agree(file: Path, settings: dict[str, Any], *, writes: bool) -> None:
 
 
 def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrainingArguments) -> Results:
-    """For each method and episode: train, test on all episodes, save. What is there already is not made again.
+    """Train each method on each episode, test on all episodes, and save. Results that exist already are kept.
 
     Returns:
         {method: [[test loss of episode e] after episode n]}.
@@ -68,7 +70,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     collate = DataCollatorForSeq2Seq(tokenizer)
 
     def model(start: Path | None) -> PeftModel:
-        """With a fresh adapter, the same for all methods, or with the one of a directory."""
+        """Return the model with a new adapter, equal for all methods, or with the adapter of a directory."""
         base = model_args.load_model(AutoModelForCausalLM)
         if start is not None:
             return PeftModel.from_pretrained(base, start, is_trainable=True)
@@ -76,7 +78,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         return model_args.add_lora(base, TaskType.CAUSAL_LM)
 
     first = model(None)
-    # models whose positions are relative (Bloom) have no longest context
+    # models with relative positions (Bloom) have no longest context
     window = given.window
     if window is None:
         window = min(2048, getattr(first.config, "max_position_embeddings", 2048))
@@ -88,7 +90,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     settings = {**dataclasses.asdict(model_args), **dataclasses.asdict(given), "window": window, "methods": None}
     settings |= {name: getattr(args, name) for name in SETTINGS}
     settings["rows_per_update"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    # a path may hold other weights today, and only some methods have a prior that would notice
+    # the weights at a path may have changed, and only some methods have a prior that detects this
     about = describe(first, first.get_base_model(), select(first), tokenizer)
     settings |= {f"fingerprint of {part}": value for part, value in about["fingerprint"].items()}
     del first
@@ -97,7 +99,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
         agree(output / name / "settings.json", settings, writes=args.process_index == 0)
 
     def learn(rows: Any, directory: Path, config: MethodConfig, before: Path | None, scale: int = 1) -> Any:
-        """Test losses after training on ``rows``, from the last posterior's adapter or with it as the prior."""
+        """Train on ``rows``, from the last posterior's adapter or with it as the prior. Return the test losses."""
         file = directory / "losses.json"
         if file.exists():
             return json.loads(file.read_text())["losses"]
@@ -119,7 +121,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     results: dict[str, list[list[float]]] = {}
     for name, config in methods(given).items():
         folder, before, results[name] = output / name, None, []
-        if name == "offline":  # all updates that the others make, on all data
+        if name == "offline":  # as many updates as all episodes together, on all data
             found = learn(concatenate_datasets(train), folder, config, None, len(train))
             results[name] = [found] * len(train)
             continue
@@ -132,9 +134,9 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
 
 
 def main() -> None:
-    """Parse, run, show."""
+    """Parse the arguments, run, and show the results."""
     model_args, given, args = parse_arguments(LoraArguments, ContinualArguments, BayesianTrainingArguments)
-    if "single" not in given.methods:  # the others are compared with it
+    if "single" not in given.methods:  # every other method is compared with it
         given.methods = ["single", *given.methods]
     results = run(model_args, given, args)
     if args.process_index == 0:

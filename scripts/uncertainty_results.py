@@ -1,4 +1,7 @@
-"""What evaluate_uncertainty.py found, as tables and as a figure."""
+"""The tables and the figure of evaluate_uncertainty.py.
+
+This module is not a command: ``python scripts/evaluate_uncertainty.py`` calls it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from rich.text import Text
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")  # Paul Tol's bright, safe for all eyes
+COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")  # Paul Tol's colour-blind safe palette
 LINES = ("-", "--", ":", "-.")
-FILLED = 3  # of more areas over each other nobody tells which is which
+FILLED = 3  # more overlapping areas cannot be told apart
 
 
 def look(number: int) -> dict:
-    """How the histogram of a text is drawn, another way for each: areas for the first, outlines for the others."""
+    """Return the style of the histogram of a text: areas for the first texts, outlines for all further ones."""
     turn, place = divmod(number, len(COLOURS))
     if number < FILLED:
         return {"color": COLOURS[place], "alpha": 0.65}
@@ -27,8 +30,8 @@ def look(number: int) -> dict:
 
 
 def plot(found: dict[str, dict], results: dict, directory: Path) -> None:
-    """Histograms of window scores, and the reliability diagram of the test text."""
-    height = 3.4 + 0.2 * -(-len(found) // 2)  # and the lines of a legend in two columns, which would hide bars inside
+    """Draw histograms of window scores, and the reliability diagram of the test text."""
+    height = 3.4 + 0.2 * -(-len(found) // 2)  # room for the legend, which would hide bars inside
     figure, axes = plt.subplots(1, 3, figsize=(12, height), layout="constrained")
     for axis, measure in zip(axes, ("total", "epistemic"), strict=False):
         scores = {name: values[measure].mean(1) for name, values in found.items()}
@@ -54,7 +57,7 @@ def plot(found: dict[str, dict], results: dict, directory: Path) -> None:
 
 
 def show(results: dict, posterior: str, console: Console) -> None:
-    """A table of the test text, and one with a row for each other text."""
+    """Print a table of the test text, and a table with a row for each other text."""
     table = Table(title=Text(f"{posterior}: {results['members']} members"))
     for column in ("NLL", "member NLL", "accuracy", "ECE"):
         table.add_column(column, justify="right")
@@ -68,5 +71,5 @@ def show(results: dict, posterior: str, console: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, areas in results["auroc"].items():
         cells = ["-" if m not in areas else f"{areas[m]:.4f}" for m in ("total", "epistemic")]
-        table.add_row(Text(name), *cells)  # a name is no markup
+        table.add_row(Text(name), *cells)  # a name is not markup
     console.print(table)

@@ -1,14 +1,11 @@
-"""Data sets for the training scripts: Hub or local files, and token windows for language models."""
+"""Data sets for the training scripts, from the Hub or from local files: splits, episodes and checks of columns."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from datasets import Dataset, DatasetDict, load_dataset
-
-from hf_bayes.uncertainty.likelihoods import IGNORE
 
 _FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -23,20 +20,21 @@ def load_splits(
     seed: int = 0,
     revision: str | None = None,
 ) -> DatasetDict:
-    """The splits "train" and "validation" of local files or of a data set of the Hub.
+    """Return the splits "train" and "validation" of local files or of a data set of the Hub.
 
-    A missing validation split is taken from the training data: random rows, or, where the training data is one text,
-    its last part (posteriors paper, app. E). A test split is never touched: it would no longer be one.
+    A missing validation split is taken from the training data: random rows, or the last part if the training data is
+    one text (posteriors paper, app. E). A test split is never used, so that it stays untouched.
 
     Args:
-        dataset: a .txt (one text a file), .jsonl, .json, .csv or .parquet file, a glob of such, or a Hub data set.
-        config: which configuration of a Hub data set.
-        validation_file: a local file or glob; only beside local training files.
-        validation_fraction: share of the training rows to hold out if there is no validation split; with 0 there is
-            none in the answer, either.
+        dataset: a .txt (one text per file), .jsonl, .json, .csv or .parquet file, a glob of such files, or a Hub data
+            set.
+        config: the configuration of a Hub data set.
+        validation_file: a local file or glob, only together with local training files.
+        validation_fraction: share of the training rows to hold out if there is no validation split. 0 returns no
+            validation split.
         text_column: the column that holds the text.
-        seed: of the random split.
-        revision: of a Hub data set.
+        seed: the seed of the random split.
+        revision: the revision of a Hub data set.
     Raises:
         ValueError: for a file of unknown format, an empty split, a missing column, a fraction outside [0, 1).
         FileNotFoundError: for a pattern that matches nothing.
@@ -72,13 +70,15 @@ def load_splits(
 
 
 def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "text") -> tuple[Dataset, Dataset]:
-    """One text to learn and its end to be tested on (posteriors paper, app. E: the last 15 % of a book).
+    """Return the beginning of a text for training and its end for testing.
+
+    The posteriors paper (app. E) tests on the last 15 % of a book.
 
     Args:
-        source: a file or glob as of ``load_splits``, or ``NAME[/CONFIG][:SPLIT]`` of the Hub: a name with two slashes
+        source: a file or glob as in ``load_splits``, or ``NAME[/CONFIG][:SPLIT]`` of the Hub: a name with two slashes
             has a configuration, and the split is "train" by default. Rows are joined by blank lines.
-        held_out: share of the text.
-        text_column: the column that holds it.
+        held_out: share of the text to test on.
+        text_column: the column that holds the text.
     Raises:
         ValueError, FileNotFoundError: as ``load_splits``.
     """
@@ -100,116 +100,6 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
     return _as_rows(parts, text_column)
 
 
-class Window(NamedTuple):
-    """Tokens [start, end) of a text, of which [loss_start, end) count in the loss."""
-
-    start: int
-    end: int
-    loss_start: int
-
-
-def window_spans(
-    num_tokens: int, *, length: int, overlap: int = 0, loss_tokens: int | None = None, score_start: bool = True
-) -> list[Window]:
-    """Where windows lie over a text and which tokens count (posteriors paper, app. F: 300, 100 and 50).
-
-    A window starts every ``step = length - overlap`` tokens and its last ``loss_tokens`` tokens count, so each of them
-    has at least ``length - loss_tokens`` tokens of context. With ``loss_tokens = step``, the default, every token
-    counts exactly once. The last window reaches back instead of being short, and counts only tokens that no window
-    before it holds.
-
-    Args:
-        num_tokens: of the text.
-        length: of a window; a shorter text is one shorter window.
-        overlap: tokens that two neighbours share.
-        loss_tokens: at most ``step``, or tokens would count twice.
-        score_start: the first window of a text counts all its tokens, the first without any context; False leaves the
-            first ``length - loss_tokens`` without loss, as the paper does.
-    Raises:
-        ValueError: if the three lengths do not fit together.
-    """
-    step = length - overlap
-    if length < 2 or not 0 <= overlap < length:
-        raise ValueError(f"windows need length >= 2 and 0 <= overlap < length, got length={length}, overlap={overlap}")
-    loss_tokens = step if loss_tokens is None else loss_tokens
-    if not 1 <= loss_tokens <= step:
-        raise ValueError(
-            f"loss_tokens must be between 1 and length - overlap = {step}, or tokens would count more than once; got "
-            f"{loss_tokens}: lower it, or lower overlap ({overlap})"
-        )
-    windows: list[Window] = []
-    covered = 0  # tokens that lie in some window so far
-    while covered < num_tokens:
-        end = min(covered + (step if windows else length), num_tokens)
-        loss_start = max(end - loss_tokens, covered)
-        if not windows and score_start:
-            loss_start = 0
-        windows.append(Window(max(0, end - length), end, loss_start))
-        covered = end
-    return windows
-
-
-def token_windows(
-    texts: Dataset,
-    tokenizer: Any,
-    *,
-    length: int,
-    overlap: int = 0,
-    loss_tokens: int | None = None,
-    score_start: bool = True,
-    text_column: str = "text",
-    join: bool = False,
-) -> Dataset:
-    """Rows ``input_ids``, ``attention_mask``, ``labels`` for a causal LM; -100 where a token does not count.
-
-    Labels are not shifted: the model does that, which drops the first token of a window. Windows without any token that
-    counts (after the shift) are left out.
-
-    Args:
-        texts: rows of text.
-        tokenizer: any tokenizer of transformers; its special tokens open each text.
-        length: see ``window_spans``, as are overlap, loss_tokens and score_start.
-        text_column: the column that holds the text.
-        join: treat all rows as one text, with the end-of-sequence token between them: for many short rows.
-    Raises:
-        ValueError: if the lengths do not fit together, no text holds two tokens, or ``join`` lacks a separator.
-    """
-    lengths: dict[str, Any] = {
-        "length": length,
-        "overlap": overlap,
-        "loss_tokens": loss_tokens,
-        "score_start": score_start,
-    }
-    window_spans(0, **lengths)
-    separator = [tokenizer.eos_token_id] if join else []
-    if separator == [None]:
-        raise ValueError("join=True needs an end-of-sequence token between texts, the tokenizer has none: join=False")
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        # verbose=False: the warning that a text is longer than the model's context would be about the uncut text.
-        return {"input_ids": tokenizer(batch[text_column], verbose=False)["input_ids"]}
-
-    def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        encoded = batch["input_ids"]
-        for ids in [[token for row in encoded for token in [*row, *separator]]] if join else encoded:
-            for start, end, loss_start in window_spans(len(ids), **lengths):
-                labels = [IGNORE] * (loss_start - start) + ids[loss_start:end]
-                labels[0] = IGNORE  # nothing precedes it, the shift drops it: N counts what is left
-                if any(label != IGNORE for label in labels):
-                    rows["input_ids"].append(ids[start:end])
-                    rows["attention_mask"].append([1] * (end - start))
-                    rows["labels"].append(labels)
-        return rows
-
-    encoded = texts.map(encode, batched=True, remove_columns=texts.column_names)
-    # One batch of all rows where they are joined: a text has one beginning.
-    windows = encoded.map(cut, batched=True, batch_size=None if join else 1000, remove_columns=encoded.column_names)
-    if len(windows) == 0:
-        raise ValueError(f"no window with a token to predict in {len(texts)} rows of {text_column!r}: are they empty?")
-    return windows
-
-
 def _matching(pattern: str) -> list[str]:
     path = Path(pattern)
     root = Path(path.anchor) if path.is_absolute() else Path()
@@ -229,12 +119,16 @@ def _load_files(files: dict[str, list[str]]) -> DatasetDict:
     for file in (file for group in files.values() for file in group):
         if Path(file).stat().st_size == 0:
             raise ValueError(f"{file} is empty")
-    # A text file is one text: windows run over its line ends.
+    # A text file is one text: windows cross the ends of lines.
     return load_dataset(kind, data_files=files, **({"sample_by": "document"} if kind == "text" else {}))
 
 
 def check_split(split: Dataset, column: str, what: str) -> None:
-    """Raise a ValueError for a split without rows or without the column; ``what`` names the split."""
+    """Check that a split has rows and the column. ``what`` names the split in the error.
+
+    Raises:
+        ValueError: if it has no rows or lacks the column.
+    """
     if column not in split.column_names:
         raise ValueError(f"{what} has no column {column!r}, only {', '.join(split.column_names)}: name one of them")
     if len(split) == 0:
@@ -242,27 +136,21 @@ def check_split(split: Dataset, column: str, what: str) -> None:
 
 
 def check_texts(split: Dataset, column: str, what: str) -> None:
-    """As ``check_split``, and for a column or a row that holds no text."""
+    """Check that a split has rows, and text in every row of the column.
+
+    Raises:
+        ValueError: as ``check_split``, or naming the row without text.
+    """
     check_split(split, column, what)
     kind = getattr(split.features[column], "dtype", type(split.features[column]).__name__)
     if kind not in ("string", "large_string"):
         raise ValueError(f"{what}: the column {column!r} holds {kind}, expected text: name another, or make it text")
-    if split.data.column(column).null_count:  # of the whole table, of which the split may be a part
+    if split.data.column(column).null_count:  # counted over the whole table, and the split may be a part of it
         for row, text in enumerate(split[column]):
             if text is None:
                 raise ValueError(
                     f"{what}: row {row} of {column!r} holds nothing (null), expected text: fill it, or leave it out"
                 )
-
-
-def check_window(length: int, config: Any) -> None:
-    """Raise a ValueError for a window that is longer than the longest context of the model with this ``config``."""
-    longest = getattr(config, "max_position_embeddings", None)  # models whose positions are relative (Bloom) have none
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"window={length} is longer than the model's longest context, {longest} tokens: lower window, or, of a "
-            "model that can go further, raise max_position_embeddings by config_overrides"
-        )
 
 
 def _hold_out(train: Dataset, fraction: float, text_column: str, seed: int) -> tuple[Dataset, Dataset]:
@@ -281,9 +169,9 @@ def _as_rows(parts: tuple[str, str], column: str) -> tuple[Dataset, Dataset]:
 
 
 def _cut_text(text: str, fraction: float) -> tuple[str, str] | None:
-    """In two at the line end (or the blank, or the character) nearest before ``fraction`` of its length.
+    """Cut a text in two at the last line end (or blank, or character) before ``fraction`` of its length.
 
-    None if one of them would be blank.
+    Returns None if one part would be blank.
     """
     place = int(len(text) * fraction)
     for end in ("\n", " "):

@@ -1,4 +1,4 @@
-"""Labelled text for the training scripts: what a column of labels asks of a head, and the rows that train it."""
+"""Labelled text for the training scripts: encoded rows, and the settings of the head that predicts the labels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_bayes.cli.data import check_split, check_texts
 
 
 class LabelledText(NamedTuple):
-    """What a sequence classifier is trained on.
+    """The training data of a sequence classifier.
 
     Attributes:
-        splits: rows ``input_ids``, ``attention_mask``, ``labels``, and of pairs ``token_type_ids`` where the tokenizer
-            has them.
-        head: fields of the model's config that make its head answer such labels: ``num_labels``, ``problem_type`` and,
-            of classes, ``id2label`` and ``label2id``.
+        splits: rows ``input_ids``, ``attention_mask``, ``labels``. Pairs of texts also have ``token_type_ids`` if the
+            tokenizer has them.
+        head: the fields of the model's config for such labels: ``num_labels`` and ``problem_type``. Classes also have
+            ``id2label`` and ``label2id``.
     """
 
     splits: DatasetDict
@@ -26,13 +26,13 @@ class LabelledText(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """One kind of labels.
+    """A kind of labels.
 
     Attributes:
-        head: as of ``LabelledText``.
-        read: from what the column holds to the label; raises LookupError or ValueError for what is no label.
-        expected: of a label, in words.
-        advice: what to do about rows without.
+        head: see ``LabelledText``.
+        read: a function from a value of the column to the label. It raises LookupError or ValueError for other values.
+        expected: the expected values, for the error message.
+        advice: the advice about other values, for the error message.
     """
 
     head: dict[str, Any]
@@ -53,20 +53,20 @@ def labelled_text(
 ) -> LabelledText:
     """Encode texts (or pairs of texts) and their labels.
 
-    A column of lists gives each text several labels of their own (multi-label), any other one class each. Classes are
-    those of the data set's own ``ClassLabel``, or else the distinct values of the training split, sorted.
+    A column of lists gives each text several labels (multi-label). Any other column gives each text one class. The
+    classes come from the data set's ``ClassLabel``, or else are the sorted distinct values of the training split.
 
     Args:
-        splits: rows of text, "train" among them.
+        splits: rows of text. There must be a split "train".
         tokenizer: any tokenizer of transformers.
         text_column: the column of the text.
-        pair_column: the column of a second text, as of a premise and its hypothesis.
+        pair_column: the column of a second text, such as the hypothesis beside a premise.
         label_column: the column of the labels.
-        numbers: labels are numbers to be predicted (a regression), and no classes.
-        max_length: tokens kept of a row; None: what the tokenizer says its model takes.
+        numbers: True if labels are numbers to predict (a regression) instead of classes.
+        max_length: the largest number of tokens in a row. None uses the limit of the tokenizer.
     Raises:
-        ValueError: for a missing column, fewer than two classes, and for a label that is missing, no finite number
-            where numbers are asked for, or one that the training split lacks.
+        ValueError: for a missing column, fewer than two classes, or a label that is missing, not finite in a
+            regression, or not in the training split.
     """
     for name, split in splits.items():
         for column in [text_column, *([] if pair_column is None else [pair_column])]:
@@ -87,7 +87,7 @@ def labelled_text(
         texts = [batch[text_column], *([] if pair_column is None else [batch[pair_column]])]
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         if pair_column is None:
-            encoded.pop("token_type_ids", None)  # which half a token is of; GPT-2 would add an embedding for "neither"
+            encoded.pop("token_type_ids", None)  # GPT-2 would add an embedding for the one segment
         return {**encoded, "labels": answers}
 
     encoded = {
@@ -138,7 +138,7 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> _Labels:
 
 
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
-    """Of all rows; what is missing is found again, with its place, when rows are read."""
+    """Return the values in all rows. A missing value is refused later, with its row."""
     return {value for row in rows for value in row or ()} - {None}
 
 

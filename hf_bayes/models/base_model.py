@@ -15,7 +15,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.models import lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
-from hf_bayes.posteriors.storage.formats import plain
+from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import SUPPORTED
 
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.posteriors import lora_config
-from hf_bayes.posteriors.lora_adapter import TASKS
-from hf_bayes.posteriors.lora_config import PREFIX
+from hf_bayes.posteriors.compat import MODEL_PREFIX as PREFIX
+from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES as TASKS
 
 _WRAPPERS = (".base_layer", ".original_module")
 _ADAPTER_PART = re.compile(r"\.(?:lora_\w+|modules_to_save)(?:\.|$)")

@@ -1,17 +1,18 @@
-"""A bound on what a chat template may do: its work follows the conversation, not numbers of its own.
+"""A bound on the work of a chat template: it may grow with the conversation, not with numbers in the template.
 
-A chat template is a program of jinja2. transformers runs it in a sandbox, which keeps it from files and imports, but
-not from running for ever or filling memory. ``check_chat_template`` reads the program without running it, and refuses
+A chat template is a jinja2 program. transformers runs it in a sandbox without files and imports, but the sandbox does
+not stop a program that runs for ever or fills memory. ``check_chat_template`` parses the program without running it. It
+refuses
 
-1. more than ``MAX_TEXT`` characters, or what jinja2 cannot parse;
+1. more than ``MAX_TEXT`` characters, and programs that jinja2 cannot parse;
 2. numbers above ``MAX_NUMBER``, also within a format such as ``%99999d``, powers, and products of two unknowns;
 3. loops more than ``MAX_NESTED`` deep, and a loop over the template's own list or range within another loop. A call of
-   a macro counts with the loops in the macro, and a macro may call itself in a loop only on the parts of its argument;
-4. variables that are built from more than one copy of themselves (``x = x + x``), by any detour, and chains of
-   variables that multiply a text by more than ``MAX_COPIES``.
+   a macro counts with the loops in the macro. A macro may call itself in a loop only on the parts of its argument;
+4. variables that contain more than one copy of themselves (``x = x + x``), directly or through other variables, and
+   chains of variables that multiply a text by more than ``MAX_COPIES``.
 
-These are bounds on usual programs, no proof: a template that is accepted can still be slow. Do not load one that you
-would not run.
+These bounds cover usual programs and prove nothing: an accepted template can still be slow. Do not load a template that
+you would not run.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hf_bayes.posteriors.storage.json_types import is_text
 
 MAX_TEXT = 100_000
 MAX_NUMBER = 10_000
@@ -36,7 +40,7 @@ _OWN_LISTS = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Const)
 
 
 class _Generation(Extension):
-    """The tag of transformers around the assistant's words, which is parsed as its content."""
+    """The tag of transformers around the assistant's text. It is parsed as its content."""
 
     tags = {"generation"}  # noqa: RUF012, typed so by jinja2
 
@@ -46,12 +50,12 @@ class _Generation(Extension):
 
 
 def check_chat_template(text: str) -> None:
-    """Raise for a chat template that could run for ever or fill memory, without running it.
+    """Check, without running it, that a chat template cannot run for ever or fill memory.
 
     Raises:
         ValueError: naming the line and the reason.
     """
-    if not isinstance(text, str):
+    if not is_text(text):
         raise ValueError(f"a chat template is a text, got {type(text).__name__}")
     if len(text) > MAX_TEXT:
         raise ValueError(f"a chat template of {len(text):,} characters is refused, expected at most {MAX_TEXT:,}")
@@ -63,7 +67,7 @@ def check_chat_template(text: str) -> None:
         _check_growth(tree)
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"the chat template is no jinja2 template: line {error.lineno}: {error.message:.200}"
+            f"the chat template is not a jinja2 template: line {error.lineno}: {error.message:.200}"
         ) from None
     except RecursionError:
         raise ValueError("the chat template is refused: its expressions are nested too deep to be read") from None
@@ -98,8 +102,8 @@ def _check_loops(tree: nodes.Template) -> None:
             depth, inside = depth + 1, None if inside is None else inside.loop(node)
             if depth > MAX_NESTED:
                 _refuse(node, f"loops more than {MAX_NESTED} deep")
-        called = node.node.name if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) else None
-        if isinstance(node, nodes.Call) and called in calling:
+        called = _called(node)
+        if called in calling:
             if called != calling[-1] or inside is None or not inside.descends(node):
                 _refuse(node, "a macro that calls itself in a loop, and not on the parts of its argument")
         elif called in macros and (called, depth) not in seen:
@@ -115,18 +119,18 @@ def _check_loops(tree: nodes.Template) -> None:
             walk(child, depth, calling, _Inside(arguments, frozenset(), True, False))
 
     walk(tree, 0, (), None)
-    for macro in macros.values():  # also one that only other macros call
+    for macro in macros.values():  # includes a macro that only other macros call
         enter(macro, 0, (macro.name,))
 
 
 class _Inside(NamedTuple):
-    """A place in a macro, for the question whether the macro calls itself on ever smaller parts, as for nested types.
+    """A place in a macro, to decide if the macro calls itself on smaller and smaller parts, as for nested types.
 
     Attributes:
-        arguments: of the macro.
-        parts: variables of the loops around that run over parts of an argument.
-        only_parts: whether all loops around do.
-        in_loop: whether there is one.
+        arguments: the arguments of the macro.
+        parts: variables of the enclosing loops that run over parts of an argument.
+        only_parts: True if all enclosing loops run over parts of an argument.
+        in_loop: True if there is an enclosing loop.
     """
 
     arguments: frozenset[str]
@@ -139,34 +143,41 @@ class _Inside(NamedTuple):
             return self._replace(only_parts=False, in_loop=True)
         return self._replace(parts=self.parts | set(_targets(loop.target)), in_loop=True)
 
-    def descends(self, call: nodes.Call) -> bool:
+    def descends(self, call: Any) -> bool:
         smaller = any(_root(argument) in self.parts for argument in call.args)
         return not self.in_loop or (self.only_parts and smaller)
 
 
 def _root(node: Any) -> str | None:
-    """The variable that an expression takes a part of."""
-    while not isinstance(node, nodes.Name):
-        if not isinstance(node, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter) or node.node is None:
-            return None
+    """Return the variable that an expression takes a part of."""
+    while isinstance(node, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter):
         node = node.node
-    return node.name
+    return _name(node)
+
+
+def _name(node: Any) -> str | None:
+    """Return the name of a variable, or None for another expression."""
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _called(node: Any) -> str | None:
+    """Return the name of the macro or function that a node calls, or None."""
+    return _name(node.node) if isinstance(node, nodes.Call) else None
 
 
 def _is_own(node: Any) -> bool:
     """Return whether a loop runs over a list, text or range of the template itself, not over a part of the input."""
     if isinstance(node, _OWN_LISTS):
         return True
-    is_range = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
-    return is_range and not all(_counts(argument) for argument in node.args)
+    return _called(node) == "range" and not all(_counts(argument) for argument in node.args)
 
 
 def _counts(node: nodes.Node) -> bool:
-    """Return whether a number is a small one, a length, or a place in a loop."""
+    """Return whether an expression is a small number, a length, or a position in a loop."""
     if isinstance(node, nodes.Const):
         return isinstance(node.value, int) and abs(node.value) <= 10
     if isinstance(node, nodes.Getattr):
-        return isinstance(node.node, nodes.Name) and node.node.name == "loop"
+        return _name(node.node) == "loop"
     if isinstance(node, nodes.Add | nodes.Sub | nodes.Neg):
         return all(map(_counts, node.iter_child_nodes()))
     return isinstance(node, nodes.Filter) and node.name in ("length", "count")
@@ -174,7 +185,7 @@ def _counts(node: nodes.Node) -> bool:
 
 def _check_growth(tree: nodes.Template) -> None:
     """Refuse variables whose length a chain of assignments multiplies."""
-    _tell_loop_variables_apart(tree)
+    _rename_loop_variables(tree)
     parts: dict[str, dict[str, int]] = {}  # variable -> the variables in it, each with its number of copies
     where: dict[str, nodes.Node] = {}
     node: Any
@@ -201,13 +212,14 @@ def _check_growth(tree: nodes.Template) -> None:
         factor(target)
 
 
-def _tell_loop_variables_apart(tree: nodes.Template) -> None:
-    """Give the variables of each loop names of their own: two loops may use one name."""
+def _rename_loop_variables(tree: nodes.Template) -> None:
+    """Give the variables of each loop unique names, because two loops may use one name."""
     for index, loop in enumerate(reversed(list(tree.find_all(nodes.For)))):  # inner loops before outer ones
         own = set(_targets(loop.target))
         for part in (loop.target, *loop.body):
+            name: Any
             for name in [part, *part.find_all(nodes.Name)]:
-                if isinstance(name, nodes.Name) and name.name in own:
+                if _name(name) in own:
                     name.name += f" of loop {index}"
 
 
@@ -216,7 +228,7 @@ def _value(node: nodes.For | nodes.Assign) -> nodes.Node:
 
 
 def _reached(start: str, parts: Mapping[str, Mapping[str, int]]) -> set[str]:
-    """The variable itself, and all that it is made of."""
+    """Return the variable and all variables that it is made of."""
     seen, left = {start}, [start]
     while left:
         new = parts.get(left.pop(), {}).keys() - seen
@@ -233,30 +245,61 @@ def _targets(node: nodes.Node) -> Iterator[str]:
             yield found.name
 
 
+@singledispatch
 def _copies(node: nodes.Node) -> dict[str, int]:
-    """Variable -> how often its content can be in the value of an expression; "" stands for constants multiplied."""
-    if isinstance(node, nodes.Name):
-        return {node.name: 1}
-    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
-        return {f"{node.node.name}.{node.attr}": 1, node.node.name: 1}
-    if isinstance(node, nodes.Compare | nodes.Test | nodes.Not):
-        return {}
-    if isinstance(node, nodes.Filter) and node.name in ("length", "count"):
-        return {}
-    if isinstance(node, nodes.Getitem):
-        return _copies(node.node)
-    if isinstance(node, nodes.CondExpr):
-        return _most([_copies(branch) for branch in (node.expr1, node.expr2) if branch is not None])
-    if isinstance(node, nodes.And | nodes.Or):
-        return _most([_copies(node.left), _copies(node.right)])
+    """Return variable -> the largest number of copies of it in an expression. "" stands for repeated constants."""
     total = _total(node.iter_child_nodes())
-    if isinstance(node, nodes.Mul):
-        constants = [side.value for side in (node.left, node.right) if isinstance(side, nodes.Const)]
-        size = max((abs(int(c)) if isinstance(c, int | float) else len(c) for c in constants), default=1)
-        return {name: count * max(1, size) for name, count in (total or {"": 1}).items()}
-    if _inserts(node):
-        return {name: 100 * count for name, count in total.items()}
-    return total
+    return {name: 100 * count for name, count in total.items()} if _inserts(node) else total
+
+
+_copies_of_parts = _copies.dispatch(nodes.Node)
+
+
+@_copies.register
+def _of_name(node: nodes.Name) -> dict[str, int]:
+    return {node.name: 1}
+
+
+@_copies.register
+def _of_attribute(node: nodes.Getattr) -> dict[str, int]:
+    name = _name(node.node)
+    return _copies_of_parts(node) if name is None else {f"{name}.{node.attr}": 1, name: 1}
+
+
+@_copies.register(nodes.Compare)
+@_copies.register(nodes.Test)
+@_copies.register(nodes.Not)
+def _of_condition(node: nodes.Node) -> dict[str, int]:
+    return {}
+
+
+@_copies.register
+def _of_filter(node: nodes.Filter) -> dict[str, int]:
+    return {} if node.name in ("length", "count") else _copies_of_parts(node)
+
+
+@_copies.register
+def _of_item(node: nodes.Getitem) -> dict[str, int]:
+    return _copies(node.node)
+
+
+@_copies.register
+def _of_branches(node: nodes.CondExpr) -> dict[str, int]:
+    return _most([_copies(branch) for branch in (node.expr1, node.expr2) if branch is not None])
+
+
+@_copies.register(nodes.And)
+@_copies.register(nodes.Or)
+def _of_choice(node: nodes.BinExpr) -> dict[str, int]:
+    return _most([_copies(node.left), _copies(node.right)])
+
+
+@_copies.register
+def _of_product(node: nodes.Mul) -> dict[str, int]:
+    constants = [side.value for side in (node.left, node.right) if isinstance(side, nodes.Const)]
+    size = max((abs(int(c)) if isinstance(c, int | float) else len(c) for c in constants), default=1)
+    total = _total(node.iter_child_nodes())
+    return {name: count * max(1, size) for name, count in (total or {"": 1}).items()}
 
 
 def _inserts(node: nodes.Node) -> bool:

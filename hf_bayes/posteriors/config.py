@@ -1,4 +1,4 @@
-"""``posterior_config.json``: what a posterior says of itself. Unknown and missing keys are errors."""
+"""``posterior_config.json``: the description of a posterior. Unknown and missing keys are errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
-from hf_bayes.posteriors.lora_adapter import TASKS
-from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS, plain, shown
+from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
+from hf_bayes.posteriors.storage.json_types import (
+    is_boolean,
+    is_integer,
+    is_list,
+    is_number,
+    is_object,
+    is_text,
+)
+from hf_bayes.posteriors.storage.listing import shown
+from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 FORMAT_VERSION = 1
@@ -35,34 +45,35 @@ def _library_versions() -> tuple[tuple[str, str], ...]:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a posterior depends on, of those that are installed."""
+    """Return the versions of the installed libraries that a posterior depends on."""
     return dict(_library_versions())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorConfig:
-    """What ``posterior_config.json`` holds.
+    """The content of ``posterior_config.json``.
 
     Attributes:
-        format_version: of this file.
-        task: one of ``adapters.TASKS``.
+        format_version: the version of the format of this file.
+        task: one of ``tasks.TASKS``.
         method: ``MethodConfig.to_dict()``.
-        approximation: "draws", or one of ``posterior.GAUSSIANS``: "gaussian" (diagonal), "gaussian_kronecker" ...
+        approximation: "draws", or one of ``approximations.GAUSSIANS``: "gaussian" (diagonal), "gaussian_kronecker" ...
         parameters: [name, shape] of each random tensor as the user's model names it, in the order of theta.
-        num_members: stored draws; 0 for a Gaussian.
-        member_chains: the chain of each draw; empty for a Gaussian. Left empty, ``Posterior`` fills it in.
-        subspace: how the random parameters were chosen.
-        prior: the prior, in words of its own.
-        num_data: N, None where nobody knows.
-        data_unit: what N counts.
+        num_members: the number of stored draws; 0 for a Gaussian.
+        member_chains: the chain of each draw; empty for a Gaussian. ``Posterior`` fills in an empty list.
+        subspace: the choice of the random parameters.
+        prior: the name and settings of the prior.
+        num_data: N, the number of likelihood terms, or None if it is not known.
+        data_unit: the unit of N.
         base_model: name_or_path, revision, dtype and fingerprint {weights, config, tokenizer}, each a text or None.
-        head: what the base model's head was set to (id2label, problem_type, noise_std ...).
-        prediction: how the loaded posterior predicts, one of ``predictive.PREDICTIONS``: "members", or by outputs that
-            are linear in the parameters ("linearised", ...), which only a Gaussian can.
-        versions: of the libraries.
-        seed: of the run (at most ``rng.MAX_SEED``), None where there was none.
-        diagnostics: of the run; ``converged`` (true, false or null) and ``verdict`` (a sentence) decide on a warning.
-        metrics: held-out figures. In these two, NaN and infinities become null: "not defined".
+        head: the settings of the base model's head (id2label, problem_type, noise_std ...).
+        prediction: the way in which the loaded posterior predicts, one of ``gaussian_links.PREDICTIONS``: "members", or
+            for a Gaussian also by outputs that are linear in the parameters ("linearised", ...).
+        versions: library -> version.
+        seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
+        diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
+            on a warning. NaN and infinities become null, which means "not defined".
+        metrics: held-out figures. NaN and infinities become null here, too.
     """
 
     format_version: int = FORMAT_VERSION
@@ -92,7 +103,7 @@ class PosteriorConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = CONFIG) -> PosteriorConfig:
-        """The config of a parsed file.
+        """Return the config of a parsed file.
 
         Raises:
             ValueError: naming unknown and missing keys, or the value that is wrong.
@@ -113,12 +124,12 @@ class PosteriorConfig:
             raise ValueError(f"{where}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
     @property
     def layout(self) -> Layout:
-        """Which columns of theta are which tensor."""
+        """The columns of theta that belong to each tensor."""
         return Layout(tuple(name for name, _ in self.parameters), tuple(tuple(shape) for _, shape in self.parameters))
 
     def _check(self) -> None:
@@ -127,47 +138,45 @@ class PosteriorConfig:
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
         for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
-            _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
+            _require(is_object(getattr(self, name)), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
         _require(_is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
         _require(_is_count(self.num_members), "num_members", self.num_members, "an integer >= 0")
         if self.approximation == "draws":
             _require(
-                self.num_members >= 1, "num_members", self.num_members, "at least 1: a posterior of 0 members is none"
+                self.num_members >= 1, "num_members", self.num_members, "at least 1: a posterior of 0 members is empty"
             )
         else:
             _require(self.num_members == 0, "num_members", self.num_members, "0 for a gaussian")
         chains = self.member_chains
-        fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
+        fine = is_list(chains) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
         _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
-        fine = self.seed is None or _is_count(self.seed, limit=MAX_SEED + 1)
+        fine = self.seed is None or is_integer(self.seed, 0, MAX_SEED + 1)
         _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
-        fine = self.num_data is None or (_is_number(self.num_data) and self.num_data > 0)
+        fine = self.num_data is None or (is_number(self.num_data) and self.num_data > 0)
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
         self._check_prediction()
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
-        _require(
-            converged is None or isinstance(converged, bool), "diagnostics.converged", converged, "true, false or null"
-        )
-        _require(verdict is None or isinstance(verdict, str), "diagnostics.verdict", verdict, "a sentence")
+        fine = converged is None or is_boolean(converged)
+        _require(fine, "diagnostics.converged", converged, "true, false or null")
+        _require(verdict is None or is_text(verdict), "diagnostics.verdict", verdict, "a sentence")
 
     def _check_prediction(self) -> None:
         known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
-        fine = isinstance(self.prediction, str) and self.prediction in known
+        fine = is_text(self.prediction) and self.prediction in known
         _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
 
     def _check_parameters(self) -> None:
-        _require(
-            isinstance(self.parameters, list) and self.parameters, "parameters", self.parameters, "[name, shape] pairs"
-        )
+        fine: Any = is_list(self.parameters) and self.parameters
+        _require(fine, "parameters", self.parameters, "[name, shape] pairs")
         if len(self.parameters) > MAX_TENSORS:
             raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
         for pair in self.parameters:
-            fine = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
-            fine = fine and _is_line(pair[0]) and all(_is_count(n) and n > 0 for n in pair[1])
+            fine = is_list(pair) and len(pair) == 2 and _is_line(pair[0]) and is_list(pair[1])
+            fine = fine and all(is_integer(size, 1, _MAX_COUNT) for size in pair[1])
             _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
             if len(pair[0]) > MAX_NAME:
                 raise ValueError(f"a name in parameters has {len(pair[0]):,} characters, expected at most {MAX_NAME:,}")
@@ -180,7 +189,7 @@ class PosteriorConfig:
         _require(set(self.base_model) == keys, "base_model", sorted(self.base_model), f"the keys {sorted(keys)}")
         fingerprint = self.base_model["fingerprint"]
         keys = {"weights", "config", "tokenizer"}
-        fine = isinstance(fingerprint, dict) and set(fingerprint) == keys
+        fine = is_object(fingerprint) and set(fingerprint) == keys
         _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
@@ -193,16 +202,13 @@ def _require(fine: Any, name: str, value: Any, expected: str) -> None:
 
 
 _LINE = "a line of text without control characters"
-"""Expected of names: they stand in messages."""
+"""The expected form of a name, because names stand in messages."""
+_MAX_COUNT = 2**63
 
 
 def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and is_plain_line(value)
+    return is_text(value) and is_plain_line(value)
 
 
-def _is_count(value: Any, limit: int = 2**63) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_count(value: Any) -> bool:
+    return is_integer(value, 0, _MAX_COUNT)

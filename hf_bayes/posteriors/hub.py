@@ -1,4 +1,4 @@
-"""Posteriors on the Hugging Face Hub: fetch and push directories."""
+"""Posteriors on the Hugging Face Hub: download a repository, upload a saved directory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError
 
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
+from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
+from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.directory import GAUSSIAN, TRACE
+from hf_bayes.posteriors.storage.json_types import is_object
 
 CARD = "README.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
-"""How anything comes from the Hub: what holds for a posterior holds for its base model."""
+"""The options of a download. They hold for a posterior and for its base model."""
 _TOKEN = re.compile(rb"\bhf_(?:oauth_|jwt_)?[A-Za-z0-9]{20,}")
 FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
-"""Patterns of the files that a posterior is made of."""
-# Files of an earlier push that a later one no longer has: a member left there would make the posterior unreadable, a
-# chat template left there would be taken for the posterior's.
-_REPLACED = ["members/*", "adapter_config.json", "adapter_model.safetensors", "covariance.safetensors", "trace.json",
-             *sidecars.NAMES]  # fmt: skip
+"""Patterns of the files of a posterior."""
+# An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
+# make the posterior unreadable. A chat template left there would be used with the new posterior.
+_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, *sidecars.NAMES]
 
 
 def fetch(
@@ -37,16 +39,16 @@ def fetch(
     subfolder: str | None = None,
     **download: Any,
 ) -> Path:
-    """A local directory: ``source`` itself, or the Hub's repository of that id, downloaded.
+    """Return a local directory: ``source`` itself, or the downloaded repository of that id.
 
     Args:
         source: a directory or a repository id.
-        patterns: which files to download; a directory is used as it is.
+        patterns: the files to download. A directory is used unchanged.
         revision: branch, tag or commit of a repository.
-        subfolder: relative to the directory or repository.
-        download: of ``DOWNLOAD``, as ``huggingface_hub.snapshot_download`` takes them.
+        subfolder: a folder inside the directory or repository.
+        download: options named in ``DOWNLOAD``, passed to ``huggingface_hub.snapshot_download``.
     Raises:
-        OSError: if there is neither.
+        OSError: if there is neither a directory nor a repository.
         ValueError: if ``subfolder`` leads out of the directory.
     """
     parts = Path(subfolder or "").parts
@@ -72,11 +74,13 @@ def push_directory(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> CommitInfo:
-    """Upload a saved posterior: the files of its manifest, with tokenizer and processor, and its card. Checkpoints,
-    optimizers, ``training_args.bin`` (a pickle that may hold a token) and whatever else lies there stay.
+    """Upload a saved posterior: the files of its manifest (tokenizer and processor among them), and its model card.
+
+    No other file in the directory is uploaded: no checkpoints, optimizers or ``training_args.bin``, which is a pickle
+    and may hold a token.
 
     Returns:
-        The commit: a text, its address.
+        The commit, a text with its address.
     Raises:
         ValueError, OSError: if the posterior is damaged, or a text in it looks like an access token.
     """
@@ -89,16 +93,16 @@ def push_directory(
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
-    base = contents.get("posterior_config.json", {}).get("base_model", {})
-    base = base.get("name_or_path") if isinstance(base, dict) else None
+    base = contents.get(CONFIG, {}).get("base_model", {})
+    base = base.get("name_or_path") if is_object(base) else None
     if is_local(base):
         warnings.warn(
-            f"the base model is local ({visible_line(base)}): this path becomes public in posterior_config.json, and "
-            "nobody else can load it. Push the base model and set its id as name_or_path"
+            f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "
+            "no other computer can load it. Push the base model and set its id as name_or_path"
         )
     api = HfApi(token=token)
     repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None and not revision.startswith("refs/"):  # a pull request is there, and no branch
+    if revision is not None and not revision.startswith("refs/"):  # a pull request exists already, and is not a branch
         api.create_branch(repository, branch=revision, exist_ok=True)
     return api.upload_folder(
         repo_id=repository,
@@ -111,29 +115,27 @@ def push_directory(
 
 
 def is_local(name: str | None) -> bool:
-    """Whether a base model's name is a path on this computer rather than a repository id."""
+    """Return whether the name of a base model is a path on this computer rather than a repository id."""
     if not name:
         return False
     return name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1 or Path(name).is_dir()
 
 
 def _download(source: str, *, patterns: Sequence[str], folder: str, **download: Any) -> Path:
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        raise FileNotFoundError(f"{source} is neither a directory nor the id of a repository") from None
+    if not is_repo_id(source):
+        raise FileNotFoundError(f"{source} is neither a directory nor the id of a repository")
     prefix = f"{folder}/" if folder else ""
     try:
         return Path(
             huggingface_hub.snapshot_download(
                 source,
                 allow_patterns=[prefix + pattern for pattern in patterns],
-                ignore_patterns=["checkpoint-*"],
+                ignore_patterns=[CHECKPOINT_FOLDERS],
                 **download,
             )
         )
     except (HfHubHTTPError, OSError) as error:
         raise FileNotFoundError(
-            f"{source} is no directory here, and the Hub did not give it: {error}. "
+            f"{source} is not a directory here, and the download from the Hub failed: {error}. "
             "Check the name, the token and the network"
         ) from error

@@ -1,13 +1,13 @@
 """The LoRA configurations of posteriors: allowed fields with types and ranges, and modules by their full names.
 
-peft's ``adapter_config.json`` can do a great deal: import modules, copy layers, decompose weights, match regular
-expressions. A posterior holds a LoRA on named modules and nothing else:
+A general ``adapter_config.json`` of peft can import modules, copy layers, decompose weights and match regular
+expressions. A posterior only holds a LoRA on named modules:
 
 * each field is one of ``FIELDS``, with a value in its range, or one of ``NEUTRAL``, with a value that does nothing;
 * ``target_modules``, ``modules_to_save``, ``rank_pattern`` and ``alpha_pattern`` hold full module names. They come from
   the names and shapes of the tensors. Nothing is matched by a regular expression.
 
-peft is not needed here; ``lora_layers`` builds the layers.
+peft is not needed here. ``models.lora_layers`` builds the layers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-FILE = "adapter_config.json"
-PREFIX = "base_model.model."
-"""The text that peft puts before the name of each module of its base model."""
+from hf_bayes.posteriors.compat import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
+from hf_bayes.posteriors.storage.json_types import (
+    is_boolean,
+    is_list,
+    is_object,
+    is_text,
+    is_texts,
+)
+from hf_bayes.posteriors.storage.plain_values import plain
+
+FILE = ADAPTER_CONFIG
 REPEATABLE = ("pissa", "olora")
-"""Values of ``init_lora_weights`` that take the same part off the base model's weights each time."""
+"""Values of ``init_lora_weights`` that subtract the same part from the base model's weights each time."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-"""Values of ``init_lora_weights`` that leave the base model's weights as they are: the tensors are all there is."""
+"""Values of ``init_lora_weights`` that leave the base model's weights unchanged."""
 
 _TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _MAX_NAMES = 50_000
 _MAX_NAME = 500
-_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # linear: a dot is no character of a part
+_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")  # linear time: a part holds no dot
 _FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?=\.|$)")
 
 
@@ -35,7 +43,7 @@ class Field(NamedTuple):
     """A field that a posterior's LoRA may have.
 
     Attributes:
-        fits: whether a value is allowed.
+        fits: a test of whether a value is allowed.
         expected: the allowed values in words.
     """
 
@@ -52,27 +60,31 @@ def _is_scale(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and len(value) <= 4096)
+    return value is None or (is_text(value) and len(value) <= 4096)
+
+
+def _is_start(value: Any) -> bool:
+    return value is None or is_boolean(value) or is_text(value)
 
 
 def _is_names(value: Any) -> bool:
-    fine = value is None or (isinstance(value, list) and len(value) <= _MAX_NAMES)
-    return fine and all(isinstance(name, str) and len(name) <= _MAX_NAME for name in value or ())
+    fits = is_texts(value) and len(value) <= _MAX_NAMES and all(len(name) <= _MAX_NAME for name in value)
+    return value is None or fits
 
 
 def _is_pattern(value: Any) -> bool:
-    """Whether a value is a text, such as a regular expression (kept for a sentence of its own), or a list of names."""
-    return _is_names(value) or isinstance(value, str)
+    """Return whether a value is a list of names or a text. ``explicit`` refuses a text as a regular expression."""
+    return _is_names(value) or is_text(value)
 
 
 def _is_indices(value: Any) -> bool:
-    indices = value if isinstance(value, list) else [value]
+    indices = value if is_list(value) else [value]
     return value is None or all(type(index) is int and 0 <= index < 10**6 for index in indices)
 
 
 def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
-        value is None or (isinstance(value, dict) and _is_names(list(value)) and all(map(fits, value.values())))
+        value is None or (is_object(value) and _is_names(list(value)) and all(map(fits, value.values())))
     )
 
 
@@ -82,14 +94,14 @@ FIELDS = {
     "base_model_name_or_path": Field(_is_text, "a text or null"),
     "revision": Field(_is_text, "a text or null"),
     "peft_version": Field(_is_text, "a text or null"),
-    "inference_mode": Field(lambda value: isinstance(value, bool), "true or false"),
+    "inference_mode": Field(is_boolean, "true or false"),
     "r": Field(_is_rank, "an integer >= 1"),
     "lora_alpha": Field(_is_scale, "a number > 0"),
     "lora_dropout": Field(lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"),
     "bias": Field(lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
-    "fan_in_fan_out": Field(lambda value: isinstance(value, bool), "true or false"),
-    "use_rslora": Field(lambda value: isinstance(value, bool), "true or false"),
-    "init_lora_weights": Field(lambda value: value is None or isinstance(value, bool | str), "true, false or a name"),
+    "fan_in_fan_out": Field(is_boolean, "true or false"),
+    "use_rslora": Field(is_boolean, "true or false"),
+    "init_lora_weights": Field(_is_start, "true, false or a name"),
     "target_modules": Field(_is_pattern, "a list of module names"),
     "exclude_modules": Field(_is_pattern, "a list of module names, or null"),
     "modules_to_save": Field(_is_names, "a list of names"),
@@ -109,18 +121,18 @@ NEUTRAL = frozenset({
 """Fields of peft that must be null, false or empty."""
 
 IGNORED = frozenset({"auto_mapping", "megatron_core", "qalora_group_size"})
-"""Fields that peft writes without being asked. They name modules to import, and are never handed on."""
+"""Fields that peft always writes. They name modules to import, and are never passed on."""
 
 _ONLY_FOR_START = frozenset({"eva_config"})
-"""Fields of ``NEUTRAL`` that act on the first values of the factors alone."""
+"""Fields of ``NEUTRAL`` that only affect the initial values of the factors."""
 
 
 def checked(values: Mapping[str, Any], where: str = FILE) -> dict[str, Any]:
-    """The configuration of a LoRA, with fields that posteriors support.
+    """Return the configuration of a LoRA after a check that posteriors support its fields.
 
     Args:
         values: plain values, as peft writes them.
-        where: what they are called in an error.
+        where: the name of the configuration in an error.
     Raises:
         ValueError: naming the field that is unknown, not supported, or out of range.
     """
@@ -141,8 +153,21 @@ def checked(values: Mapping[str, Any], where: str = FILE) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _ONLY_FOR_START | IGNORED}
 
 
+def for_inference(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``: plain values of supported fields, ready for inference.
+
+    Raises:
+        ValueError: if it is not a LoRA that posteriors support, naming the field.
+    """
+    return {**checked(plain(values, FILE)), "inference_mode": True}
+
+
 def check_start(start: Any, where: str = FILE) -> None:
-    """Raise for an ``init_lora_weights`` that no posterior can hold."""
+    """Check that a posterior can hold a LoRA with this ``init_lora_weights``.
+
+    Raises:
+        ValueError: if it changes the base model's weights in a way that the posterior cannot repeat.
+    """
     if start in HARMLESS or start in REPEATABLE:
         return
     raise ValueError(
@@ -152,12 +177,12 @@ def check_start(start: Any, where: str = FILE) -> None:
 
 
 def explicit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str = FILE) -> dict[str, Any]:
-    """The same LoRA with every module by its full name, as the tensors have it. Applied twice it changes nothing.
+    """Return the same LoRA with every module by its full name in the tensors. A second call changes nothing.
 
     Args:
-        config: ``checked``.
-        shapes: parameter name (peft's, with the adapter's name) -> shape, of each tensor.
-        where: what ``config`` is called in an error.
+        config: the result of ``checked``.
+        shapes: parameter name (as in peft, with the adapter's name) -> shape of each tensor.
+        where: the name of ``config`` in an error.
     Raises:
         ValueError: if a field holds a regular expression, or the tensors and the configuration disagree.
     """
@@ -178,11 +203,11 @@ def explicit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], w
 
 
 def from_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str = FILE) -> dict[str, Any]:
-    """``explicit`` for an adapter that peft saved: its tensors say which modules its expressions had matched.
+    """Return ``explicit`` of an adapter that peft saved. The modules are read from the names of its tensors.
 
     Raises:
-        ValueError: if ``alpha_pattern`` holds a regular expression, which no tensor answers, a list of modules leaves
-            out one that has tensors, or a rank is none of ``r`` and ``rank_pattern``.
+        ValueError: if ``alpha_pattern`` holds a regular expression, which the tensors cannot resolve, a list of modules
+            lacks one that has tensors, or a rank is neither ``r`` nor in ``rank_pattern``.
     """
     _refuse_expressions(config, ("alpha_pattern",), where)
     ranks = dict(_ranks(shapes))
@@ -195,16 +220,16 @@ def from_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 
 def shadowed(targets: Collection[str], modules: Iterable[str]) -> list[str]:
-    """The modules that peft would take for targets, too, because their names end in ``.`` and the name of a target."""
+    """Return the modules that peft would also match, because their names end in ``.`` and the name of a target."""
     targets = set(targets)
     return [name for name in modules if name not in targets and next(_endings(name, targets), None) is not None]
 
 
 def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
-    """A ``rank_pattern`` or ``alpha_pattern`` of peft that gives each module its value.
+    """Return a ``rank_pattern`` or ``alpha_pattern`` of peft that gives each module its value.
 
-    peft takes the first key that a module's name ends in, so long names come first, and a module that would find a
-    shorter one has an entry of its own.
+    peft uses the first key that a module's name ends in. Therefore long names come first, and a module has its own
+    entry if it would otherwise match a shorter key.
     """
     special = {module for module, value in values.items() if value != default}
     needed = [module for module in values if module in special or next(_endings(module, special), None) is not None]
@@ -213,9 +238,8 @@ def patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
 
 def _by_name(config: Mapping[str, Any], shapes: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, Any]:
     alphas = _values(ranks, config.get("alpha_pattern"), config.get("lora_alpha", 8))
-    saved = {
-        name.removeprefix(PREFIX).partition(".modules_to_save.")[0] for name in shapes if ".modules_to_save." in name
-    }
+    marker = f".{SAVED_MODULES}."
+    saved = {name.removeprefix(MODEL_PREFIX).partition(marker)[0] for name in shapes if marker in name}
     start = config.get("init_lora_weights")
     return {
         **config,
@@ -231,22 +255,22 @@ def _by_name(config: Mapping[str, Any], shapes: Mapping[str, Any], ranks: Mappin
 
 
 def _ranks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
-    """(module, rank) of each factor A; a factor B must agree."""
+    """Yield (module, rank) for each factor A. The rank of the factor B must agree."""
     found: dict[str, int] = {}
     for name, shape in shapes.items():
         factor = _FACTOR.search(name)
         if factor is None or name.endswith(".bias"):
             continue
-        if not name.startswith(PREFIX) or len(shape) < 2:
+        if not name.startswith(MODEL_PREFIX) or len(shape) < 2:
             raise ValueError(f"{name} of shape {list(shape)} is not a factor of a LoRA as peft names them")
-        module, rank = name[len(PREFIX) : factor.start()], shape[0] if factor[1] == "A" else shape[1]
+        module, rank = name[len(MODEL_PREFIX) : factor.start()], shape[0] if factor[1] == "A" else shape[1]
         if found.setdefault(module, rank) != rank:
             raise ValueError(f"the factors of {module} have ranks {found[module]} and {rank}")
     yield from found.items()
 
 
 def _endings(module: str, names: Collection[str]) -> Iterator[str]:
-    """The names that equal a module's, or that it ends in behind a dot; the longest first."""
+    """Yield the ``names`` that equal the module's name or its end after a dot, the longest first."""
     start = 0
     while True:
         if module[start:] in names:
@@ -257,7 +281,7 @@ def _endings(module: str, names: Collection[str]) -> Iterator[str]:
 
 
 def _values(modules: Iterable[str], pattern: Mapping[str, Any] | None, default: Any) -> dict[str, Any]:
-    """The value that peft finds for each module, where the keys of a pattern are names: that of the first that fits."""
+    """Return the value that peft finds for each module: the value of the first key in the pattern that matches."""
     order = {key: index for index, key in enumerate(pattern or {})}
     found = {}
     for module in modules:

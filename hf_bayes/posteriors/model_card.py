@@ -1,48 +1,41 @@
 """The model card of a posterior: the ``README.md`` of its directory, for readers who do not know hf_bayes.
 
-A value reaches the card in one of three ways, and in no other: every expression of the template passes through
-``markdown``; code gets string literals by ``literal``; metadata are quoted by YAML. All three begin with ``one_line``.
+Every value in the card is escaped in one of three ways. Expressions of the template pass through ``markdown``, code
+gets string literals by ``literal``, and YAML quotes the metadata. All three begin with ``one_line``.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from hf_bayes.posteriors import storage
+from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
+from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
-from hf_bayes.posteriors.model_card_words import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
+from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.storage.json_types import is_list, is_number, is_object, is_text
 from hf_bayes.posteriors.tasks import TASKS
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_CONFIG = "posterior_config.json"
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
-_HOME = re.compile(r"(?:/home/|/Users/|/root/|[A-Za-z]:\\Users\\)[^\s`'\")|]*")
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-# An underscore inside a word is one; at its edge it would begin or end emphasis.
-_ACTIVE = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
-_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")
 
 
 class CardFields(TypedDict, total=False):
-    """The fields of a model card that only the author knows.
+    """The fields of a model card that only the author can fill in.
 
     Attributes:
         license: the Hub's identifier of a license, such as "apache-2.0".
         language: ISO 639 codes, such as "en".
         datasets: ids of data sets on the Hub.
-        tags: for the Hub's search, beside the card's own.
-        model_name: the name in the card's metadata; the repository's by default.
+        tags: more tags for the search of the Hub.
+        model_name: the name in the card's metadata, by default the name of the repository.
     """
 
     license: str
@@ -56,31 +49,36 @@ _SINGLE = ("license", "model_name")
 
 
 def card_fields(**given: Any) -> CardFields:
-    """Check what an author says, and leave out what is empty.
+    """Check the fields of an author, and leave out empty ones.
 
     Raises:
-        ValueError: for an unknown field, a value that is no text, or a data set that is no id of the Hub.
+        ValueError: for an unknown field, a value that is not a text, or a data set that is not an id of the Hub.
     """
     known = tuple(CardFields.__annotations__)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"a posterior's card takes {', '.join(known)}, got {', '.join(unknown)}: leave it out")
     fields: dict[str, Any] = {}
     for name, value in given.items():
-        several = isinstance(value, list | tuple | set) and name not in _SINGLE
-        texts = list(value) if several else [value]
-        for text in texts:
-            if not (text is None or isinstance(text, str)):
-                raise ValueError(f"{name} of a model card are texts, got {text!r}: give one text or a list of them")
-        found = [line for text in texts if text is not None and (line := one_line(text))]
-        if name == "datasets" and (odd := [text for text in found if not _is_repo_id(text)]):
+        found = _lines(name, value)
+        if name == "datasets" and (odd := [text for text in found if not is_repo_id(text)]):
             raise ValueError(f"datasets of a model card are ids of the Hub (user/name), got {odd[0]!r}")
         if found:
             fields[name] = found[0] if name in _SINGLE else found
-    return CardFields(**fields)  # type: ignore[typeddict-item]
+    return cast(CardFields, fields)
+
+
+def _lines(name: str, value: Any) -> list[str]:
+    """Return the texts of a field, each on one line, without empty ones."""
+    several = isinstance(value, list | tuple | set) and name not in _SINGLE
+    texts = list(value) if several else [value]
+    for text in texts:
+        if not (text is None or is_text(text)):
+            raise ValueError(f"{name} of a model card are texts, got {text!r}: give one text or a list of them")
+    return [line for text in texts if text is not None and (line := one_line(text))]
 
 
 def author_fields(known: CardFields | None, given: Mapping[str, Any]) -> CardFields:
-    """Return the ``known`` fields with those ``given`` to a trainer, which may use a name of transformers' trainers.
+    """Return the ``known`` fields, replaced by the fields ``given`` to a trainer. ``dataset_tags`` means ``datasets``.
 
     Raises:
         ValueError: as ``card_fields``.
@@ -96,8 +94,8 @@ def render_card(
 
     Args:
         config: ``PosteriorConfig.to_dict()``.
-        adapter: whether the parameters are a peft adapter's.
-        repo_id: where it will be found; None leaves a placeholder.
+        adapter: True if the parameters belong to a peft adapter.
+        repo_id: the repository in the examples; None leaves a placeholder.
         fields: see ``CardFields``.
     Raises:
         ValueError: as ``card_fields``.
@@ -111,73 +109,31 @@ def render_card(
     environment.filters |= {"literal": literal, "count": _count}
     data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields))
     return environment.get_template("posterior_card.md").render(
-        card_data=_Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
+        card_data=Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
     )
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:
-    """Write the card of a saved posterior anew, with an author's fields.
+    """Replace the card of a saved posterior by a new one with an author's fields.
 
     Raises:
         OSError, ValueError: if there is no posterior, or as ``card_fields``.
     """
     root = Path(directory)
-    config = storage.read_file(root, _CONFIG)
-    card = render_card(config, adapter=(root / "adapter_config.json").exists(), repo_id=repo_id, **fields)
+    config = storage.read_file(root, CONFIG)
+    card = render_card(config, adapter=(root / ADAPTER_CONFIG).exists(), repo_id=repo_id, **fields)
     (root / f"{CARD}.new").write_text(card, encoding="utf-8")
     (root / f"{CARD}.new").replace(root / CARD)
-
-
-# -- the rules of escaping -------------------------------------------------------------------------------------------
-
-
-class _Verbatim(str):
-    """Markdown that is ready, which ``markdown`` leaves as it is."""
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` on one line, without control characters, invisible characters and paths of a home directory."""
-    text = _HOME.sub("(local path)", text)
-    kinds = ((character, unicodedata.category(character)) for character in text)
-    shown = (" " if kind in ("Cc", "Zl", "Zp") else "" if kind[0] == "C" else character for character, kind in kinds)
-    return " ".join("".join(shown).split())
-
-
-def markdown(value: Any) -> str:
-    """Return Markdown text that shows a value and does nothing: no HTML, link, emphasis, heading or table cell."""
-    if isinstance(value, _Verbatim):
-        return value
-    if value is None:
-        return "not defined"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, list):
-        return f"{len(value)} values" if len(value) > 8 else ", ".join(map(markdown, value))
-    line = _ACTIVE.sub(lambda match: f"\\{match[0]}", one_line(str(value)))
-    line = _NUMBERED.sub(r"\1\\\2", line)
-    return "".join(_ENTITIES.get(character, character) for character in line)
-
-
-def literal(value: str) -> str:
-    """Return a string literal of Python, for a block of code. It holds no line break, so it cannot end the block."""
-    return _Verbatim(json.dumps(one_line(value), ensure_ascii=False))
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-# -- what the card says ----------------------------------------------------------------------------------------------
-
-
 def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, fields: CardFields) -> ModelCardData:
     pipeline_tag = TASKS[config["task"]].tag
     base, method = config["base_model"]["name_or_path"], one_line(config["method"]["name"])
-    base = base if base and not is_local(base) and _is_repo_id(base) else None
+    base = base if base and not is_local(base) and is_repo_id(base) else None
     tags = ["hf_bayes", "bayesian", method, *(["lora"] if adapter else []), *fields.get("tags", ())]
     given: dict[str, Any] = {
         name: value for name, value in fields.items() if name in ("license", "language", "datasets")
@@ -195,7 +151,7 @@ def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, 
 
 
 def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None) -> dict[str, Any]:
-    """The names that the template uses."""
+    """Return the variables of the template."""
     method, head, task = config["method"], config["head"], config["task"]
     base = config["base_model"]["name_or_path"]
     local, base = is_local(base), one_line(base or "")
@@ -240,7 +196,7 @@ def _weights(subspace: str, *, adapter: bool) -> str:
 
 
 def _prior(prior: Mapping[str, Any]) -> str:
-    """Return words for the prior; one that is a posterior itself (continual learning) has a prior of its own."""
+    """Return words for the prior. A prior that is a posterior (continual learning) has its own prior."""
     if "used_as" not in prior:
         return ", ".join(f"{key} = {value}" for key, value in _flat(prior).items()) or "not recorded"
     source = prior.get("posterior") or "of an earlier run"
@@ -249,13 +205,12 @@ def _prior(prior: Mapping[str, Any]) -> str:
     own = prior.get("prior")
     return (
         f"the posterior {name} ({prior.get('method')}, used as {prior['used_as']}{size}, fingerprint "
-        f"{str(prior.get('fingerprint'))[:12]})"
-        + (f", whose own prior: {_prior(own)}" if isinstance(own, dict) else "")
+        f"{str(prior.get('fingerprint'))[:12]})" + (f", whose own prior: {_prior(own)}" if is_object(own) else "")
     )
 
 
 def _answers(task: str, head: Mapping[str, Any]) -> str:
-    """Return what the model predicts: "classes" (words among them), several "labels", or "numbers"."""
+    """Return the kind of prediction: "classes" (also the next token), several "labels", or "numbers"."""
     if "noise_std" in head:
         return "numbers"
     several = task != "token_classification" and head.get("problem_type") == "multi_label_classification"
@@ -263,24 +218,24 @@ def _answers(task: str, head: Mapping[str, Any]) -> str:
 
 
 def _rows(values: Mapping[str, Any], words: dict[str, str], skip: Sequence[str] = ()) -> list[tuple[str, Any, str]]:
-    """Return (name, value, explanation) of every figure that is known."""
+    """Return (name, value, explanation) of every known figure."""
     found = {key: value for key, value in _flat(values).items() if key not in skip and value is not None}
     return [(key, value, explanation(words, key)) for key, value in found.items()]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of nested mappings by dots; a list of mappings (one a chain) becomes lists by key."""
+    """Join the keys of nested mappings by dots. A list of mappings (one for each chain) becomes lists by key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+        if is_list(value) and value and all(map(is_object, value)):
             columns = {name: [_size(entry.get(name)) for entry in value] for entry in value for name in entry}
             value = {name: column[0] if len(column) == 1 else column for name, column in columns.items()}
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= _flat(value, f"{prefix}{key}.") if is_object(value) else {f"{prefix}{key}": value}
     return flat
 
 
 def _size(value: Any) -> Any:
-    return len(value) if isinstance(value, Mapping) else value
+    return len(value) if is_object(value) else value
 
 
 def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:
@@ -295,13 +250,5 @@ def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:
             metric_value=metrics[key],
         )
         for key, name in names.items()
-        if name in _REPORTED and isinstance(metrics[key], (int, float))
+        if name in _REPORTED and is_number(metrics[key])
     ]
-
-
-def _is_repo_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True

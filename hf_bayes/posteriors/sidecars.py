@@ -1,7 +1,7 @@
-"""Sidecars: the files beside a posterior's tensors that can change an answer.
+"""Sidecars: the files beside a posterior's tensors that can change a prediction.
 
-They are the files of the tokenizer, chat templates, the image processor or processor, and the generation config. A
-posterior carries them as bytes, so that they are saved, verified, read and pushed together with its tensors.
+Sidecars are the files of the tokenizer, chat templates, the image processor or processor, and the generation config. A
+posterior holds them as bytes, so that they are saved, verified, read and pushed together with its tensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_bayes.posteriors.chat_templates import check_chat_template
+from hf_bayes.posteriors.compat import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
 from hf_bayes.posteriors.storage import disk
+from hf_bayes.posteriors.storage.json_types import is_list, is_object, is_text
 
-GENERATION_CONFIG = "generation_config.json"
+TEMPLATE, TEMPLATE_CONFIG, MORE_TEMPLATES = CHAT_TEMPLATES
 NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    # vocabularies of tokenizers that are not one tokenizer.json
+    TEMPLATE_CONFIG,
+    TEMPLATE,
+    f"{MORE_TEMPLATES}/*.jinja",
+    # vocabularies of tokenizers without a tokenizer.json
     "vocab*.json",
     "*_vocab.json",
     "vocab*.txt",
@@ -50,15 +52,14 @@ NAMES = (
     "video_preprocessor_config.json",
     GENERATION_CONFIG,
 )
-"""Patterns of the names that sidecars have. Other files of a directory are never read as one."""
+"""Patterns of the names of sidecars. Other files of a directory are never read as sidecars."""
 MAX_FILES = 64
 MAX_BYTES = 64 * 2**20
-"""The largest sidecar; the largest tokenizers in use take about 35 MB."""
+"""The largest size of a sidecar in bytes. The largest tokenizers in use take about 35 MB."""
 MAX_BYTES_TOGETHER = 128 * 2**20
 
 _TEXTS = (".json", ".jinja", ".txt", ".codes")
-_IGNORED = ("*.py", "README.md", ".*")  # what ``save_pretrained`` may write that a posterior does without
-_PATHS = ("fast_tokenizer_files",)  # keys of a config that name further files to read
+_IGNORED = ("*.py", "README.md", ".*")  # files of ``save_pretrained`` that a posterior does not need
 
 
 def is_sidecar(name: str) -> bool:
@@ -67,17 +68,18 @@ def is_sidecar(name: str) -> bool:
 
 
 def sidecars_in(directory: Path) -> list[str]:
-    """The names of all sidecars that lie in a directory, listed by a manifest or not."""
-    found = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    """Return the names of all sidecars in a directory, also of those that no manifest lists."""
+    found = [*directory.glob("*"), *directory.glob(f"{MORE_TEMPLATES}/*")]
     return sorted(name for path in found if is_sidecar(name := path.relative_to(directory).as_posix()))
 
 
 @dataclass(frozen=True)
 class Sidecars:
-    """The sidecars of a posterior, as bytes by name; they do not change.
+    """The sidecars of a posterior: an immutable mapping from names to bytes.
 
     Raises:
-        ValueError: for a name that no sidecar has, a text that is none, or files that are too many or too large.
+        ValueError: for a name that no sidecar has, a text that is not UTF-8, a chat template that could run for ever,
+            or files that are too many or too large.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class Sidecars:
     def __post_init__(self) -> None:
         object.__setattr__(self, "files", MappingProxyType(dict(sorted(self.files.items()))))
         if unknown := [name for name in self.files if not is_sidecar(name)]:
-            raise ValueError(f"{', '.join(unknown)}: not a file that a posterior keeps of a tokenizer or processor")
+            raise ValueError(f"{', '.join(unknown)}: a posterior does not keep this file of a tokenizer or processor")
         sizes = {name: len(data) for name, data in self.files.items()}
         if large := [f"{name} ({size:,} bytes)" for name, size in sizes.items() if size > MAX_BYTES]:
             raise ValueError(f"{', '.join(large)}: a posterior keeps files of at most {MAX_BYTES:,} bytes")
@@ -105,10 +107,10 @@ class Sidecars:
 
     @classmethod
     def of(cls, processor: Any = None, generation_config: Any = None) -> Sidecars:
-        """The files that a tokenizer or processor saves, and the generation config of a model.
+        """Return the files that a tokenizer or processor saves, and the generation config of a model.
 
         Args:
-            processor: anything with ``save_pretrained`` of transformers, or None.
+            processor: an object with ``save_pretrained`` of transformers, or None.
             generation_config: a ``GenerationConfig`` of transformers, or None.
         Raises:
             ValueError: if the processor cannot be saved, or saves files that a posterior does not keep.
@@ -123,33 +125,33 @@ class Sidecars:
         return bool(self.files)
 
     def __or__(self, other: Sidecars) -> Sidecars:
-        """Both, the files of ``other`` before those of the same name here."""
+        """Return the files of both. A file of ``other`` replaces a file of the same name here."""
         return Sidecars({**self.files, **other.files})
 
     def has(self, *names: str) -> bool:
-        """Return whether there is one of these files."""
+        """Return whether at least one of these files exists."""
         return any(name in self.files for name in names)
 
     @property
     def generation_config(self) -> dict[str, Any] | None:
-        """The fields of the generation config; None if there is none.
+        """The fields of the generation config, or None without one.
 
         Raises:
-            ValueError: if the file is no JSON object.
+            ValueError: if the file is not a JSON object.
         """
         data = self.files.get(GENERATION_CONFIG)
         return None if data is None else _object(data, GENERATION_CONFIG)
 
     @contextlib.contextmanager
     def folder(self, *, code_from: str | None = None) -> Iterator[Path]:
-        """A private temporary directory that holds the files while the block runs, for ``from_pretrained``.
+        """Write the files to a private temporary directory for ``from_pretrained``, and remove it after the block.
 
         Args:
-            code_from: the one repository, or folder, whose code the files may name (``auto_map``): that of the base
-                model. Names without a repository mean it, too. None leaves the names as they are.
+            code_from: the repository or folder of the base model. The files may name its code only (``auto_map``). A
+                name without a repository gets this one. None leaves the names unchanged.
         Raises:
             ValueError: if the files name code of another repository than ``code_from``.
-            OSError: if there is no room, naming the file.
+            OSError: if there is no space, naming the file.
         """
         with tempfile.TemporaryDirectory(prefix="hf_bayes_", ignore_cleanup_errors=True) as root:
             for name, data in self.files.items():
@@ -172,7 +174,7 @@ def _saved_by(processor: Any) -> dict[str, bytes]:
         try:
             processor.save_pretrained(folder)
         except Exception as error:
-            # where the disk is full the tokenizers library raises Exception itself
+            # on a full disk the tokenizers library raises the class Exception itself
             if not isinstance(error, OSError) and type(error) is not Exception:
                 raise ValueError(f"the {kind} cannot be saved with the posterior: {error}") from error
             number = re.search(r"os error (\d+)", str(error))
@@ -202,46 +204,50 @@ def _is_ignored(name: str) -> bool:
 
 
 def _bound(name: str, data: bytes, code_from: str | None) -> bytes:
-    """The bytes of a file with no path in it that leads out, and with code of ``code_from`` only."""
+    """Return the bytes of a file without names of further files, and with code of ``code_from`` only."""
     if not name.endswith("_config.json"):
         return data
     before = _object(data, name)
-    values = {key: value for key, value in before.items() if key not in _PATHS}
+    values = {key: value for key, value in before.items() if key not in FURTHER_FILES}
     if code_from is not None:
         values = _with_code_from(values, code_from, name)
     return data if values == before else json.dumps(values, ensure_ascii=False).encode()
 
 
 def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = False) -> Any:
-    """JSON values whose ``auto_map`` entries name code of the repository."""
-    if isinstance(values, dict):
+    """Return JSON values whose ``auto_map`` entries name code of the repository.
+
+    Raises:
+        ValueError: if an entry names code of another repository.
+    """
+    if is_object(values):
         return {
-            key: _with_code_from(value, repository, where, refers=refers or key == "auto_map")
+            key: _with_code_from(value, repository, where, refers=refers or key == CODE_REFERENCES)
             for key, value in values.items()
         }
-    if isinstance(values, list):
+    if is_list(values):
         return [_with_code_from(value, repository, where, refers=refers) for value in values]
-    if not refers or not isinstance(values, str):
+    if not refers or not is_text(values):
         return values
     source, dashes, reference = values.rpartition("--")
     if dashes and source != repository:
         raise ValueError(
             f"{where} names code of {source!r} in auto_map, expected code of the base model {repository!r}: no other "
-            "code runs, also with trust_remote_code=True. Give the tokenizer or processor yourself"
+            "code runs, even with trust_remote_code=True. Pass the tokenizer or processor yourself"
         )
     return f"{repository}--{reference}"
 
 
 def _chat_templates(files: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
-    """The name of a file and a chat template in it, for each."""
+    """Yield (name of the file, template) for each chat template."""
     for name, data in files.items():
         if name.endswith(".jinja"):
             yield name, data.decode()
-        elif name == "chat_template.json" or name.endswith("_config.json"):
+        elif name == TEMPLATE_CONFIG or name.endswith("_config.json"):
             found = _object(data, name).get("chat_template")
-            entries = found if isinstance(found, list) else list(found.values()) if isinstance(found, dict) else [found]
+            entries = found if is_list(found) else list(found.values()) if is_object(found) else [found]
             for entry in entries:
-                template = entry.get("template") if isinstance(entry, dict) else entry
+                template = entry.get("template") if is_object(entry) else entry
                 if template is not None:
                     yield name, template
 
@@ -258,6 +264,6 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
     return value

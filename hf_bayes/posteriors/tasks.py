@@ -1,6 +1,6 @@
-"""The tasks that a posterior can be for, one row each. Whatever depends on the task reads it here.
+"""The tasks of posteriors, one row for each. All code that depends on the task reads this table.
 
-The rows hold names only, so that files of posteriors can be checked without transformers.
+The rows hold only names, so that the files of a posterior can be checked without transformers.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of model that transformers has an auto class for.
+    """A kind of model with an auto class of transformers.
 
     Attributes:
-        name: what ``posterior_config.json`` calls it.
-        description: the models, in words, as errors name them.
-        suffix: how the classes of its models end: ``AutoModel<suffix>`` loads the base, ``BayesianModel<suffix>`` the
+        name: the name in ``posterior_config.json``.
+        description: the models, in the words of error messages.
+        suffix: the end of the class names: ``AutoModel<suffix>`` loads the base, ``BayesianModel<suffix>`` the
             posterior.
-        peft: peft's ``task_type``; None where peft has none.
-        tag: the Hub's ``pipeline_tag``; our pipeline is "bayesian-" and this.
-        unit: what one likelihood term is about, "token" or "example".
+        peft: peft's ``task_type``, or None if peft has none.
+        tag: the Hub's ``pipeline_tag``. Our pipeline is named "bayesian-<tag>".
+        unit: the unit of one likelihood term, "token" or "example".
     """
 
     name: str
@@ -31,17 +31,17 @@ class Task:
 
     @property
     def auto_class(self) -> str:
-        """The name of the class of transformers that loads its base models."""
+        """The name of the transformers class that loads the base model."""
         return f"AutoModel{self.suffix}"
 
     @property
     def bayesian_class(self) -> str:
-        """The name of our class."""
+        """The name of the class that loads the posterior."""
         return f"BayesianModel{self.suffix}"
 
     @property
     def pipeline(self) -> str:
-        """The name of its pipeline."""
+        """The name of the pipeline."""
         return f"bayesian-{self.tag}"
 
 
@@ -61,6 +61,8 @@ _ROWS = (
 )  # fmt: skip
 
 TASKS: dict[str, Task] = {task.name: task for task in _ROWS}
+PEFT_TASK_TYPES = {task.name: task.peft for task in _ROWS}
+"""The name of a task -> the name that peft has for it, or None."""
 
 SUPPORTED = ", ".join(f"{task.description} ({task.auto_class})" for task in _ROWS)
-"""The models that may be attached, in words."""
+"""The models that can be attached, in the words of error messages."""

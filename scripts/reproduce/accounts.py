@@ -1,4 +1,7 @@
-"""What a page keeps and shows of what its runs said of themselves."""
+"""The diagnostics of runs that a results page keeps and shows.
+
+This module is not a command: the experiments in this folder import it.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ DIAGNOSTICS = (
     *("distance", "distance_in_noise", "kinetic_temperature", "kinetic_temperature_law"),
     *("kinetic_inside", "noise_ratio"),
 )
-"""What is kept of a run's account of itself, as means over its chains."""
+"""The diagnostics of a run that are kept, as means over its chains."""
 
 RHATS = ("rhat", "rhat_terms", "rhat_logits")
 
 
 def account(diagnostics: Mapping[str, Any]) -> dict[str, Any]:
-    """``DIAGNOSTICS`` of a run, those that it has."""
+    """Return the ``DIAGNOSTICS`` that a run has."""
     found = {name: diagnostics.get(name) for name in DIAGNOSTICS}
     means = {name: statistics.fmean(value) if isinstance(value, list) else value for name, value in found.items()}
     return {name: value for name, value in means.items() if value is not None}
 
 
 def accounts_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A line for each method, of the accounts of its seeds; R-hat is the worst of sum, single terms and logits."""
+    """Return a table with a line for each method over its seeds. R-hat is the worst of sum, single terms and logits."""
     rows = []
     for row, said in found.items():
         measured = {

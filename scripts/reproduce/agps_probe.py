@@ -1,8 +1,10 @@
 """SWAG through the draws of a-GPS as a probe for several modes (agps section 3.2.1, Tables 2 and 3).
 
-The paper fits SWAG's Gaussian to 20 draws of a-GPS: if it predicts as the draws do they are of one mode, if it does not
-they are of several. Here the probe is put to draws of which it is known how many modes they are of: of laws that can be
-written down, and of a network on handwritten digits, where the networks below the draws tell.
+    python -m scripts.reproduce.agps_probe
+
+The paper fits SWAG's Gaussian to 20 draws of a-GPS. If it predicts like the draws, they come from one mode, if not,
+from several. Here the probe is tested on draws with a known number of modes: draws of distributions with a density,
+and draws of a network on handwritten digits, where descent from each draw to a minimum shows the modes.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ NUM_TRAIN = 1200
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run; draws, batches and repetitions are the paper's.
+    """The sizes of a run. Draws, batches and repetitions are the paper's.
 
     Attributes:
-        num_draws: that SWAG is fitted to, and of SWAG.
-        repetitions: networks, each with its own start; or runs on a law.
-        spacing: updates between two draws of a-GPS on a law.
+        num_draws: number of draws for the fit of SWAG, and from SWAG.
+        repetitions: number of networks, each with its own start, or of runs on a distribution.
+        spacing: updates between two draws of a-GPS on a distribution.
         training: updates of AdamW of a pretrained network.
         descent: updates of AdamW from a draw to the minimum below it.
         batch_size: rows of a minibatch of digits.
@@ -58,7 +60,7 @@ class Settings:
 
 
 def swag(draws: Tensor, num_draws: int, seed: int) -> Tensor:
-    """[num_draws, d] of SWAG's Gaussian through ``draws`` [S, d], its rank S."""
+    """Return [num_draws, d] from SWAG's Gaussian of rank S through ``draws`` [S, d]."""
     return SWAGConfig(rank=len(draws)).through(draws).sample(num_draws, generator(seed, "swag"))
 
 
@@ -66,12 +68,12 @@ def swag(draws: Tensor, num_draws: int, seed: int) -> Tensor:
 
 
 class Law(NamedTuple):
-    """A distribution in ten dimensions, and how many modes it has.
+    """A distribution in ten dimensions with a known number of modes.
 
     Attributes:
-        energy: U [M] of theta [M, 10], but for a constant.
-        draw: so many independent draws, from a generator.
-        modes: their number.
+        energy: U [M] of theta [M, 10], up to a constant.
+        draw: a function that makes independent draws with a generator.
+        modes: the number of modes.
     """
 
     energy: Callable[[Tensor], Tensor]
@@ -87,7 +89,7 @@ def _normals(count: int, rng: torch.Generator) -> Tensor:
 
 
 def _correlated() -> Law:
-    """Every pair of coordinates has correlation 0.95."""
+    """Return a Gaussian whose coordinates all have correlation 0.95."""
     covariance = torch.full((DIM, DIM), EQUAL, dtype=torch.float64).fill_diagonal_(1.0)
     density = MultivariateNormal(torch.zeros(DIM, dtype=torch.float64), covariance)
 
@@ -98,7 +100,7 @@ def _correlated() -> Law:
 
 
 def _bent() -> Law:
-    """theta_1 ~ N(0, 1), theta_2 ~ N(theta_1^2, 0.1^2), the others N(0, 1): one mode, along a parabola."""
+    """Return theta_1 ~ N(0, 1), theta_2 ~ N(theta_1^2, 0.1^2), all others N(0, 1): one mode, along a parabola."""
 
     def energy(theta: Tensor) -> Tensor:
         off = (theta[:, 1] - theta[:, 0].square()) / BEND
@@ -113,7 +115,7 @@ def _bent() -> Law:
 
 
 def _two(distance: float) -> Law:
-    """N(-distance / 2, 1) and N(distance / 2, 1), equally weighted, in the first coordinate, the others N(0, 1)."""
+    """Return an equal mixture of N(-distance / 2, 1) and N(distance / 2, 1) in theta_1, all others N(0, 1)."""
 
     def energy(theta: Tensor) -> Tensor:
         first = torch.stack([-0.5 * (theta[:, 0] - at).square() for at in (-distance / 2, distance / 2)])
@@ -138,7 +140,7 @@ LAWS = {
 
 
 def on_law(law: Law, settings: Settings) -> dict[str, dict[str, list[float]]]:
-    """Draws of the law, and of a-GPS with lambda = 3 on it: mean U of them and of SWAG through them, runs apart."""
+    """Return mean U of draws of the law, of draws of a-GPS (lambda = 3) on it, and of SWAG through each, by run."""
     count = settings.num_draws
     exact = [law.draw(count, generator(seed, "law")) for seed in range(settings.repetitions)]
     start = torch.stack([draws[0] for draws in exact])
@@ -162,31 +164,31 @@ def on_law(law: Law, settings: Settings) -> dict[str, dict[str, list[float]]]:
 
 
 class Digits(NamedTuple):
-    """Rows of scikit-learn's 8 x 8 handwritten digits: x [n, 64] in [0, 1], y [n]."""
+    """The rows of scikit-learn's 8 x 8 handwritten digits: x [n, 64] in [0, 1], y [n]."""
 
     x: Tensor
     y: Tensor
 
     @classmethod
     def split(cls) -> tuple[Digits, Digits]:
-        """1200 to train on, the others to test on."""
+        """Split the rows: 1200 for training, all further ones for testing."""
         data = load_digits()
         order = torch.randperm(len(data.target), generator=generator("digits"))
         x, y = torch.from_numpy(data.data).float()[order] / 16, torch.from_numpy(data.target)[order]
         return cls(x[:NUM_TRAIN], y[:NUM_TRAIN]), cls(x[NUM_TRAIN:], y[NUM_TRAIN:])
 
     def nll(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
-        """[M] mean over rows, all or each member's own ``picked`` [M, B]."""
+        """Return the mean NLL [M] over all rows, or over the ``picked`` rows [M, B] of each member."""
         x, y = (self.x, self.y) if picked is None else (self.x[picked], self.y[picked])
         labels = y.expand(len(theta), -1)
         return F.cross_entropy(logits(theta, x).mT, labels, reduction="none").mean(1)
 
     def energy(self, theta: Tensor, picked: Tensor | None = None) -> Tensor:
-        """U [M] of the posterior under N(0, 0.5^2)."""
+        """Return U [M] of the posterior with prior N(0, 0.5^2)."""
         return len(self.x) * self.nll(theta, picked) + 0.5 * theta.square().sum(1) / PRIOR_STD**2
 
     def batches(self, members: int, size: int, seed: int) -> Callable[[], Iterator[Tensor]]:
-        """Passes over the rows, each member in an order of its own."""
+        """Return passes over the rows, in a separate order for each member."""
         rng = generator(seed, "order")
 
         def one_pass() -> Iterator[Tensor]:
@@ -197,7 +199,7 @@ class Digits(NamedTuple):
 
 
 def logits(theta: Tensor, x: Tensor) -> Tensor:
-    """[M, n, 10] of theta [M, d] at x [n, 64] or [M, n, 64]: one hidden layer of 30 ReLUs."""
+    """Return logits [M, n, 10] of theta [M, d] at x [n, 64] or [M, n, 64], for one hidden layer of 30 ReLUs."""
     w1, b1, w2, b2 = theta.split(SIZES, 1)
     x = x.expand(len(theta), -1, -1)
     hidden = torch.baddbmm(b1[:, None], x, w1.unflatten(1, (PIXELS, HIDDEN))).relu()
@@ -205,14 +207,14 @@ def logits(theta: Tensor, x: Tensor) -> Tensor:
 
 
 def untrained(members: int, seed: int) -> Tensor:
-    """[M, d]: weights N(0, 2 / fan-in) and N(0, 1 / fan-in), biases 0."""
+    """Return new networks [M, d]: weights N(0, 2 / fan-in) and N(0, 1 / fan-in), biases 0."""
     rng = generator(seed, "untrained")
     scales = (math.sqrt(2 / PIXELS), 0.0, math.sqrt(1 / HIDDEN), 0.0)
     return torch.cat([s * torch.randn(members, n, generator=rng) for s, n in zip(scales, SIZES, strict=True)], 1)
 
 
 def descend(theta: Tensor, train: Digits, steps: int, settings: Settings) -> Tensor:
-    """[M, d]: where AdamW of a shrinking learning rate comes to."""
+    """Return the end points [M, d] of AdamW with a shrinking learning rate."""
     return sample(
         train.energy, theta, MAPConfig(num_chains=len(theta)), num_steps=steps, burn_in=steps - 1,
         learning_rate=lambda step: 3e-3 * (1 - step / steps) + 1e-6, num_data=NUM_TRAIN,
@@ -221,7 +223,7 @@ def descend(theta: Tensor, train: Digits, steps: int, settings: Settings) -> Ten
 
 
 def barrier(first: Tensor, second: Tensor, train: Digits) -> Tensor:
-    """[M] how far the training NLL rises between two ends [M, d] above the line that joins the NLLs of the ends."""
+    """Return [M]: the largest rise of the training NLL between two ends [M, d] above the line through their NLLs."""
     at = torch.linspace(0, 1, 21).tolist()
     along = torch.stack([train.nll(torch.lerp(first, second, t)) for t in at])
     straight = torch.stack([torch.lerp(along[0], along[-1], t) for t in at])
@@ -229,14 +231,14 @@ def barrier(first: Tensor, second: Tensor, train: Digits) -> Tensor:
 
 
 def blind(start: Tensor, max_std: float, settings: Settings, steps_per_draw: int) -> Tensor:
-    """[M, S, d] of a random walk that knows no gradient, its steps N(0, lambda^2), drawn as often as a-GPS."""
+    """Return draws [M, S, d] of a random walk with steps N(0, lambda^2), without gradients, at the spacing of a-GPS."""
     rng, count = generator("blind"), settings.num_draws
     steps = torch.randn(len(start), count, start.shape[1], generator=rng) * max_std * math.sqrt(steps_per_draw)
     return start[:, None] + steps.cumsum(1)
 
 
 def predictions(draws: Tensor, test: Digits) -> dict[str, float]:
-    """Of the mixture of draws [S, d] in percent and nats, and the mean NLL of a single draw."""
+    """Return the error in percent and NLL in nats of the mixture of draws [S, d], and the mean NLL of single draws."""
     log_probs = logits(draws, test.x).double().log_softmax(-1)
     mixed = log_probs.logsumexp(0) - math.log(len(draws))
     confidence, label = mixed.exp().max(1)
@@ -250,9 +252,9 @@ def predictions(draws: Tensor, test: Digits) -> dict[str, float]:
 
 
 def judged(draws: Tensor, train: Digits, test: Digits, settings: Settings) -> dict[str, list[Any]]:
-    """Of draws [M, S, d], repetition by repetition: predictions of them and of SWAG through them, and barriers.
+    """Return the predictions of draws [M, S, d] and of SWAG through them, and barriers, by repetition.
 
-    The barriers are between the first and the last draw, and between the minima below these two: that one is 0 where
+    One barrier is between the first and the last draw. The other is between the minima below these two, and is 0 if
     both lie in one basin.
     """
     ends = [draws[:, 0], draws[:, -1]]
@@ -267,7 +269,7 @@ def judged(draws: Tensor, train: Digits, test: Digits, settings: Settings) -> di
 
 
 def on_digits(settings: Settings) -> dict[str, Any]:
-    """a-GPS from trained networks at every lambda, a walk without gradients from them, and networks trained apart."""
+    """Return the probe of a-GPS at every lambda, of a random walk from the same networks, and of separate networks."""
     train, test = Digits.split()
     count, repetitions = settings.num_draws, settings.repetitions
     apart = descend(untrained(repetitions * count, 0), train, settings.training, settings)
@@ -291,7 +293,7 @@ def on_digits(settings: Settings) -> dict[str, Any]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Laws, and digits."""
+    """Run the probe on the distributions and on the digits."""
     laws = {name: {"modes": law.modes, **on_law(law, settings)} for name, law in LAWS.items()}
     return {"settings": asdict(settings), "laws": laws, "digits": on_digits(settings)}
 
@@ -300,7 +302,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """The laws, and the digits."""
+    """Return the tables of the page: the distributions and the digits."""
     laws = [
         [
             name, law["modes"], source, spread([min(share, 1 - share) for share in law[source]["right"]], 2),
@@ -325,7 +327,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(record: Mapping[str, Any], directory: Path) -> None:
-    """What the probe says, the gap of NLL, against what it should say, the barrier below."""
+    """Draw the probe (the gap of NLL) against the truth (the barrier between minima)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -358,13 +360,13 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
     axes[1].set_xlabel("barrier between the minima below first and last draw (nats)")
     axes[1].set_ylabel("NLL of SWAG above that of the draws (nats)")
     legend_once(axes[1])
-    axes[1].set_title("digits: what the probe says against what it should", fontsize=10)
+    axes[1].set_title("digits: the probe against the truth", fontsize=10)
     figure.savefig(directory / f"{NAME}.png", dpi=110)
     plt.close(figure)
 
 
 def main() -> None:
-    """Run at full size and keep."""
+    """Run at full size and keep the record."""
     torch.set_num_threads(1)
     keep(NAME, lambda: run(Settings()))
 

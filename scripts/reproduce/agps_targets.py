@@ -1,7 +1,9 @@
 """a-GPS and the exact GPS kernel on targets on a line, against NUTS and MALA (agps section 3.1, Table 1, Figures 1-8).
 
-Time and effective sample size as in Table 1, and what the paper leaves out: how far the draws are from the target. The
-baselines are Pyro's (``pip install "hf-bayes[reproduce]"``), as in the paper; they run on an unconstrained coordinate.
+    python -m scripts.reproduce.agps_targets
+
+The table has time and effective sample size as in Table 1, and also the distance of the draws from the target. The
+baselines are Pyro's (``pip install "hf-bayes[reproduce]"``), as in the paper. They run on an unconstrained coordinate.
 """
 
 from __future__ import annotations
@@ -33,35 +35,35 @@ SUPPORTS = {"gaussian": constraints.real, "gamma": constraints.positive, "beta":
 
 
 class Component(NamedTuple):
-    """One law, once for gradients and once for its distribution function."""
+    """One distribution, in torch for gradients and in scipy for its distribution function."""
 
     density: Distribution
     exact: Any
-    """scipy's frozen distribution."""
+    """The frozen distribution of scipy."""
 
 
 def normal(mean: float, std: float) -> Component:
-    """N(mean, std^2)."""
+    """Return N(mean, std^2)."""
     return Component(Normal(_number(mean), _number(std), validate_args=False), stats.norm(mean, std))
 
 
 def student(loc: float, scale: float, df: float) -> Component:
-    """Student's t, moved and stretched."""
+    """Return Student's t with a location and a scale."""
     return Component(StudentT(_number(df), _number(loc), _number(scale), validate_args=False), stats.t(df, loc, scale))
 
 
 def gumbel(loc: float, scale: float) -> Component:
-    """Gumbel's law of maxima."""
+    """Return Gumbel's distribution of maxima."""
     return Component(Gumbel(_number(loc), _number(scale), validate_args=False), stats.gumbel_r(loc, scale))
 
 
 def gamma(shape: float, rate: float) -> Component:
-    """Of mean shape / rate."""
+    """Return the gamma distribution with mean shape / rate."""
     return Component(Gamma(_number(shape), _number(rate), validate_args=False), stats.gamma(shape, scale=1 / rate))
 
 
 def beta(first: float, second: float) -> Component:
-    """On (0, 1), of mean first / (first + second)."""
+    """Return the beta distribution on (0, 1) with mean first / (first + second)."""
     return Component(Beta(_number(first), _number(second), validate_args=False), stats.beta(first, second))
 
 
@@ -74,11 +76,11 @@ class Target:
     """An equally weighted mixture on a line.
 
     Attributes:
-        components: of the mixture.
-        family: of the proposal.
-        max_std: lambda of a Gaussian proposal.
-        figure: where the paper shows it.
-        compared: whether the paper compares it with NUTS and MALA (Table 1).
+        components: the components of the mixture.
+        family: the family of the proposal.
+        max_std: lambda, the cap of a Gaussian proposal.
+        figure: the figure of the paper with this target.
+        compared: True if the paper compares NUTS and MALA on it (Table 1).
     """
 
     components: tuple[Component, ...]
@@ -88,20 +90,20 @@ class Target:
     compared: bool = False
 
     def energy(self, theta: Tensor, batch: object = None) -> Tensor:
-        """[M, 1] -> [M]; inf outside the support."""
+        """Return U [M] of theta [M, 1]; infinite outside the support."""
         inside = SUPPORTS[self.family].check(theta)
         at = torch.where(inside, theta, 0.5)
         logs = torch.stack([part.density.log_prob(at) for part in self.components])
         return -torch.where(inside, logs.logsumexp(0) - np.log(len(logs)), -torch.inf).squeeze(1)
 
     def unconstrained_energy(self, z: Tensor) -> Tensor:
-        """[M, 1] -> [M]: U of the coordinate that Pyro moves, log x or logit x where the support is bounded."""
+        """Return U [M] of Pyro's coordinate [M, 1]: log x or logit x if the support is bounded."""
         transform = biject_to(SUPPORTS[self.family])
         theta = transform(z)
         return self.energy(theta) - transform.log_abs_det_jacobian(z, theta).squeeze(1)
 
     def start(self, num_chains: int, seed: int) -> Tensor:
-        """[num_chains, 1]: as Algorithms 1, 3 and 4 say: from N(0, 1) or Gamma(1, 1), or at 1/2."""
+        """Return starts [num_chains, 1] as in Algorithms 1, 3 and 4: from N(0, 1) or Gamma(1, 1), or at 1/2."""
         rng = generator(seed, "start")
         if self.family == "gaussian":
             return torch.randn(num_chains, 1, dtype=torch.float64, generator=rng)
@@ -113,7 +115,7 @@ class Target:
         return np.mean([part.exact.cdf(x) for part in self.components], 0)
 
     def draw(self, shape: tuple[int, int], seed: int) -> Tensor:
-        """Independent draws."""
+        """Return independent draws."""
         rng = np.random.default_rng(seed)
         each = np.stack([part.exact.rvs(shape, random_state=rng) for part in self.components])
         chosen = rng.integers(len(self.components), size=shape)
@@ -127,15 +129,15 @@ class Target:
 
     @cached_property
     def central(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """[G] points over the central 99 %, the distribution function there, and the interquartile range."""
+        """Return [G] points over the central 99 %, the distribution function there, and the interquartile range."""
         grid = np.linspace(self.quantile(0.005), self.quantile(0.995), 4001)
         return grid, self.cdf(grid), self.quantile(0.75) - self.quantile(0.25)
 
     def distances(self, values: np.ndarray) -> dict[str, float]:
-        """Of [S] draws: Kolmogorov-Smirnov, and Wasserstein-1 between the laws clipped to their central 99 %.
+        """Return the distances of [S] draws: Kolmogorov-Smirnov, and Wasserstein-1 clipped to the central 99 %.
 
-        Wasserstein-1 is in interquartile ranges of the target. Clipped, because the mixture has Cauchy tails, from
-        which every sample's Wasserstein-1 is infinite.
+        Wasserstein-1 is in interquartile ranges of the target. It is clipped because the mixture has Cauchy tails,
+        from which every sample's Wasserstein-1 is infinite.
         """
         grid, exact, width = self.central
         empirical = np.searchsorted(np.sort(values), grid, side="right") / len(values)
@@ -165,14 +167,14 @@ TARGETS = {
 
 
 class Found(NamedTuple):
-    """Draws [R, S] of R replications, and the processor seconds of single ones."""
+    """Draws [R, S] of R replications, and the processor seconds of single replications."""
 
     draws: Tensor
     seconds: list[float]
 
 
 def ours(config: Callable[[Target], MethodConfig], burn_in: int) -> Callable[[Target, int, int, int], Found]:
-    """All replications are chains of one run; the time is of one chain by itself."""
+    """Return our sampler's draws. All replications are chains of one run. The time is for one chain alone."""
 
     def found(target: Target, replications: int, num_draws: int, timed: int) -> Found:
         def draws(num_chains: int, seed: int) -> Tensor:
@@ -193,7 +195,7 @@ def ours(config: Callable[[Target], MethodConfig], burn_in: int) -> Callable[[Ta
 
 
 def pyro_kernel(make: Callable[[Any, Callable[..., Tensor]], Any], burn_in: int) -> Callable[..., Found]:
-    """One of Pyro's kernels, replication by replication."""
+    """Return a function that runs one of Pyro's kernels, one replication after another."""
 
     def found(target: Target, replications: int, num_draws: int, timed: int) -> Found:
         pyro = pyro_or_words()
@@ -219,19 +221,19 @@ def pyro_kernel(make: Callable[[Any, Callable[..., Tensor]], Any], burn_in: int)
 
 
 def independent(target: Target, replications: int, num_draws: int, timed: int) -> Found:
-    """The noise floor: draws of the target itself."""
+    """Return draws of the target itself, the noise floor."""
     return Found(target.draw((replications, num_draws), 0), [])
 
 
 def _timed(work: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    """What it makes, and its processor seconds: the wall clock would count whoever shares the cores."""
+    """Return a result and its processor seconds. The wall clock would include other programs on the same cores."""
     begin = time.process_time()
     made = work()
     return made, time.process_time() - begin
 
 
 def pyro_or_words() -> Any:
-    """Pyro, or what to install."""
+    """Return Pyro, or raise an error that names the package to install."""
     try:
         import pyro
         import pyro.infer
@@ -244,7 +246,7 @@ def pyro_or_words() -> Any:
 
 
 def methods(burn_in: int) -> dict[str, Callable[[Target, int, int, int], Found]]:
-    """Name -> what finds draws. a-GPS has no burn-in in the paper."""
+    """Return name -> function that makes draws. In the paper a-GPS has no burn-in."""
     return {
         "a-GPS": ours(lambda target: AGPSConfig(family=target.family, max_std=target.max_std), 0),
         "GPS, exact": ours(lambda target: GPSConfig(family=target.family, max_std=target.max_std), burn_in),
@@ -260,9 +262,9 @@ def methods(burn_in: int) -> dict[str, Callable[[Target, int, int, int], Found]]
 
 
 def run(*, num_draws: int = 1000, burn_in: int = 1000, replications: int = 40, baselines: int = 10) -> dict[str, Any]:
-    """Every method on every target; ``baselines`` replications of Pyro's (0: none), and as many timed runs of ours."""
+    """Run every method on every target: ``baselines`` replications of Pyro's (0: none), as many timed runs of ours."""
     if baselines:
-        pyro_or_words()  # missing, it is better missed now than after ten minutes
+        pyro_or_words()  # a missing package is better found now than after ten minutes
     targets: dict[str, Any] = {}
     for name, target in TARGETS.items():
         targets[name] = {"figure": target.figure, "family": target.family, "methods": {}}
@@ -276,7 +278,7 @@ def run(*, num_draws: int = 1000, burn_in: int = 1000, replications: int = 40, b
             targets[name]["methods"][method] = {
                 "replications": len(draws),
                 "seconds": seconds,
-                # of a chain that never moved it is not defined (NaN): no draw of it is worth one of the target
+                # not defined (NaN) for a chain that never moved: its draws are worth no draw of the target
                 "ess": [float(ess(row[None, :, None]).nan_to_num(0.0)) for row in draws],
                 "ks": [row["ks"] for row in each],
                 "wasserstein": [row["wasserstein"] for row in each],
@@ -295,7 +297,7 @@ PAPER = {"N(2, 4)": {"NUTS": (4.6, 364), "MALA": (2.3, 74.9), "a-GPS": (0.4, 954
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """Table 1 beside the paper's numbers, and the other targets."""
+    """Return the tables: Table 1 beside the paper's numbers, and all further targets."""
     columns = ["target", "method", "runs", "CPU s", "paper", "ESS", "paper", "ESS / s", "KS", "KS, pooled"]
     columns += ["W1", "W1, pooled"]
     only_table1 = ("CPU s", "paper", "ESS / s")
@@ -320,7 +322,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """The densities, and where the draws of all replications lie."""
+    """Draw the densities and the draws of all replications."""
     import matplotlib
 
     matplotlib.use("Agg")

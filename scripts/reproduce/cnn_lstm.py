@@ -1,8 +1,11 @@
-"""The CNN-LSTM of cold_posteriors (app. A.3, Keras's imdb_cnn_lstm) as a transformers classifier, every weight random.
+"""The CNN-LSTM of cold_posteriors (app. A.3, Keras's imdb_cnn_lstm) as a transformers classifier.
 
-Embedding, convolution over ``kernel_size`` words, ReLU, max-pooling, LSTM, dense layer on its last state. Convolution
-and LSTM are written with linear layers, on windows of words and on (input, state): the same functions of as many
-parameters as nn.Conv1d and one bias of nn.LSTM, which the member engine can stack.
+The layers are embedding, convolution over ``kernel_size`` words, ReLU, max-pooling, LSTM, and a dense layer on its last
+state. All weights are random. Convolution and LSTM are written with linear layers, on windows of words and on (input,
+state), which the member engine can stack. They are the same functions, with as many parameters as nn.Conv1d and one
+bias of nn.LSTM.
+
+This module is not a command: ``temperature_sweep`` imports it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 class CnnLstmConfig(PreTrainedConfig):
-    """Sizes; Keras has 20,000 words, 128, 64, 5, 4 and 70."""
+    """The sizes of the model. Keras has 20,000 words, 128, 64, 5, 4 and 70."""
 
     model_type = "cnn_lstm"
 
@@ -49,7 +52,7 @@ class CnnLstmConfig(PreTrainedConfig):
 
 
 class Lstm(nn.Module):
-    """[B, T, in] -> [B, T, h]; gates in the order of nn.LSTM: input, forget, cell, output."""
+    """An LSTM [B, T, in] -> [B, T, h]. The gates have the order of nn.LSTM: input, forget, cell, output."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class Lstm(nn.Module):
 
 
 class CnnLstmForSequenceClassification(PreTrainedModel):
-    """Padding, which belongs on the left, counts as zero vectors. Texts need kernel_size + pool_size - 1 positions."""
+    """The classifier. Padding on the left counts as zero vectors. Texts need kernel_size + pool_size - 1 positions."""
 
     config_class = CnnLstmConfig
     base_model_prefix = "cnn_lstm"
@@ -82,10 +85,10 @@ class CnnLstmForSequenceClassification(PreTrainedModel):
         self.post_init()
 
     def init_weights(self) -> None:
-        """Nothing to do for a fresh model: torch has given it its own initial values."""
+        """Keep the initial values that torch has given to a new model."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """torch's own initial values where a file that is loaded has none, as of a layer more."""
+        """Give torch's initial values to a layer that a loaded file lacks."""
         if isinstance(module, nn.Linear | nn.Embedding):
             module.reset_parameters()
 
@@ -111,7 +114,7 @@ AutoModelForSequenceClassification.register(CnnLstmConfig, CnnLstmForSequenceCla
 
 
 def word_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Lower-case words, the most frequent ``vocab_size`` of them, padded on the left as Keras's sequences are."""
+    """Return a tokenizer of the most frequent ``vocab_size`` lower-case words, padded on the left as in Keras."""
     steps = pre_tokenizers.Whitespace()
     counts = Counter(word for text in texts for word, _ in steps.pre_tokenize_str(text.lower()))
     words = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
@@ -123,7 +126,7 @@ def word_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def build(directory: Path, texts: Iterable[str], *, num_labels: int, seed: int = 0, **sizes: int) -> None:
-    """Write a fresh model and the tokenizer of its training texts into a folder that AutoClasses load."""
+    """Write a new model and the tokenizer of its training texts to a folder that AutoClasses load."""
     config = CnnLstmConfig(num_labels=num_labels, **sizes)
     tokenizer = word_tokenizer(texts, config.vocab_size)
     config.vocab_size = len(tokenizer)

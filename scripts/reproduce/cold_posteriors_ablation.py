@@ -1,10 +1,11 @@
-"""How accurately SGHMC simulates, with and without preconditioner and cycles (cold_posteriors app. J, Tables 1 and 2).
+"""The accuracy of SGHMC, with and without preconditioner and cycles (cold_posteriors app. J, Tables 1 and 2).
 
     python -m scripts.reproduce.cold_posteriors_ablation --output_dir sweep
 
-The CNN-LSTM, the data and the settings of ``temperature_sweep``, three chains for each of four variants, at T = 1 and
-at a low temperature. At the end of each cycle, with or without cycles in the step size, the kinetic temperature of each
-tensor is held against its 99 % interval (eq. 42) and the configurational temperature (eq. 43) is taken.
+The model (CNN-LSTM), the data and the settings come from ``temperature_sweep``. Three chains run for each of four
+variants, at T = 1 and at a low temperature. At the end of each cycle, with or without cycles in the step size, the
+kinetic temperature of each tensor is compared with its 99 % interval (eq. 42), and the configurational temperature
+(eq. 43) is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_bayes import BayesianTrainer
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from scripts.reproduce.report import keep, table
@@ -34,18 +35,18 @@ NAME = "cold_posteriors_ablation"
 
 @dataclass
 class Arguments(SweepArguments):
-    """Of the sweep; three chains in place of four."""
+    """The arguments of the sweep, with three chains instead of four."""
 
     num_chains: int = field(default=3, metadata={"help": "Replicates."})
     temperatures: list[float] = field(default_factory=lambda: [1.0, 0.01])
 
 
 class EndsOfCycles(TrainerCallback):
-    """The temperatures of each chain where a cycle after burn-in ends.
+    """The temperatures of each chain at the end of each cycle after burn-in.
 
     Attributes:
-        kinetic: [M, S] of each tensor, an element for each end, divided by T.
-        law: what the discretisation makes it in expectation, divided by T.
+        kinetic: [M, S] for each tensor, one element per end, divided by T.
+        law: the expected value under the discretisation, divided by T.
         configurational: [M], divided by T.
     """
 
@@ -65,7 +66,7 @@ class EndsOfCycles(TrainerCallback):
 
 
 def variant(problem: Problem, *, temperature: float, preconditioned: bool, cyclical: bool) -> dict[str, Any]:
-    """Run it, and what its chains tell."""
+    """Run a variant and return the temperatures of its chains."""
     args, start = problem.args, time.perf_counter()
     chain: Any = method_of(args, "sghmc_serial", temperature)
     method = dataclasses.replace(
@@ -91,7 +92,7 @@ def variant(problem: Problem, *, temperature: float, preconditioned: bool, cycli
         bayesian.detach()
 
     def share(law: list[Tensor]) -> list[float]:
-        """[M]: mean over ends of cycles of the share of tensors within their interval around ``law``."""
+        """Return [M]: the mean share over cycles of tensors within their interval around ``law``."""
         pairs = zip(ends.kinetic, law, strict=True)
         return torch.stack([share_within_interval(k, sizes, around) for k, around in pairs]).mean(0).tolist()
 
@@ -107,7 +108,7 @@ def variant(problem: Problem, *, temperature: float, preconditioned: bool, cycli
 
 
 def experiment(args: Arguments) -> dict[str, Any]:
-    """All four variants at each temperature."""
+    """Run all four variants at each temperature."""
     problem = prepare(args)
     rows = [
         variant(problem, temperature=temperature, preconditioned=preconditioned, cyclical=cyclical)
@@ -120,7 +121,7 @@ def experiment(args: Arguments) -> dict[str, Any]:
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """The paper's columns, with standard errors over chains, and the kinetic temperature of each tensor."""
+    """Return the tables: the paper's columns with standard errors over chains, and the temperature of each tensor."""
     columns = ["kinetic_share", "configurational", "accuracy", "nll", "kinetic_share_of_law"]
     head = ["T", "preconditioner", "cycles", "E[T_K in R_99]", "E[T_C] / T", "accuracy", "cross-entropy"]
     rows = [[*_variant(row), *(_with_error(row[column]) for column in columns)] for row in record["rows"]]
@@ -143,7 +144,7 @@ def _with_error(values: list[float]) -> str:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """The kinetic temperature of each tensor over T, a panel for each temperature."""
+    """Draw the kinetic temperature of each tensor over T, one panel for each temperature."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,11 +2,11 @@
 
     python -m scripts.reproduce.cold_posteriors_mlp
 
-An MLP of depth 2 drawn from its prior labels 100 points in R^5 with 3 classes; MLPs of depth 1 to 3, ten units a layer,
-learn them at temperatures from 1e-3 to 1, once by HMC and once by SG-MCMC on full batches. The model that made the data
-is in the family, so that T = 1 is optimal in expectation, and a cold posterior would be the sampler's fault.
+An MLP of depth 2 drawn from its prior labels 100 points in R^5 with 3 classes. MLPs of depth 1 to 3, ten units a layer,
+learn them at temperatures from 1e-3 to 1, once by HMC and once by SG-MCMC on full batches. The model behind the data
+is in the family. Hence T = 1 is optimal in expectation, and an advantage of T < 1 would be an error of the sampler.
 
-All data sets, chains and, in HMC, temperatures are rows of one theta: row m sees data set m and, in HMC, U / T_m.
+All data sets, chains and (in HMC) temperatures are rows of one theta: row m uses data set m and, in HMC, U / T_m.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_bayes import HMCConfig, SGHMCConfig, sample
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.core.rng import generator
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.diagnostics.convergence import ess, rhat, unconverged
@@ -32,16 +32,16 @@ from scripts.reproduce.report import keep, spread, table
 
 NAME = "cold_posteriors_mlp"
 RHAT, ESS = 1.05, 200
-"""What convergence asks for: at most, at least."""
+"""The limits of convergence: largest R-hat, smallest ESS."""
 INPUTS, UNITS, CLASSES = 5, 10, 3
 BIAS_STD = 0.05
 NUM_PROBES = 10
-"""Held-out points whose class probabilities R-hat and ESS look at, beside the log-likelihood of the training data."""
+"""The number of held-out points for R-hat and ESS, in addition to the log-likelihood of the training data."""
 
 
 @dataclass
 class Arguments:
-    """Sizes; the paper's own are in the page."""
+    """The sizes of the run. The results page lists the paper's sizes."""
 
     depths: int = 3
     temperatures: tuple[float, ...] = (0.001, 0.01, 0.1, 0.3, 1.0)
@@ -62,7 +62,7 @@ class Arguments:
 
 
 class MLP:
-    """``depth`` hidden layers of ReLU units, their weights a row of theta [M, d]."""
+    """An MLP with ``depth`` hidden layers of ReLU units. Its weights are a row of theta [M, d]."""
 
     def __init__(self, depth: int) -> None:
         widths = [INPUTS, *[UNITS] * depth, CLASSES]
@@ -74,7 +74,7 @@ class MLP:
         """He's normal prior on weights and N(0, 0.05^2) on biases (app. N)."""
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
-        """[M, n, C] of theta [M, d] at x [M or 1, n, 5]."""
+        """Return logits [M, n, C] of theta [M, d] at x [M or 1, n, 5]."""
         parts = theta.split(self.sizes, 1)
         x = x.expand(len(theta), -1, -1)
         for layer, shape in enumerate(self.shapes):
@@ -84,28 +84,28 @@ class MLP:
         return x
 
     def log_lik(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """[M], of x [M, n, 5] and y [M, n]."""
+        """Return the log-likelihood [M] of x [M, n, 5] and y [M, n]."""
         return -F.cross_entropy(self.logits(theta, x).mT, y, reduction="none").sum(1)
 
     def start(self, num_rows: int, rng: torch.Generator) -> Tensor:
-        """[M, d] draws from the prior."""
+        """Return draws [M, d] from the prior."""
         return self.prior.sample(num_rows, sum(self.sizes), rng)
 
 
 @dataclass(frozen=True)
 class Data:
-    """D data sets: x [D, n, 5], y [D, n], and as many points again to test on."""
+    """The D data sets: x [D, n, 5], y [D, n], and as many points again for testing."""
 
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
     truth_nll: list[float]
-    """Held-out cross-entropy of the network that made the labels."""
+    """The held-out cross-entropy of the network that made the labels."""
 
 
 def draw_data(args: Arguments) -> Data:
-    """Labels of an MLP of depth 2 drawn from its prior, one for each data set."""
+    """Return data with labels of an MLP of depth 2 drawn from its prior, one MLP for each data set."""
     rng, truth = generator(args.seed, "data"), MLP(2)
     theta = truth.start(args.num_datasets, rng)
     x = torch.randn(args.num_datasets, args.num_data + args.num_test, INPUTS, generator=rng)
@@ -117,7 +117,7 @@ def draw_data(args: Arguments) -> Data:
 
 
 def hmc(net: MLP, data: Data, args: Arguments) -> tuple[dict[float, Tensor], dict[float, float]]:
-    """{T: draws [D, K, S, d]}, {T: mean acceptance}."""
+    """Return HMC's {T: draws [D, K, S, d]} and {T: mean acceptance}."""
     shape = (len(args.temperatures), args.num_datasets, args.num_chains)
     temperature = torch.tensor(args.temperatures)[:, None, None].expand(shape).flatten()
     x, y = (v[None, :, None].expand(*shape, *v.shape[1:]).flatten(0, 2) for v in (data.x, data.y))
@@ -128,7 +128,7 @@ def hmc(net: MLP, data: Data, args: Arguments) -> tuple[dict[float, Tensor], dic
 
     run = sample(
         energy,
-        # in units of the prior's standard deviations: that of the biases would hold the steps of the weights down
+        # in units of the prior's standard deviations: otherwise the scale of the biases limits the steps of the weights
         net.start(math.prod(shape), generator(args.seed, "hmc")) / net.prior.std,
         HMCConfig(num_leapfrog=args.num_leapfrog, step_size=0.001, adapt_mass=False),
         num_steps=args.hmc_burn_in + args.hmc_updates,
@@ -148,7 +148,7 @@ def hmc(net: MLP, data: Data, args: Arguments) -> tuple[dict[float, Tensor], dic
 
 
 def sgmcmc(net: MLP, data: Data, temperature: float, args: Arguments) -> tuple[Tensor, float]:
-    """Draws [D, K, S, d], one at the end of each cycle, and the mean configurational temperature there over T."""
+    """Return draws [D, K, S, d] at the ends of cycles, and the mean configurational temperature there over T."""
     shape = (args.num_datasets, args.num_chains)
     x, y = (v[:, None].expand(*shape, *v.shape[1:]).flatten(0, 1) for v in (data.x, data.y))
 
@@ -158,7 +158,7 @@ def sgmcmc(net: MLP, data: Data, temperature: float, args: Arguments) -> tuple[T
     run = sample(
         energy,
         net.start(math.prod(shape), generator(args.seed, "sgmcmc")),
-        # a batch is all data: one is enough for the preconditioner
+        # a batch holds all data: one batch is enough for the preconditioner
         SGHMCConfig(
             temperature=temperature,
             momentum=args.momentum,
@@ -178,12 +178,12 @@ def sgmcmc(net: MLP, data: Data, temperature: float, args: Arguments) -> tuple[T
 
 
 def predictive(net: MLP, draws: Tensor, x: Tensor) -> Tensor:
-    """[n, C] mean probabilities of draws [S, d] at x [n, 5]."""
+    """Return the mean probabilities [n, C] of draws [S, d] at x [n, 5]."""
     return sum(net.logits(part, x[None]).softmax(-1).sum(0) for part in draws.split(20)) / len(draws)  # type: ignore[return-value]
 
 
 def converged(net: MLP, draws: Tensor, data: Data) -> tuple[float, float]:
-    """Largest R-hat and smallest ESS over data sets and functions of theta, of draws [D, K, S, d]."""
+    """Return the largest R-hat and smallest ESS of draws [D, K, S, d], over data sets and functions of theta."""
     worst, least = 0.0, math.inf
     for values in watched(net, draws, data):
         worst, least = max(worst, float(rhat(values).max())), min(least, float(ess(values).min()))
@@ -191,7 +191,7 @@ def converged(net: MLP, draws: Tensor, data: Data) -> tuple[float, float]:
 
 
 def watched(net: MLP, draws: Tensor, data: Data) -> Iterator[Tensor]:
-    """[K, S, k] of each data set: class probabilities of the probes and the log-likelihood, of draws [D, K, S, d]."""
+    """Return [K, S, k] for each data set: class probabilities of the probes and the log-likelihood of the draws."""
     for index, of_set in enumerate(draws):
         rows = of_set.flatten(0, 1)
         probs = net.logits(rows, data.test_x[index, None, :NUM_PROBES]).softmax(-1)[..., :-1].flatten(1)
@@ -200,12 +200,12 @@ def watched(net: MLP, draws: Tensor, data: Data) -> Iterator[Tensor]:
 
 
 def symmetrised_kl(p: Tensor, q: Tensor) -> float:
-    """Mean over points of KL(p || q) + KL(q || p), in nats."""
+    """Return the mean over points of KL(p || q) + KL(q || p), in nats."""
     return float(((p - q) * (p.clamp_min(1e-30).log() - q.clamp_min(1e-30).log())).sum(-1).mean())
 
 
 def compare(net: MLP, data: Data, draws: dict[str, Tensor]) -> dict[str, Any]:
-    """Held-out cross-entropy and convergence of each sampler's draws [D, K, S, d], and how far they are apart."""
+    """Return held-out cross-entropy and convergence of each sampler's draws [D, K, S, d], and their distance."""
     record: dict[str, Any] = {}
     means: dict[str, list[Tensor]] = {}
     for name, of_sampler in draws.items():
@@ -219,13 +219,13 @@ def compare(net: MLP, data: Data, draws: dict[str, Tensor]) -> dict[str, Any]:
         record[f"{name}_rhat"], record[f"{name}_ess"] = converged(net, of_sampler, data)
     pairs = list(zip(means["hmc"], means["sgmcmc"], strict=True))
     record["kl"] = [symmetrised_kl(exact.mean(0), other.mean(0)) for exact, other in pairs]
-    # what two independent halves of the HMC chains differ by: no comparison can see less
+    # the difference between two independent halves of the HMC chains: the resolution of any comparison
     record["kl_hmc"] = [symmetrised_kl(exact[::2].mean(0), exact[1::2].mean(0)) for exact in means["hmc"]]
     return record
 
 
 def experiment(args: Arguments) -> dict[str, Any]:
-    """The record of all depths and temperatures."""
+    """Return the record of all depths and temperatures."""
     data, rows = draw_data(args), []
     for depth in range(1, args.depths + 1):
         net = MLP(depth)
@@ -233,7 +233,7 @@ def experiment(args: Arguments) -> dict[str, Any]:
         for temperature in args.temperatures:
             for index, values in enumerate(watched(net, exact[temperature], data)):
                 doubts = unconverged(values)
-                if doubts is not None:  # the page's table says so, too
+                if doubts is not None:  # as in the page's table
                     where = f"depth {depth}, T = {temperature:g}, data set {index}"
                     warnings.warn(f"{where}: HMC is no gold standard here, {doubts}", stacklevel=1)
             other, configurational = sgmcmc(net, data, temperature, args)
@@ -252,7 +252,7 @@ def _of(record: dict[str, Any], depth: int, key: str) -> list[Any]:
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """The page's tables."""
+    """Return the tables of the page."""
     sets = len(record["truth_nll"])
     columns = ["depth", "T", "HMC nll", "SG-MCMC nll", "difference", "sym. KL", "sym. KL of HMC's halves"]
     predictions = table(
@@ -281,7 +281,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def trusted(row: dict[str, Any], key: str) -> bool:
-    """Whether a sampler's worst R-hat and ESS at one depth and temperature are what convergence asks for."""
+    """Return whether a sampler's worst R-hat and ESS at one depth and temperature show convergence."""
     return bool(row[f"{key}_rhat"] <= RHAT and row[f"{key}_ess"] >= ESS)
 
 
@@ -290,7 +290,7 @@ def _shown(key: str, value: float) -> str:
 
 
 def _best(record: dict[str, Any], depth: int) -> list[str]:
-    """The temperature with the least mean held-out nll, then on how many data sets T = 1 has it, by each sampler."""
+    """Return, by sampler, the temperature of least mean held-out nll, and the number of data sets with T = 1 best."""
     temperatures, means, ones = _of(record, depth, "temperature"), [], []
     for key in ("hmc_nll", "sgmcmc_nll"):
         values = torch.tensor(_of(record, depth, key))  # [temperatures, data sets]
@@ -301,7 +301,7 @@ def _best(record: dict[str, Any], depth: int) -> list[str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """Above the paper's Figure 4, below its Figure 32."""
+    """Draw the paper's Figure 4 (top) and Figure 32 (bottom)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -346,10 +346,10 @@ def figures(record: dict[str, Any], directory: Path) -> None:
             axis.axhline(line, color="0.5", lw=1, ls=":")
         axis.set(xlabel="temperature T", ylabel=label, xscale="log", yscale="linear" if key == "_rhat" else "log")
         axis.set_title(f"solid: {solid}; dashed: {dashed}", fontsize=8)
-    # colours and the dotted line mean the same in all three: one legend does, where the first has room
+    # colours and the dotted line mean the same in all three panels: one legend is enough, where there is room
     for depth, colour in zip(depths, colours, strict=False):
         axes[1, 0].plot([], [], color=colour, label=f"depth {depth}")
-    axes[1, 0].plot([], [], color="0.5", lw=1, ls=":", label="what convergence asks for")
+    axes[1, 0].plot([], [], color="0.5", lw=1, ls=":", label="limits of convergence")
     axes[1, 0].legend(frameon=False, fontsize=8)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
     plt.close(figure)

@@ -1,10 +1,10 @@
-"""Four texts of Debian packages, one after another: does a posterior as the next prior keep what was learnt?
+"""Continual learning on four texts of Debian packages: does a posterior as the next prior prevent forgetting?
 
     python -m scripts.reproduce.continual
 
-posteriors section 5.2 and appendix E (20 books, Llama 2), with the small base model of the quickstart. Every update of
-every method is made by ``scripts/run_continual.py``; this file fetches the texts, chooses lambda on the first episode,
-repeats over seeds and orders, and compares pairs. Stopped, the same command goes on where it was.
+This repeats section 5.2 and appendix E of the posteriors paper (20 books, Llama 2) with the small base model of the
+quickstart. ``scripts/run_continual.py`` makes every update of every method. This file fetches the texts, chooses lambda
+on the first episode, repeats over seeds and orders, and compares pairs. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import numpy
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainingArguments
+from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.cli.data import load_episode
-from hf_bayes.cli.scripts import parse_arguments
 from scripts.reproduce import report
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as where the scripts run: they import their neighbours by name
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts import each other by name
 
 import run_continual
 from continual_arguments import ContinualArguments, LoraArguments
@@ -47,7 +47,7 @@ METHODS = ("sequential", "laplace_diagonal", "laplace_kronecker", "mean_field")
 
 
 class Source(NamedTuple):
-    """Where a text is: a package of Debian and a file in it."""
+    """The location of a text: a Debian package and a file in it."""
 
     package: str
     file: str
@@ -65,35 +65,35 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass
 class Settings:
-    """Sizes are those that the machine allowed; LoRA and learning rate are the quickstart's."""
+    """The settings of the run. Sizes follow from the machine, LoRA and learning rate from the quickstart."""
 
     cache: str = field(
-        default="continual-output", metadata={"help": "Texts, base model and posteriors; to go on from."}
+        default="continual-output", metadata={"help": "Folder of texts, base model and posteriors, to continue from."}
     )
-    characters: int = field(default=30_000, metadata={"help": "Of each text, from its middle."})
-    updates: int = field(default=80, metadata={"help": "Of each episode; offline makes as many as all together."})
+    characters: int = field(default=30_000, metadata={"help": "Characters of each text, from its middle."})
+    updates: int = field(default=80, metadata={"help": "Updates of each episode; offline makes all of them at once."})
     batch_size: int = field(default=1, metadata={"help": "Windows of an update."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Of Adam, all methods."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "Learning rate of Adam, for all methods."})
     prior_std: float = field(
-        default=1.0, metadata={"help": "Of the first prior; so wide that a MAP estimate is plain fine-tuning."}
+        default=1.0, metadata={"help": "Std of the first prior. It is wide: MAP is ordinary fine-tuning."}
     )
-    window: int | None = field(default=None, metadata={"help": "Tokens; None is the model's context, 512."})
+    window: int | None = field(default=None, metadata={"help": "Tokens. Default: the model's context, 512."})
     stride: int = field(default=384, metadata={"help": "New tokens in a window."})
     lora_layers: list[int] = field(default_factory=lambda: [2], metadata={"help": "Blocks; the last, as in the paper."})
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Of LoRA's start and the batches."})
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of LoRA and the batches."})
     strengths: list[float] = field(
         default_factory=lambda: [1.0, 10.0, 100.0, 1000.0], metadata={"help": "Values of lambda to choose from."}
     )
     std_learning_rates: list[float] = field(
-        default_factory=lambda: [0.01, 0.03, 0.1], metadata={"help": "The same for mean_field, which has no lambda."}
+        default_factory=lambda: [0.01, 0.03, 0.1], metadata={"help": "The same for mean_field, without lambda."}
     )
 
 
 def fetch(source: Source, cache: Path) -> tuple[str, str]:
-    """The whole text and the version of its package; downloaded and unpacked by apt and dpkg, without being root.
+    """Return the whole text and the version of its package. apt and dpkg download and unpack it without root.
 
     Raises:
-        RuntimeError: where there is no apt, or it has no such package.
+        RuntimeError: if there is no apt, or apt has no such package.
     """
     archives = sorted(cache.glob(f"{source.package}_*.deb"))
     if not archives:
@@ -114,13 +114,13 @@ def fetch(source: Source, cache: Path) -> tuple[str, str]:
     unpacked = cache / archive.stem
     subprocess.run(["dpkg-deb", "-x", archive, unpacked], check=True)
     content = (unpacked / source.file).read_bytes()
-    if content.startswith(b"\x1f\x8b"):  # gzip, and dictzip, which is gzip with an index
+    if content.startswith(b"\x1f\x8b"):  # gzip or dictzip, which is gzip with an index
         content = gzip.decompress(content)
     return content.decode("utf-8"), version.strip()
 
 
 def prepare(settings: Settings, cache: Path) -> dict[str, dict[str, Any]]:
-    """Write NAME.txt for each text, and say what it is."""
+    """Write NAME.txt for each text, and return a description of each."""
     about = {}
     for name, source in SOURCES.items():
         text, version = fetch(source, cache / "packages")
@@ -133,7 +133,7 @@ def prepare(settings: Settings, cache: Path) -> dict[str, dict[str, Any]]:
 
 
 def base(cache: Path) -> Path:
-    """The quickstart's base model, trained from nothing on the docstrings of the standard library."""
+    """Return the quickstart's base model, trained from random weights on the docstrings of the standard library."""
     directory = cache / "base"
     if not (directory / "trained.json").exists():
         texts = corpora()["pretrain"]
@@ -146,7 +146,7 @@ def learn(
     settings: Settings, episodes: Sequence[Path], methods: Sequence[str], output: Path, seed: int,
     *, updates: int | None = None, **fields: Any,
 ) -> Results:  # fmt: skip
-    """``run_continual.run`` with our settings; ``fields`` are those of ContinualArguments."""
+    """Run ``run_continual.run`` with these settings. ``fields`` are fields of ContinualArguments."""
     return run_continual.run(
         LoraArguments(
             str(Path(settings.cache) / "base"), lora_alpha=16, lora_targets=LINEAR, lora_layers=settings.lora_layers
@@ -164,18 +164,18 @@ def learn(
 
 
 def knob(method: str, value: float) -> dict[str, Any]:
-    """Fields that give a method the value which was chosen for it."""
+    """Return the fields that give a method its chosen value."""
     if method == "mean_field":
         return {"mean_field_args": {"std_learning_rate": value}}
     return {"strength": value} if method.startswith("laplace") else {}
 
 
 def choose(settings: Settings, first: Path, method: str, output: Path) -> dict[str, float]:
-    """Value -> loss, from nothing but the training part of the first episode.
+    """Return value -> loss, computed from the training part of the first episode only.
 
-    It is cut in two pseudo-episodes. The second is put into ROT13: two halves of one text forget nothing of each other,
-    and any lambda against forgetting would be too large. The loss is the mean over both halves' own held-out ends after
-    the second, with half of the updates for half of the text.
+    This part is cut into two pseudo-episodes. The second is put into ROT13: two halves of one text cause no
+    forgetting, and every lambda against forgetting would be too large. The loss is the mean over the held-out ends of
+    both halves after the second one, with half of the updates for half of the text.
     """
     text = load_episode(str(first))[0]["text"][0]
     halves = [text[: len(text) // 2], codecs.encode(text[len(text) // 2 :], "rot13")]
@@ -193,7 +193,7 @@ def choose(settings: Settings, first: Path, method: str, output: Path) -> dict[s
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """All texts, choices, seeds and orders; goes on in ``settings.cache``."""
+    """Run all texts, choices, seeds and orders. An interrupted run continues in ``settings.cache``."""
     cache = Path(settings.cache)
     cache.mkdir(parents=True, exist_ok=True)
     about = prepare(settings, cache)
@@ -205,7 +205,7 @@ def run(settings: Settings) -> dict[str, Any]:
     }
     runs = []
     for seed in settings.seeds:
-        # Neither knows an order: once a seed.
+        # Both are independent of the order: one run for each seed.
         shared = learn(settings, list(files.values()), ["single", "offline"], cache / f"seed_{seed}" / "shared", seed)
         for order in ORDERS:
             places = [list(files).index(name) for name in order]
@@ -223,24 +223,24 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def above(losses: Results, method: str) -> float:
-    """Loss after the last episode above that of single-episode training, mean over all episodes: what is compared."""
+    """Return the compared figure: the final loss minus the loss of single-episode training, mean over episodes."""
     return excess(losses, method)[-1]
 
 
 def differences(runs: Sequence[dict[str, Any]], method: str) -> list[float]:
-    """``above`` minus that of sequential fine-tuning with the same seed and order; below zero is better."""
+    """Return ``above`` minus its value for sequential fine-tuning, by seed and order. Below zero is better."""
     return [above(run["losses"], method) - above(run["losses"], "sequential") for run in runs]
 
 
 def paired(runs: Sequence[dict[str, Any]], method: str) -> str:
-    """Mean difference and its standard error."""
+    """Return the mean difference and its standard error."""
     values = differences(runs, method)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):+.4f} ± {error:.4f}"
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """The tables: what came out, what was chosen, the texts."""
+    """Return the tables of the page: results, choices and texts."""
     runs, names = record["runs"], ["offline", *METHODS]
     rows = []
     for name in names:
@@ -280,7 +280,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """The paper's figures 5 and 6, an order a column, means over seeds."""
+    """Draw the paper's figures 5 and 6, one column for each order, with means over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -313,7 +313,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
 
 
 def mean(results: Sequence[Results]) -> Results:
-    """Over seeds, number by number."""
+    """Return means over seeds, number by number."""
     return {name: numpy.mean([one[name] for one in results], axis=0).tolist() for name in results[0]}
 
 

@@ -1,7 +1,9 @@
-"""Labelled text that every Debian machine has: what a package is, in one line, and the section that it was put into.
+"""Labelled text from every Debian machine: the one-line description of a package, and its section in the archive.
 
-A row is (description, section), one for each source package, so that no two rows are of one piece of software. Of the
-sixteen sections named after a subject every second one, in alphabetical order, is in distribution; the others are not.
+A row is (description, section). There is one row for each source package, so no two rows describe the same software.
+Of the sixteen sections named after a subject, every second one in alphabetical order is in distribution.
+
+This module is not a command: ``encoder_table`` imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SECTIONS = (
 KNOWN, UNKNOWN = SECTIONS[::2], SECTIONS[1::2]
 
 COMPANIONS = re.compile(r"-(data|common|dbg|dbgsym|dev|doc|docs)$")
-"""Packages that are described in the words of another one."""
+"""The packages that repeat the description of another package."""
 
 EMPTY = re.compile(r"\b(transitional|dummy|metapackage|meta-package)\b")
 
@@ -34,24 +36,24 @@ class Row(NamedTuple):
 
 
 def index() -> str:
-    """The index of all packages that this machine's package lists know.
+    """Return the index of all packages in this machine's package lists.
 
     Raises:
-        FileNotFoundError: where there is no apt.
+        FileNotFoundError: if there is no apt.
     """
     if shutil.which("apt-cache") is None:
-        raise FileNotFoundError("these texts are Debian's package index, and apt-cache, which has it, is not here")
+        raise FileNotFoundError("these texts come from Debian's package index, but apt-cache is not installed")
     return subprocess.run(["apt-cache", "dumpavail"], check=True, capture_output=True, text=True).stdout
 
 
 def stanzas(index: str) -> Iterator[dict[str, str]]:
-    """The fields of each package."""
+    """Yield the fields of each package."""
     for stanza in index.split("\n\n"):
         yield dict(re.findall(r"^([A-Za-z0-9-]+): (.*)$", stanza, re.MULTILINE))
 
 
 def rows_of(index: str) -> list[Row]:
-    """One row of each source package, in the order of the sources' names; no text comes twice."""
+    """Return one row for each source package, in the order of their names. No text occurs twice."""
     sources: dict[str, Row] = {}
     for fields in stanzas(index):
         row = Row(fields.get("Description", ""), fields.get("Section", "").rpartition("/")[2])
@@ -62,11 +64,11 @@ def rows_of(index: str) -> list[Row]:
 
 
 def splits(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[str, list[Row]]:
-    """Rows drawn at random, always the same, for each name in ``sizes``: "ood" of the unknown sections, others of the
-    known ones.
+    """Return rows for each name in ``sizes``, drawn with a fixed seed: "ood" from the unknown sections,
+    every other name from the known sections.
 
     Raises:
-        ValueError: if there are not as many.
+        ValueError: if there are too few rows.
     """
     shuffled = random.Random(0).sample(list(rows), len(rows))
     pools = {known: [row for row in shuffled if (row.section in KNOWN) is known] for known in (True, False)}
@@ -80,6 +82,6 @@ def splits(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[str, list[Row]
 
 
 def fingerprint(parts: Mapping[str, Sequence[Row]]) -> str:
-    """sha256 of all rows of all parts, in their order."""
+    """Return the sha256 of all rows of all parts, in their order."""
     lines = (f"{name}\t{row.section}\t{row.text}\n" for name, rows in parts.items() for row in rows)
     return hashlib.sha256("".join(lines).encode()).hexdigest()

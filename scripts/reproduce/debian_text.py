@@ -1,6 +1,8 @@
-"""Labelled text that a Debian machine carries: what section of the archive does a one-line description belong to?
+"""Labelled text from a Debian machine: one-line descriptions of packages, labelled by the section of the archive.
 
-Maintainers choose sections by judgement, so that no model can know all of them: a real likelihood with noise.
+Maintainers choose sections by judgement. No model can predict all of them, so the likelihood has real noise.
+
+This module is not a command: ``temperature_sweep`` imports it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ SECTIONS = ("admin", "net", "text", "utils")
 
 
 def described() -> dict[str, str]:
-    """{description: section} of the packages in ``SECTIONS``; of equal descriptions, the first."""
+    """Return {description: section} of the packages in ``SECTIONS``. Of equal descriptions the first one counts."""
     found: dict[str, str] = {}
     for fields in stanzas(index()):
         text = " ".join(fields.get("Description", "").split())
@@ -26,7 +28,7 @@ def described() -> dict[str, str]:
 
 
 def write(directory: Path, *, seed: int = 0) -> tuple[Path, Path]:
-    """``train.jsonl`` and ``test.jsonl``, a third of the rows, in random order."""
+    """Write ``train.jsonl`` and ``test.jsonl`` (a third of the rows), in random order."""
     rows = [{"text": text, "label": section} for text, section in sorted(described().items())]
     random.Random(seed).shuffle(rows)
     directory.mkdir(parents=True, exist_ok=True)

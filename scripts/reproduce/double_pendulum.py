@@ -1,8 +1,10 @@
 """Minibatch Metropolis with and without the noise penalty on the double pendulum (penalty_bnn section 5).
 
-A mixture-density network of 419 parameters predicts the positions of both masses 20 steps ahead. Five samplers that see
-the likelihood of 60 rows (and one that sees all 2992) are compared as in Table 1, each from the same trained networks;
-Hamiltonian Monte Carlo on all rows goes further into the law of two of them than random walks do.
+    python -m scripts.reproduce.double_pendulum
+
+A mixture-density network of 419 parameters predicts the positions of both masses 20 steps ahead. Five samplers on
+the likelihood of 60 rows (and one on all 2992) are compared as in Table 1, each from the same trained networks.
+Hamiltonian Monte Carlo on all rows explores the distributions of two of them further than random walks do.
 """
 
 from __future__ import annotations
@@ -38,22 +40,22 @@ SIZES = {"w1": (20, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, HIDDEN), "b2": (HID
 """Nine outputs: four means, four log standard deviations, and the logit of the mixture's one component. The last
 changes nothing, but the paper's 419 parameters are only reached with it."""
 PLOTTED = ("tempered", "batched", "pseudo-SGLD", "penalty")
-"""Figure 2's, from top to bottom."""
+"""The panels of Figure 2, from top to bottom."""
 L2 = 1e-5
-"""lambda of the paper's prior exp(-lambda |theta|^2): a Gaussian of standard deviation 224."""
+"""The lambda of the paper's prior exp(-lambda |theta|^2), a Gaussian of standard deviation 224."""
 STEP = 0.01
-"""Seconds between two points; the paper does not say."""
+"""The seconds between two points. The paper does not give this number."""
 
 
 class Rows(NamedTuple):
-    """x [R, 20], y [R, 4] in metres."""
+    """The rows of a data set: x [R, 20], y [R, 4] in metres."""
 
     x: Tensor
     y: Tensor
 
 
 def positions(num_points: int, *, step: float = STEP) -> np.ndarray:
-    """[num_points, 4]: Cartesian coordinates of both masses (1 kg, rods of 1 m), from rest at 120 and -10 degrees."""
+    """Return [num_points, 4]: coordinates of both masses (1 kg, rods of 1 m), from rest at 120 and -10 degrees."""
     gravity = 9.81
 
     def velocity(_: float, state: np.ndarray) -> list[float]:
@@ -72,7 +74,7 @@ def positions(num_points: int, *, step: float = STEP) -> np.ndarray:
 
 
 def pendulum(num_rows: int = 9975, num_train: int = 2992) -> tuple[Rows, Rows]:
-    """Training and test rows, split in time (section 5.2)."""
+    """Return training and test rows, split in time (section 5.2)."""
     y = torch.tensor(positions(num_rows + max(LAGS)), dtype=torch.float32)
     at = torch.arange(max(LAGS), len(y))
     x = torch.cat([y[at - lag] for lag in LAGS], 1)
@@ -80,7 +82,7 @@ def pendulum(num_rows: int = 9975, num_train: int = 2992) -> tuple[Rows, Rows]:
 
 
 def starts(num_chains: int, seed: int) -> Tensor:
-    """[M, 419]: weights N(0, 1 / fan-in), biases 0."""
+    """Return starts [M, 419]: weights N(0, 1 / fan-in), biases 0."""
     rng, pieces = generator(seed, "starts"), []
     for shape in SIZES.values():
         scale = shape[0] ** -0.5 if len(shape) == 2 else 0.0
@@ -89,7 +91,7 @@ def starts(num_chains: int, seed: int) -> Tensor:
 
 
 def network(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """theta [M, 419], x [R, 20] -> mean and log standard deviation [M, R, 4] of the Gaussian of each row."""
+    """Return mean and log standard deviation [M, R, 4] of each row for theta [M, 419] and x [R, 20]."""
     m, sizes = len(theta), [math.prod(shape) for shape in SIZES.values()]
     w1, b1, w2, b2, w3, b3 = (
         piece.view(m, *shape) for piece, shape in zip(theta.split(sizes, 1), SIZES.values(), strict=True)
@@ -101,21 +103,21 @@ def network(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_lik(theta: Tensor, rows: Rows) -> Tensor:
-    """[M, R] in nats."""
+    """Return the log-likelihood [M, R] in nats."""
     mean, log_std = network(theta, rows.x)
     squares = ((rows.y - mean) * (-log_std).exp()).square()
     return -(0.5 * squares + log_std).sum(2) - 2 * math.log(2 * math.pi)
 
 
 class Batch(NamedTuple):
-    """One of an update's K batches: rows [K, n] of all of them, drawn independently, and which one this is."""
+    """One of the K batches of an update: the rows [K, n] of all batches, drawn independently, and its own index."""
 
     rows: Tensor
     index: int
 
 
 def batches(num_rows: int, count: int, size: int, seed: int) -> Iterator[Batch]:
-    """Updates of ``count`` batches without end."""
+    """Yield updates of ``count`` batches without end."""
     rng = generator(seed, "batches")
     while True:
         rows = torch.randint(num_rows, (count, size), generator=rng)
@@ -123,10 +125,10 @@ def batches(num_rows: int, count: int, size: int, seed: int) -> Iterator[Batch]:
 
 
 class Energy:
-    """U = - weight * (mean of log p(y | x, theta) over the batch) + lambda |theta|^2.
+    """The energy U = - weight * (mean of log p(y | x, theta) over the batch) + lambda |theta|^2.
 
-    Weight 2992 is Bayes; weight n the paper's target, in which the likelihood of a batch counts once. All batches of an
-    update meet one theta: it goes through the network once with all data, and batches pick their rows from that.
+    Weight 2992 is the Bayes posterior. Weight n is the paper's target, where the likelihood of a batch counts once.
+    All batches of an update have one theta: the network runs once on all data, and each batch picks its rows.
     """
 
     def __init__(self, rows: Rows, weight: float) -> None:
@@ -151,14 +153,14 @@ class Energy:
 
 @dataclass(frozen=True)
 class Contender:
-    """A line of the table.
+    """A method in one line of the table.
 
     Attributes:
-        method: its config.
-        weight: of the likelihood, in rows; None is the size of a batch.
-        minibatch: whether an update sees K batches instead of all data.
-        trained: whether chains start at trained networks.
-        updates: share of the run's updates; dearer methods make fewer.
+        method: the config of the method.
+        weight: the weight of the likelihood in rows; None is the size of a batch.
+        minibatch: True if an update uses K batches instead of all data.
+        trained: True if chains start at trained networks.
+        updates: share of the run's updates. Expensive methods make fewer.
         penalised: False makes the penalty 0.
     """
 
@@ -174,11 +176,11 @@ RANDOM_WALK = MetropolisConfig(target_acceptance=0.234)
 HAMILTONIAN = HMCConfig(num_leapfrog=20)
 PENALTY = PenaltyConfig(target_acceptance=0.234)
 BATCHED = PenaltyConfig(target_acceptance=0.234, replacement=False)
-"""Told that an update's batches are all of the data, so that there is no noise to make up for: the penalty is 0."""
+"""The setting that declares the batches of an update to be all data: the penalty is 0 without noise to correct."""
 
 
 def contenders(num_data: int) -> dict[str, Contender]:
-    """Name -> line. The paper's five first; then what they are compared with."""
+    """Return name -> contender: the paper's five first, then further methods for comparison."""
     return {
         "vanilla": Contender(RANDOM_WALK, num_data),
         "tempered": Contender(RANDOM_WALK),
@@ -201,12 +203,12 @@ class Settings:
     """Sizes of a run.
 
     Attributes:
-        num_rows, num_train: of the simulation.
-        updates: of the random walks; the first half is burn-in, in which the step size adapts.
-        training: updates of AdamW before.
-        num_chains, num_draws: of each line and seed.
+        num_rows, num_train: rows of the simulation.
+        updates: updates of the random walks. The first half is burn-in, in which the step size adapts.
+        training: updates of AdamW before sampling.
+        num_chains, num_draws: chains and draws of each line and seed.
         size, count: rows of a batch, and batches.
-        sizes: rows of a batch in Figure 3; there are as many batches as the data fill.
+        sizes: rows of a batch in Figure 3. The number of batches is the number that the data fill.
         stretch: test rows in Figure 2.
     """
 
@@ -224,20 +226,20 @@ class Settings:
 
 
 def predictive(draws: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [R, 4] of the mixture over draws [J, 419] (eq. 21)."""
+    """Return mean and standard deviation [R, 4] of the mixture over draws [J, 419] (eq. 21)."""
     mean, log_std = (torch.cat(parts) for parts in zip(*(network(part, x) for part in draws.split(10)), strict=True))
     average = mean.mean(0)
     return average, ((2 * log_std).exp() + mean.square()).mean(0).sub(average.square()).clamp_min(0).sqrt()
 
 
 def mixture_nll(draws: Tensor, rows: Rows) -> float:
-    """Eq. 19."""
+    """Return the NLL of the mixture (eq. 19)."""
     columns = torch.cat([log_lik(part, rows) for part in draws.split(10)]).double()
     return float(math.log(len(draws)) - columns.logsumexp(0).mean())
 
 
 def scores(draws: Tensor, train: Rows, test: Rows) -> dict[str, Any]:
-    """Table 1's columns of draws [M, S, 419], and how far the chains agree on the training data's likelihood."""
+    """Return Table 1's columns of draws [M, S, 419], and R-hat of the training data's likelihood."""
     mean, std = predictive(draws.flatten(0, 1), test.x)
     covered = ((test.y - mean).abs() <= std).float().mean(1)
     levels = torch.stack([-log_lik(chain, train).mean(1) for chain in draws])
@@ -254,7 +256,7 @@ def scores(draws: Tensor, train: Rows, test: Rows) -> dict[str, Any]:
 
 
 def train_networks(start: Tensor, rows: Rows, settings: Settings, seed: int) -> Tensor:
-    """[M, 419]: the maximum of Bayes' posterior that AdamW finds."""
+    """Return [M, 419]: the maximum of the Bayes posterior that AdamW finds."""
     method, steps = MAPConfig(num_chains=len(start)), settings.training
     found = sample(
         Energy(rows, len(rows.y)), start, method, num_steps=steps, burn_in=steps - 1, learning_rate=1e-2,
@@ -266,7 +268,7 @@ def train_networks(start: Tensor, rows: Rows, settings: Settings, seed: int) -> 
 def run_line(
     line: Contender, start: Tensor, train: Rows, settings: Settings, seed: int, *, size: int, count: int, rate: float
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Draws [M, S, 419], and what the sampler told of its second half."""
+    """Return draws [M, S, 419], and the sampler's statistics after burn-in."""
     steps = max(2 * settings.num_draws, round(line.updates * settings.updates))
     count = 1 if isinstance(line.method, SGLDConfig) else count
     arguments: dict[str, Any] = {}
@@ -289,7 +291,7 @@ def run_line(
 def run_stable(
     line: Contender, start: Tensor, train: Rows, settings: Settings, seed: int
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A line at the paper's sizes. SGLD: at the paper's eta, or the first of its tenths that does not blow up."""
+    """Run a line at the paper's sizes. SGLD runs at the paper's eta, divided by 10 until it does not diverge."""
     for rate in (1e-5, 1e-6, 1e-7, 1e-8) if isinstance(line.method, SGLDConfig) else (1e-4,):
         try:
             draws, told = run_line(
@@ -298,13 +300,13 @@ def run_stable(
         except FloatingPointError:
             continue
         return draws, {**told, "rate": rate}
-    raise RuntimeError("pseudo-SGLD leaves the numbers' range even at eta = 1e-8")
+    raise RuntimeError("pseudo-SGLD diverges even at eta = 1e-8")
 
 
 def run_size(
     start: Tensor, train: Rows, test: Rows, settings: Settings, seed: int, size: int, step: float
 ) -> dict[str, Any]:
-    """A point of Figure 3: one step size for all, as many batches as the data fill."""
+    """Run a point of Figure 3: one step size for all, and as many batches as the data fill."""
     line = Contender(PenaltyConfig(step_size=step, target_acceptance=None), minibatch=True, updates=0.5)
     count = len(train.y) // size
     draws, told = run_line(line, start, train, settings, seed, size=size, count=count, rate=step)
@@ -312,7 +314,7 @@ def run_size(
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every line and size of batch, seed by seed."""
+    """Run every line and every size of batch, seed by seed."""
     train, test = pendulum(settings.num_rows, settings.num_train)
     lines = contenders(settings.num_train)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*lines, "trained networks"]}
@@ -337,7 +339,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """To a millimetre: for figures."""
+    """Return values rounded to a millimetre, for figures."""
     return [round(value, 3) for value in values.tolist()]
 
 
@@ -352,7 +354,7 @@ LABELS = {
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Table 1 beside the paper's; the other lines; what the chains did; Figure 3's numbers."""
+    """Return the tables: Table 1 beside the paper's, further lines, diagnostics of chains, and Figure 3's numbers."""
     lines = record["lines"]
 
     def over_seeds(name: str, key: str, digits: int = 2, scale: float = 1.0) -> str:
@@ -406,7 +408,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(record: Mapping[str, Any], directory: Path) -> None:
-    """Figure 2 (predictions over time), Figure 3 (by size of a batch), and what the start does."""
+    """Draw Figure 2 (predictions over time), Figure 3 (by size of a batch), and the effect of the start."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -459,7 +461,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
             axis.plot(LABELS[name][1], place, "D", color="#EE6677", label="paper")
     axis.set_yticks(range(len(shown)), reversed(shown))
     axis.set_xlabel("test NLL (nats per row; lower is better)")
-    axis.set_title("Chains start at trained networks unless it says otherwise", fontsize=10)
+    axis.set_title("Chains start at trained networks unless noted", fontsize=10)
     axis.grid(axis="y", color="0.9")
     legend_once(axis)
     figure.savefig(directory / f"{NAME}.png", dpi=130)
@@ -467,7 +469,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
 
 
 def main() -> None:
-    """Run at full size and keep."""
+    """Run at full size and keep the record."""
     torch.set_num_threads(1)
     keep(NAME, lambda: run(Settings()))
 

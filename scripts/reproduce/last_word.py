@@ -1,8 +1,10 @@
-"""The last word of statements, in and out of distribution (posteriors section 5.3, Table 2), with a model trained here.
+"""The last word of statements, in and out of distribution (posteriors section 5.3, Table 2), with a small model.
 
-The paper fine-tunes the last attention layer of Llama 3 on textbooks and asks for the last word of 100 statements, in
-English and in Samoan. Here a small base model (docstrings) is fine-tuned on the language reference; statements are
-sentences of topics that were held out. ROT13 is the same sentences in a language that the model never saw.
+    python -m scripts.reproduce.last_word --base quickstart-output/last-word-base
+
+The paper fine-tunes the last attention layer of Llama 3 on textbooks and predicts the last word of 100 statements, in
+English and in Samoan. Here a small base model (docstrings) is fine-tuned on the language reference. Statements are
+sentences of held-out topics. ROT13 gives the same sentences in a language that the model never saw.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ from hf_bayes.models.base import BayesianModel
 from scripts.reproduce.accounts import account, accounts_table
 from scripts.reproduce.report import keep, spread, table
 
-sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files find each other as scripts do
+sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's files import each other by name
 from quickstart_base import pretrain_base, train_tokenizer, windows
 from quickstart_corpora import corpora, package_docstrings
 
 NAME = "last_word"
 LOOKS = 20
-"""At each chain of a run, so that those of one draw have an R-hat, too."""
+"""The number of probes in each chain of a run, so that chains of one draw have an R-hat, too."""
 
 OTHERS = ("rot13", "shuffled", "code")
 PACKAGES = ("numpy", "sklearn", "matplotlib")
-"""Whose docstrings the base model reads beside the standard library's: they are installed with this one."""
+"""The packages whose docstrings join the standard library's for the base model. hf_bayes depends on them."""
 EDGES = {"total": np.linspace(0, 8, 33), "epistemic": np.linspace(0, 0.4, 41)}
-"""Of the histograms, in nats; what lies beyond the last is left out of them, and of nothing else."""
+"""The edges of the histograms in nats. Only the histograms leave out values beyond the last edge."""
 
 
 class Statement(NamedTuple):
-    """A sentence without its last word, and that word."""
+    """A sentence without its last word, and the word."""
 
     prompt: str
     last: str
@@ -57,18 +59,18 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run, and the grid that is searched on the validation topics.
+    """The sizes of a run, and the grid of the search on the validation topics.
 
     Attributes:
-        updates: of each chain; the serial chain burns in as many and makes as many again for its draws.
+        updates: updates of each chain. The serial chain makes as many for burn-in, and as many again for its draws.
         members: chains, or draws of the serial chain.
         batch_size, length: windows of a minibatch, tokens of a window.
-        statements: of each text at most.
+        statements: the largest number of statements of each text.
         rates: learning rates, in units of SGD.
-        prior_stds: standard deviations of the prior, whose mean is the base model.
+        prior_stds: standard deviations of the prior. Its mean is the base model.
         searched: chains of parallel SGHMC in the search.
-        validation: windows that it is judged by.
-        num_seeds: of the lines in the table; the grid is searched with seed 0.
+        validation: number of windows for the validation NLL of the search.
+        num_seeds: number of seeds of the lines in the table. The search uses seed 0.
     """
 
     updates: int = 100
@@ -84,7 +86,7 @@ class Settings:
 
 
 def statements(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Sentences of 8 to 25 words whose last word has letters only, evenly spread over the texts."""
+    """Return sentences of 8 to 25 words whose last word has letters only, evenly spread over the texts."""
     found = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(texts)):
         words = sentence.rstrip(".").split()
@@ -94,26 +96,26 @@ def statements(texts: Sequence[str], limit: int) -> list[Statement]:
 
 
 def code_lines(texts: Sequence[str], limit: int) -> list[Statement]:
-    """Lines of 8 to 25 words; the last may be any token."""
+    """Return lines of 8 to 25 words. The last word may be any token."""
     lines = [line.split() for text in texts for line in text.splitlines()]
     found = [Statement(" ".join(words[:-1]), words[-1]) for words in lines if 8 <= len(words) <= 25]
     return evenly(found, limit)
 
 
 def shuffled(statement: Statement, seed: int) -> Statement:
-    """The same words before the same last one, in another order."""
+    """Return the statements with the words before the last one in another order."""
     words = statement.prompt.split()
     random.Random(seed).shuffle(words)
     return Statement(" ".join(words), statement.last)
 
 
 def rot13(statement: Statement) -> Statement:
-    """Every letter moved by 13."""
+    """Return the statements with every letter moved by 13."""
     return Statement(*(codecs.encode(part, "rot13") for part in statement))
 
 
 def tasks(texts: Mapping[str, list[str]], limit: int) -> dict[str, list[Statement]]:
-    """In distribution; and three sets out of it."""
+    """Return the statements in distribution, and three sets out of distribution."""
     inside = statements(texts["test"], limit)
     return {
         "test": inside,
@@ -124,13 +126,13 @@ def tasks(texts: Mapping[str, list[str]], limit: int) -> dict[str, list[Statemen
 
 
 def evenly(found: list[Statement], limit: int) -> list[Statement]:
-    """At most ``limit`` of them."""
+    """Return at most ``limit`` of the items, evenly spread."""
     return [found[i * len(found) // limit] for i in range(limit)] if len(found) > limit else found
 
 
 @torch.no_grad()
 def score(model: BayesianModel, tokenizer: Any, questions: Sequence[Statement]) -> dict[str, np.ndarray]:
-    """nll, total and epistemic [statements] in nats, of the first token of the last word."""
+    """Return nll, total and epistemic [statements] in nats, for the first token of the last word."""
     pieces = []
     ids = [tokenizer(one.prompt)["input_ids"] + tokenizer(" " + one.last)["input_ids"][:1] for one in questions]
     for start in range(0, len(ids), 50):
@@ -149,14 +151,14 @@ def score(model: BayesianModel, tokenizer: Any, questions: Sequence[Statement]) 
 
 @torch.no_grad()
 def window_nll(model: BayesianModel, rows: Any) -> float:
-    """Mean over all tokens of windows of one length, in nats."""
+    """Return the mean NLL in nats over all tokens of windows of one length."""
     ids = torch.tensor(rows["input_ids"])
     pieces = [model.evaluate_batch({"input_ids": part, "labels": part})[0]["nll"] for part in ids.split(8)]
     return float(torch.cat(pieces).mean())
 
 
 def last_attention(base: Path) -> PreTrainedModel:
-    """The base model, its last attention layer trainable and nothing else."""
+    """Return the base model with only its last attention layer trainable."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.requires_grad_(False)
     model.model.layers[-1].self_attn.requires_grad_(True)
@@ -164,7 +166,7 @@ def last_attention(base: Path) -> PreTrainedModel:
 
 
 class Choice(NamedTuple):
-    """What is chosen on the validation topics, and its NLL there."""
+    """The choice on the validation topics, and its NLL there."""
 
     rate: float
     prior_std: float
@@ -172,12 +174,12 @@ class Choice(NamedTuple):
 
 
 def configured(fields: Mapping[str, Any], prior_std: float) -> MethodConfig:
-    """SGHMC (at T = 0: SGD with momentum) whose chains start at the base model, the mean of the prior."""
+    """Return SGHMC (at T = 0: SGD with momentum) with chains that start at the base model, the mean of the prior."""
     return SGHMCConfig(prior_std=prior_std, prior_mean="initial", init_jitter=0.0, **fields)
 
 
 def lines(settings: Settings) -> dict[str, tuple[dict[str, Any], int]]:
-    """Name -> fields of SGHMC, and updates of a chain. The ensemble's members differ by their minibatches."""
+    """Return name -> fields of SGHMC and updates of a chain. The ensemble's members differ by their minibatches."""
     members, updates = settings.members, settings.updates
     thin = max(1, updates // members)
     serial = {"num_chains": 1, "draws_per_chain": members, "burn_in": updates, "thin": thin}
@@ -192,7 +194,7 @@ def lines(settings: Settings) -> dict[str, tuple[dict[str, Any], int]]:
 def fine_tuned(
     method: MethodConfig, updates: int, rate: float, base: Path, rows: Any, settings: Settings, seed: int
 ) -> tuple[BayesianModel, dict[str, Any]]:
-    """The posterior of the last attention layer, shown by the model, and the run's account of itself."""
+    """Return the model with the posterior of its last attention layer, and the diagnostics of the run."""
     set_seed(seed)
     with tempfile.TemporaryDirectory() as directory:
         trainer = BayesianTrainer(
@@ -211,10 +213,10 @@ def fine_tuned(
 
 
 def prepare_base(directory: Path, texts: Mapping[str, list[str]], length: int) -> Path:
-    """The quickstart's base model and tokenizer, with four times its reading: made, if it is not there.
+    """Return the folder of a base model like the quickstart's with four times its training text. Make it if missing.
 
-    Three passes over the standard library's docstrings and one over those of three packages. The model has then read
-    nothing of the language reference, as the quickstart's has not.
+    The training is three passes over the standard library's docstrings, and one over the docstrings of three packages.
+    The model has read nothing of the language reference, like the quickstart's model.
     """
     if not (directory / "config.json").exists():
         tokenizer = train_tokenizer(texts["pretrain"])
@@ -224,7 +226,7 @@ def prepare_base(directory: Path, texts: Mapping[str, list[str]], length: int) -
 
 
 def search(fields: Mapping[str, Any], base: Path, rows: Mapping[str, Any], settings: Settings) -> list[Choice]:
-    """The grid, the best first."""
+    """Return the points of the grid, the best first."""
     found = []
     for rate in settings.rates:
         for prior_std in settings.prior_stds:
@@ -236,7 +238,7 @@ def search(fields: Mapping[str, Any], base: Path, rows: Mapping[str, Any], setti
 
 
 def measured(model: BayesianModel, tokenizer: Any, questions: Mapping[str, Sequence[Statement]]) -> dict[str, Any]:
-    """Losses and AUROCs of one model, and what the histograms are made of."""
+    """Return losses and AUROCs of one model, and the values of the histograms."""
     found = {name: score(model, tokenizer, asked) for name, asked in questions.items()}
     inside = found["test"]
     return {
@@ -263,7 +265,7 @@ def measured(model: BayesianModel, tokenizer: Any, questions: Mapping[str, Seque
 
 
 def run(settings: Settings, base: Path) -> dict[str, Any]:
-    """The base model, the search, and every line over the seeds."""
+    """Make the base model, run the search, and run every line over the seeds."""
     logging.set_verbosity_error()
     texts = corpora()
     base = prepare_base(base, texts, settings.length)
@@ -310,14 +312,14 @@ def run(settings: Settings, base: Path) -> dict[str, Any]:
 
 
 def _pair(found: Sequence[Mapping[str, Any]], name: str, digits: int = 3) -> list[str]:
-    """AUROC of TU and of EU over seeds; one member has no EU."""
+    """Return the AUROC of TU and of EU over seeds. One member has no EU."""
     kinds = {kind: [one["auroc"][name][kind] for one in found] for kind in ("total", "epistemic")}
     no_eu = all(one["mean"]["test"]["epistemic"] < 1e-9 for one in found)
     return [spread(kinds["total"], digits), "-" if no_eu else spread(kinds["epistemic"], digits)]
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Table 2 with ROT13 in the place of Samoan, the two other texts, and the search."""
+    """Return the tables: Table 2 with ROT13 instead of Samoan, the two further texts, and the search."""
     found = record["lines"]
     columns = [
         "",
@@ -352,7 +354,7 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(record: Mapping[str, Any], directory: Path) -> None:
-    """The paper's Figure 10: TU and EU of both languages, a row for each line (seed 0)."""
+    """Draw the paper's Figure 10: TU and EU of both languages, one row for each line (seed 0)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -380,7 +382,7 @@ def figures(record: Mapping[str, Any], directory: Path) -> None:
 
 
 def main() -> None:
-    """Run at full size and keep."""
+    """Run at full size and keep the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, default=Path("last-word-base"), help="the base model; made if not there")
     torch.set_num_threads(1)

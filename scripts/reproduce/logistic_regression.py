@@ -1,8 +1,10 @@
-"""Bayesian logistic regression by every method that ``sample`` runs, against NUTS (posteriors app. G, Table 3).
+"""Bayesian logistic regression with every method of ``sample``, against NUTS (posteriors app. G, Table 3).
+
+    python -m scripts.reproduce.logistic_regression
 
 p(y = 1 | x, w) = sigmoid(w^T x), w ~ N(0, I), on the ten mean features of scikit-learn's breast cancer data,
-standardised, and an intercept: 569 rows, 11 weights. Full batch and batches of 32. The kernel Stein discrepancy is
-there as in Table 3; errors of means and standard deviations against long Hamiltonian Monte Carlo say what it does not.
+standardised, and an intercept: 569 rows, 11 weights. The runs use the full batch and batches of 32. The kernel Stein
+discrepancy is as in Table 3. Long Hamiltonian Monte Carlo is the reference for means and standard deviations.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ Energy = Callable[[Tensor, Any], Tensor]
 
 
 class Rows(NamedTuple):
-    """x [N, d] with a column of ones, y [N] of 0 and 1."""
+    """The rows of the data: x [N, d] with a column of ones, y [N] of 0 and 1."""
 
     x: Tensor
     y: Tensor
 
     def energy(self, theta: Tensor, picked: Tensor | None) -> Tensor:
-        """[M, d] -> U [M]; ``picked`` [M, B] are each chain's rows, or None: all."""
+        """Return U [M] of theta [M, d]. ``picked`` [M, B] are the rows of each chain; None means all rows."""
         x, y = (self.x, self.y) if picked is None else (self.x[picked], self.y[picked])
         logits = (x @ theta[..., None]).squeeze(-1) if picked is not None else theta @ x.T
         weight = 1.0 if picked is None else len(self.x) / picked.shape[1]
         return weight * (softplus(logits) - y * logits).sum(1) + 0.5 * theta.square().sum(1)
 
     def batches(self, num_chains: int) -> Callable[[], Iterator[Tensor]]:
-        """A pass over the data: [num_chains, BATCH] rows, each chain in an order of its own."""
+        """Return passes over the data: [num_chains, BATCH] rows, in a separate order for each chain."""
         rng = generator("order")
 
         def one_pass() -> Iterator[Tensor]:
@@ -66,14 +68,14 @@ class Rows(NamedTuple):
 
 
 def breast_cancer() -> Rows:
-    """The ten mean features: 357 benign (y = 1) and 212 malignant tumours."""
+    """Return the ten mean features of 357 benign (y = 1) and 212 malignant tumours."""
     data = load_breast_cancer()
     x = torch.from_numpy(StandardScaler().fit_transform(data.data[:, :10]))
     return Rows(torch.cat([torch.ones(len(x), 1), x], 1), torch.from_numpy(data.target).double())
 
 
 def pyro_model(rows: Rows) -> Callable[..., None]:
-    """The model as one writes it in Pyro; ``picked`` [B] are the rows of a minibatch, which the plate scales up."""
+    """Return the model in Pyro. ``picked`` [B] are the rows of a minibatch, which the plate scales up."""
     pyro = pyro_or_words()
 
     def model(picked: Tensor | None = None) -> None:
@@ -86,7 +88,7 @@ def pyro_model(rows: Rows) -> Callable[..., None]:
 
 
 def pyro_energy(rows: Rows) -> Energy:
-    """The same U out of a Pyro model: minus the log density of its trace, for every chain and its minibatch."""
+    """Return the same U from a Pyro model: minus the log density of its trace, for every chain and its minibatch."""
     pyro, model = pyro_or_words(), pyro_model(rows)
 
     def log_density(weights: Tensor, picked: Tensor | None) -> Tensor:
@@ -94,7 +96,7 @@ def pyro_energy(rows: Rows) -> Energy:
         return pyro.poutine.trace(conditioned).get_trace(picked).log_prob_sum()
 
     def energy(theta: Tensor, picked: Tensor | None) -> Tensor:
-        with pyro.validation_enabled(False):  # its checks look at values, which vmap hides
+        with pyro.validation_enabled(False):  # the checks of Pyro read values, which vmap hides
             return -torch.vmap(log_density, in_dims=(0, None if picked is None else 0))(theta, picked)
 
     return energy
@@ -105,13 +107,13 @@ def pyro_energy(rows: Rows) -> Energy:
 
 @dataclass(frozen=True)
 class Plan:
-    """How ``sample`` runs a method.
+    """The settings of ``sample`` for a method.
 
     Attributes:
-        method: config.
+        method: the config of the method.
         learning_rate: step size.
-        updates: of each chain; the first fifth is burn-in.
-        batched: batches of 32 rows.
+        updates: updates of each chain. The first fifth is burn-in.
+        batched: True for batches of 32 rows.
     """
 
     method: MethodConfig
@@ -120,7 +122,7 @@ class Plan:
     batched: bool = False
 
     def run(self, rows: Rows, num_chains: int, num_draws: int, energy: Energy | None = None) -> SampleResult:
-        """From N(0, 0.1^2): a chain is a seed of Table 3."""
+        """Run chains from N(0, 0.1^2). A chain is a seed of Table 3."""
         dim = rows.x.shape[1]
         starts = 0.1 * torch.randn(num_chains, dim, dtype=torch.float64, generator=generator("starts"))
         thin = max(1, (self.updates - self.updates // 5) // num_draws)
@@ -138,7 +140,7 @@ class Plan:
 
 
 def plans(updates: int, batched_updates: int, kernel_updates: int) -> dict[str, Plan]:
-    """Step sizes follow from the largest curvature, 81: see the page."""
+    """Return the plans. Step sizes follow from the largest curvature, 81: see the page."""
     start = {"warm_start_steps": updates // 10, "warm_start_learning_rate": 0.02}
     sgld = SGLDConfig(**start)
     samplers = {"sghmc": SGHMCConfig(**start), "baoab": BAOABConfig(**start), "sgnht": SGNHTConfig(**start)}
@@ -146,7 +148,7 @@ def plans(updates: int, batched_updates: int, kernel_updates: int) -> dict[str, 
     batched = {name: Plan(config, 0.05, batched_updates, batched=True) for name, config in samplers.items()}
     return {
         "hmc": Plan(HMCConfig(), 0.1, kernel_updates),
-        "sgld": Plan(sgld, 1.0, 5 * updates),  # without momentum it takes ten times as long to forget
+        "sgld": Plan(sgld, 1.0, 5 * updates),  # without momentum the autocorrelation time is ten times as long
         **full,
         "mean_field": Plan(MeanFieldConfig(), 0.01, updates // 4),
         "sgld, batch 32": Plan(sgld, 0.5, batched_updates, batched=True),
@@ -156,7 +158,7 @@ def plans(updates: int, batched_updates: int, kernel_updates: int) -> dict[str, 
 
 
 def draws_of(result: SampleResult, num_draws: int) -> Tensor:
-    """[M, num_draws, d]: the run's, or of each chain's Gaussian."""
+    """Return [M, num_draws, d]: the draws of the run, or draws from each chain's Gaussian."""
     if not isinstance(result.approximation, Gaussian):
         return result.draws
     gaussian, noise = result.approximation, generator("gaussian")
@@ -165,7 +167,7 @@ def draws_of(result: SampleResult, num_draws: int) -> Tensor:
 
 
 def laplace(rows: Rows, num_chains: int, num_draws: int, updates: int) -> Tensor:
-    """[num_chains, num_draws, d] of N(MAP, (Hessian of U)^-1): ``sample`` finds the MAP, an energy has no curvature."""
+    """Return [num_chains, num_draws, d] from N(MAP, (Hessian of U)^-1), with the MAP found by ``sample``."""
     found = Plan(MAPConfig(), 0.01, updates).run(rows, 1, 1).draws[0, -1]
     hessian = torch.func.hessian(lambda theta: rows.energy(theta[None], None)[0])(found)
     factor = torch.linalg.cholesky(torch.linalg.inv(hessian))
@@ -174,7 +176,7 @@ def laplace(rows: Rows, num_chains: int, num_draws: int, updates: int) -> Tensor
 
 
 def nuts(rows: Rows, num_chains: int, num_draws: int, warmup: int) -> Tensor:
-    """[num_chains, num_draws, d] of Pyro's NUTS on the Pyro model, seed by seed."""
+    """Return [num_chains, num_draws, d] of Pyro's NUTS on the Pyro model, seed by seed."""
     pyro, model = pyro_or_words(), pyro_model(rows)
     chains = []
     for seed in range(num_chains):
@@ -190,14 +192,14 @@ def nuts(rows: Rows, num_chains: int, num_draws: int, warmup: int) -> Tensor:
 
 
 def stein_discrepancy(theta: Tensor, score: Tensor) -> float:
-    """Kernel Stein discrepancy with the inverse multiquadric k = (1 + |x - y|^2 / d)^(-1/2) (Gorham and Mackey 2017).
+    """Return the kernel Stein discrepancy with k = (1 + |x - y|^2 / d)^(-1/2) (Gorham and Mackey 2017).
 
-    KSD^2 = mean over all pairs, themselves included, of
+    k is the inverse multiquadric. KSD^2 = mean over all pairs, including equal indices, of
 
         k s_x.s_y + (x - y).(s_y - s_x) 2 k' - 2 d k' - 4 k'' |x - y|^2,     k', k'' by |x - y|^2
 
-    with s = grad log p. It is 0 in the limit of draws of p only; S independent ones leave E KSD^2 = E[k_p(x, x)] / S =
-    (E|s|^2 + 1) / S. Give coordinates of unit scale: the kernel is round.
+    with s = grad log p. It is 0 only in the limit of draws from p. S independent draws have E KSD^2 = E[k_p(x, x)] / S
+    = (E|s|^2 + 1) / S. Coordinates must have unit scale, because the kernel is isotropic.
 
     Args:
         theta: [S, d].
@@ -216,7 +218,7 @@ def stein_discrepancy(theta: Tensor, score: Tensor) -> float:
 
 
 def metrics(draws: Tensor, rows: Rows, mean: Tensor, std: Tensor) -> dict[str, list[float]]:
-    """Of [M, S, d], a number for each chain: KSD in coordinates of the reference's unit scale, ESS, largest errors."""
+    """Return KSD (in coordinates of the reference's unit scale), ESS and largest errors of each chain of [M, S, d]."""
     leaf = draws.flatten(0, 1).requires_grad_()
     (gradient,) = torch.autograd.grad(rows.energy(leaf, None).sum(), leaf)
     scores = -gradient.view_as(draws) * std
@@ -241,9 +243,9 @@ def run(
     with_nuts: bool = True,
     check_reference: bool = True,
 ) -> dict[str, Any]:
-    """Every method; without Pyro's if ``with_nuts`` is off. HMC judges the others, once it has been judged itself."""
+    """Run every method, Pyro's only with ``with_nuts``. HMC is checked first, and is then the reference."""
     if with_nuts:
-        pyro_or_words()  # missing, it is better missed now than after ten minutes
+        pyro_or_words()  # a missing package is better found now than after ten minutes
     rows = breast_cancer()
     reference = Plan(HMCConfig(), 0.1, kernel_updates).run(rows, reference_chains, kernel_updates // 2).draws
     if check_reference:
@@ -256,7 +258,7 @@ def run(
     makers["laplace"] = lambda: laplace(rows, seeds, num_draws, updates // 4)
     if with_nuts:
         makers["NUTS (Pyro)"] = lambda: nuts(rows, seeds, num_draws, warmup=num_draws)
-    # as nearly independent as there are: neighbours are draws of different chains, or far apart in one
+    # nearly independent draws: neighbours come from different chains, or are far apart in one chain
     apart = reference.transpose(0, 1).flatten(0, 1)
     apart = apart[:: len(apart) // (seeds * num_draws)][: seeds * num_draws]
     makers["independent draws"] = lambda: apart.view(num_draws, seeds, -1).transpose(0, 1)
@@ -281,7 +283,7 @@ def run(
 
 
 def same_density(rows: Rows, num_chains: int, updates: int) -> dict[str, float]:
-    """SGHMC on batches of 32, its density once written down and once a Pyro model's: the largest difference, and ms."""
+    """Run SGHMC on our density and on a Pyro model's, in batches of 32. Return the largest difference, and ms."""
     plan = Plan(SGHMCConfig(), 0.05, updates, batched=True)
     draws, milliseconds = [], []
     for energy in (rows.energy, pyro_energy(rows)):
@@ -301,11 +303,11 @@ PAPER = {
     "sghmc": ("2.693", "14.4"),
     "sghmc, batch 32": ("2.686", "13.7"),
 }
-"""Table 3 (Pima Indians): KSD, seconds of a seed."""
+"""The paper's Table 3 (Pima Indians): KSD, seconds of a seed."""
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """Table 3, with errors against the reference."""
+    """Return the tables: Table 3, with errors against the reference."""
     columns = ["method", "updates", "CPU seconds, all seeds", "paper, one", "KSD", "paper", "ESS"]
     columns += ["largest error of a mean", "largest error of a std"]
     lines = []
@@ -326,7 +328,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """Mean and standard deviation of every weight against the reference, all seeds pooled."""
+    """Draw mean and standard deviation of every weight against the reference, with all seeds pooled."""
     import matplotlib
 
     matplotlib.use("Agg")

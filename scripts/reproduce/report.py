@@ -1,11 +1,11 @@
-"""How an experiment's numbers become its page: docs/results/NAME.json, .md and .png, made by scripts/reproduce/NAME.py.
+"""The page of an experiment: docs/results/NAME.json, .md and .png, made by scripts/reproduce/NAME.py.
 
-A page is written by hand but for its tables, which stand between markers and are made from the JSON. A module here has
+The text of a page is written by hand. Its tables stand between markers and are made from the JSON. A module here has
 
     blocks(record) -> dict[str, str]        marker -> table
-    figures(record, directory) -> None      PNG files named NAME.png or NAME_*.png; or no such function
+    figures(record, directory) -> None      PNG files named NAME.png or NAME_*.png (optional)
 
-and ends in ``keep(NAME, ...)``. ``python -m scripts.reproduce.report`` makes every page's tables and figures anew.
+and ends in ``keep(NAME, ...)``. ``python -m scripts.reproduce.report`` makes the tables and figures of all pages again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def keep(name: str, run: Callable[[], Mapping[str, Any]], directory: Path = RESULTS) -> None:
-    """Run an experiment, keep its record with the machine's description, and bring its page up to date."""
+    """Run an experiment, keep its record with a description of the machine, and update its page."""
     start = time.perf_counter()
     found = run()
-    # an experiment that goes on where it stopped knows the seconds of all its runs
+    # a continued experiment records the seconds of all its runs
     record = {"seconds": round(time.perf_counter() - start), **found, "machine": machine("cpu")}
     (directory / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     render(name, directory)
 
 
 def render(name: str, directory: Path = RESULTS) -> None:
-    """Make the page's tables and figures from the record that is kept."""
+    """Make the tables and figures of a page from its record."""
     experiment = importlib.import_module(f"scripts.reproduce.{name}")
     record = json.loads((directory / f"{name}.json").read_text())
     if hasattr(experiment, "figures"):
@@ -46,7 +46,7 @@ def render(name: str, directory: Path = RESULTS) -> None:
 
 
 def tables(name: str, record: Mapping[str, Any], page: str) -> str:
-    """The page with its tables made from ``record``.
+    """Return the page with its tables made from ``record``.
 
     Raises:
         ValueError: if the page has lost the markers of a table.
@@ -58,27 +58,27 @@ def tables(name: str, record: Mapping[str, Any], page: str) -> str:
 
 
 def circumstances(record: Mapping[str, Any]) -> str:
-    """What the record was made on, and how long it took."""
+    """Return the machine of a record and the duration of the run."""
     about = record["machine"]
     versions = ", ".join(f"{name} {about[name]}" for name in ("python", "torch", "transformers", "peft", "hf_bayes"))
     return f"{record['seconds']} s on {about['processor']}, threads: {about['threads']}; {versions}."
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table. Floats are shown with three digits; format them yourself for others."""
+    """Return a Markdown table. Floats have three digits. Pass texts for another format."""
     lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation over seeds, as ``0.123 ± 0.004``."""
+    """Return mean and standard deviation over seeds, as ``0.123 ± 0.004``."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     alone = len(values) == 1 or not all(map(math.isfinite, values))  # an infinite R-hat has no spread
     return mean if alone else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def legend_once(axis: Any) -> None:
-    """A legend in which what several artists are labelled with stands once."""
+    """Draw a legend that shows each label once."""
     handles, labels = axis.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     axis.legend(unique.values(), unique.keys(), frameon=False)

@@ -1,16 +1,16 @@
-"""Held-out quality of a posterior against its temperature, for any classifier or language model and any method.
+"""The held-out quality of a posterior by temperature, for any classifier or language model and any method.
 
     python -m scripts.reproduce.temperature_sweep --output_dir sweep          the page's run, which has no other flag
     python -m scripts.reproduce.temperature_sweep --output_dir sweep --model_name_or_path FOLDER --dataset train.jsonl \
         --test_file test.jsonl [--task causal_lm] [--batch_size 64] [--prior_std 0.1] [--num_train 500] [--depth 2]
 
-Without a model it runs the CNN-LSTM of cold_posteriors app. A.3 on descriptions of Debian packages. A cell is one
-method at one temperature and seed; each leaves ``output_dir/cells/NAME.json``, and is not run again if it is there.
+By default the script runs the CNN-LSTM of cold_posteriors app. A.3 on descriptions of Debian packages. A cell is one
+method at one temperature and seed. Each cell writes ``output_dir/cells/NAME.json`` and is not run again if it exists.
 
 Methods: ``mle`` and ``map`` (AdamW; no temperature), ``laplace_ef`` and ``laplace_ggn`` (around that MAP; members and
-linearised, of a language model by as many draws), ``mean_field``, ``sghmc_serial`` (one chain), ``sghmc_parallel`` (one
-draw of each of several chains) and ``phases`` (SGD, then SGHMC, then SGD again, section 5.3: the single model after
-each). What a model does not allow is left out, and said.
+linearised; for a language model with as many draws), ``mean_field``, ``sghmc_serial`` (one chain), ``sghmc_parallel``
+(one draw from each of several chains) and ``phases`` (SGD, then SGHMC, then SGD again, section 5.3: the single model
+after each). Methods that a model does not allow are left out, with a message.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from hf_bayes import (
     SGHMCConfig,
     fit_laplace,
 )
-from hf_bayes.cli.data import load_splits, token_windows
+from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.labels import labelled_text
-from hf_bayes.cli.scripts import parse_arguments
+from hf_bayes.cli.token_windows import token_windows
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.metrics import summarise
@@ -76,42 +77,42 @@ METHODS = (*POINTS, "laplace_ef", "laplace_ggn", "mean_field", "sghmc_serial", "
 
 @dataclass
 class Arguments:
-    """What is swept, on what, with which settings."""
+    """The model, data, methods and settings of the sweep."""
 
-    output_dir: str = field(metadata={"help": "Where cells (and the model and data of the page's run) are kept."})
+    output_dir: str = field(metadata={"help": "Folder of the cells (and of the page's model and data)."})
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A folder or Hub model, every weight random; default the CNN-LSTM, fresh."}
+        default=None, metadata={"help": "A folder or Hub model, every weight random. Default: a new CNN-LSTM."}
     )
-    task: str = field(default="sequence_classification", metadata={"help": "Or causal_lm."})
-    dataset: str | None = field(default=None, metadata={"help": "Training file, as of hf_bayes.cli.data.load_splits."})
-    test_file: str | None = field(default=None, metadata={"help": "What is reported; default the validation rows."})
-    evaluate_on: str = field(default="test", metadata={"help": "test; or validation, to choose settings on."})
-    validation_fraction: float = field(default=0.2, metadata={"help": "Held out of the training file."})
+    task: str = field(default="sequence_classification", metadata={"help": "Task: this, or causal_lm."})
+    dataset: str | None = field(default=None, metadata={"help": "Training file, as for hf_bayes.cli.data.load_splits."})
+    test_file: str | None = field(default=None, metadata={"help": "File of test rows. Default: the validation rows."})
+    evaluate_on: str = field(default="test", metadata={"help": "test, or validation to choose settings."})
+    validation_fraction: float = field(default=0.2, metadata={"help": "Share held out of the training file."})
     text_column: str = field(default="text")
     label_column: str = field(default="label")
-    max_length: int = field(default=16, metadata={"help": "Tokens of a row, padded to it; windows of a causal LM."})
-    num_train: int | None = field(default=1000, metadata={"help": "n, rows to train on; all by default of None."})
+    max_length: int = field(default=16, metadata={"help": "Tokens of a padded row, or of a window."})
+    num_train: int | None = field(default=1000, metadata={"help": "n, rows to train on. None: all."})
     depth: int | None = field(default=None, metadata={"help": "num_hidden_layers of the model."})
-    subspace: str = field(default="all", metadata={"help": "What is random."})
+    subspace: str = field(default="all", metadata={"help": "Random parameters."})
     methods: list[str] = field(default_factory=lambda: list(METHODS))
     temperatures: list[float] = field(default_factory=lambda: [1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0])
     phase_temperatures: list[float] = field(default_factory=lambda: [1.0])
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     batch_size: int = field(default=32)
     prior_std: float = field(default=1.0)
-    learning_rate: float = field(default=0.1, metadata={"help": "Of SGHMC and SGD."})
-    momentum: float = field(default=0.98, metadata={"help": "Of SGHMC and SGD."})
+    learning_rate: float = field(default=0.1, metadata={"help": "Learning rate of SGHMC and SGD."})
+    momentum: float = field(default=0.98, metadata={"help": "Momentum of SGHMC and SGD."})
     preconditioner_batches: int = field(default=16, metadata={"help": "Updates of an estimate of SGHMC's masses."})
     num_steps: int = field(default=800, metadata={"help": "Updates of a chain."})
     burn_in: float = field(default=0.5)
     num_draws: int = field(default=4, metadata={"help": "Draws of the serial chain, one at the end of each cycle."})
-    num_chains: int = field(default=4, metadata={"help": "Of sghmc_parallel."})
+    num_chains: int = field(default=4, metadata={"help": "Chains of sghmc_parallel."})
     adam_steps: int = field(default=500, metadata={"help": "Updates of MLE, MAP and mean-field VI."})
     adam_learning_rate: float = field(default=3e-3)
-    init_std: float = field(default=0.1, metadata={"help": "Of the mean-field Gaussian, at the start."})
+    init_std: float = field(default=0.1, metadata={"help": "Initial std of the mean-field Gaussian."})
     std_learning_rate: float = field(default=0.02)
     laplace_structure: str = field(
-        default="low_rank", metadata={"help": "The CNN-LSTM has no other: its LSTM is called for each word."}
+        default="low_rank", metadata={"help": "Covariance of Laplace. The CNN-LSTM allows only this one."}
     )
     laplace_rank: int = field(default=64)
     num_members: int = field(default=10, metadata={"help": "Draws of a Gaussian."})
@@ -122,7 +123,7 @@ Loaded = BayesianModelForCausalLM | BayesianModelForSequenceClassification
 
 @dataclass
 class Problem:
-    """What all cells share."""
+    """The model and data that all cells share."""
 
     args: Arguments
     model: str
@@ -137,11 +138,11 @@ class Problem:
         return self.args.task == "causal_lm"
 
     def load(self) -> PreTrainedModel:
-        """The model as every cell starts from it."""
+        """Return the model that every cell starts from."""
         settings: dict[str, Any] = {} if self.causal else {"num_labels": len(self.names)}
         if self.args.depth is not None:
             settings["num_hidden_layers"] = self.args.depth
-        set_seed(0)  # a fresh head is then the same for all
+        set_seed(0)  # a new head is then equal for all
         kind = AutoModelForCausalLM if self.causal else AutoModelForSequenceClassification
         model = kind.from_pretrained(self.model, **settings)
         model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -153,7 +154,7 @@ class Problem:
 
 
 def prepare(args: Arguments) -> Problem:
-    """Load the data, or make those of the page's run."""
+    """Load the data, or make the data of the page's run."""
     root, model, dataset, test = Path(args.output_dir), args.model_name_or_path, args.dataset, args.test_file
     if dataset is None:
         train_file, test_file = debian_text.write(root / "data")
@@ -194,7 +195,7 @@ def prepare(args: Arguments) -> Problem:
 
 
 def method_of(args: Arguments, name: str, temperature: float) -> MethodConfig:
-    """The config of a method at a temperature."""
+    """Return the config of a method at a temperature."""
     prior = {"prior_std": args.prior_std}
     chain = {
         **prior,
@@ -216,14 +217,14 @@ def method_of(args: Arguments, name: str, temperature: float) -> MethodConfig:
     if name == "sghmc_serial":
         return SGHMCConfig(num_chains=1, draws_per_chain=args.num_draws, **chain)
     if name == "sghmc_parallel":
-        # thin: cycles as long as those of the serial chain
+        # thin: the cycles are as long as in the serial chain
         thin = int(args.num_steps * (1 - args.burn_in)) // args.num_draws
         return SGHMCConfig(num_chains=args.num_chains, draws_per_chain=1, thin=thin, **chain)
     raise ValueError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
 
 
 def train(problem: Problem, method: MethodConfig, seed: int, directory: Path, model: PreTrainedModel) -> dict[str, Any]:
-    """Run a method and save its posterior; what the run said of itself."""
+    """Run a method, save its posterior, and return the diagnostics of the run."""
     trainer = trainer_of(problem, method, seed, directory, model)
     trainer.train()
     trainer.save_model()
@@ -234,7 +235,7 @@ def train(problem: Problem, method: MethodConfig, seed: int, directory: Path, mo
 def trainer_of(
     problem: Problem, method: MethodConfig, seed: int, directory: Path, model: PreTrainedModel
 ) -> BayesianTrainer:
-    """What runs a method."""
+    """Return the trainer of a method."""
     args = problem.args
     adam = method.name in ("map", "mean_field")
     return BayesianTrainer(
@@ -264,11 +265,11 @@ def trainer_of(
 
 @torch.no_grad()
 def score(problem: Problem, model: BayesianModel) -> dict[str, float]:
-    """Means over the held-out likelihood terms."""
+    """Return means over the held-out likelihood terms."""
     found: list[dict[str, torch.Tensor]] = []
     for batch in _batches(problem, problem.held_out, 256):
         found.append(model.evaluate_batch(batch)[0])
-    names = found[0].keys() - {"member_log_lik"}  # which has a column for each member
+    names = found[0].keys() - {"member_log_lik"}  # it has a column for each member
     joined = {name: np.concatenate([part[name].float().numpy() for part in found]) for name in names}
     return {name: float(value) for name, value in summarise(joined).items()}
 
@@ -279,14 +280,14 @@ def _batches(problem: Problem, rows: Dataset, size: int) -> Iterator[dict[str, A
 
 
 def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) -> dict[str, Any]:
-    """What a cell holds: ``lines``, {label: metrics}; of a sampler ``diagnostics``, what the run said of itself; and
-    where a label is missing ``left_out``, {label: why}."""
+    """Return the content of a cell: ``lines``, {label: metrics}; for a sampler also ``diagnostics``; and
+    for missing labels ``left_out``, {label: reason}."""
     root = Path(problem.args.output_dir)
     if name == "phases":
         assert temperature is not None
         return {"lines": _phases(problem, temperature, seed)}
     with tempfile.TemporaryDirectory() as scratch:
-        of_map = root / f"{_settings_key(problem.args)}-map-{seed}"  # which Laplace approximations are around
+        of_map = root / f"{_settings_key(problem.args)}-map-{seed}"  # the centre of the Laplace approximations
         directory = of_map if name == "map" else Path(scratch)
         method = method_of(problem.args, name, temperature or 0.0)
         if not name.startswith("laplace"):
@@ -301,7 +302,7 @@ def run_cell(problem: Problem, name: str, temperature: float | None, seed: int) 
         lines, linearised = {name: score(problem, model)}, f"{name}_linearised"
         try:
             model.linearise()
-        except ValueError as error:  # the model has an operation that cannot be differentiated forwards
+        except ValueError as error:  # the model has an operation without forward-mode derivative
             return {"lines": lines, "left_out": {linearised: str(error)}}
         return {"lines": {**lines, linearised: score(problem, model)}}
 
@@ -311,7 +312,7 @@ def _members(problem: Problem, method: MethodConfig) -> int | None:
 
 
 def _phases(problem: Problem, temperature: float, seed: int) -> dict[str, dict[str, float]]:
-    """SGD, SGHMC and SGD, each from where the one before it ended: the last model of each."""
+    """Run SGD, SGHMC and SGD, each from the end of the one before, and return the last model of each."""
     args, model, lines = problem.args, problem.load(), {}
     for phase, heat in enumerate((0.0, temperature, 0.0)):
         method: MethodConfig = SGHMCConfig(
@@ -331,7 +332,7 @@ def _phases(problem: Problem, temperature: float, seed: int) -> dict[str, dict[s
 
 
 def sweep(args: Arguments) -> dict[str, Any]:
-    """Run what has not been run and gather the record."""
+    """Run the missing cells and return the record of all cells."""
     unknown = sorted(set(args.methods) - set(METHODS))
     if unknown:
         raise ValueError(f"unknown methods {', '.join(unknown)}: the methods are {', '.join(METHODS)}")
@@ -360,18 +361,18 @@ def sweep(args: Arguments) -> dict[str, Any]:
 
 
 def left_out(cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Lines that cells do not have, each with why; once for all temperatures and seeds."""
+    """Return the missing lines and the reasons, once for all temperatures and seeds."""
     return list(dict.fromkeys(found for cell in cells for found in cell.get("left_out", {}).items()))
 
 
 def _ordered(methods: list[str]) -> list[str]:
-    """Laplace approximations need the MAP."""
+    """Return the methods with MAP before the Laplace approximations, which need it."""
     wanted = set(methods) | ({"map"} if any(name.startswith("laplace") for name in methods) else set())
     return [name for name in METHODS if name in wanted]
 
 
 def _settings_key(args: Arguments) -> str:
-    """Of everything but what is looped over: cells of other settings are other cells."""
+    """Return a key of all settings except the looped ones: other settings have other cells."""
     loops = ("output_dir", "methods", "temperatures", "phase_temperatures", "seeds")
     fixed = {k: v for k, v in dataclasses.asdict(args).items() if k not in loops}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:8]
@@ -381,7 +382,7 @@ def _settings_key(args: Arguments) -> str:
 
 
 def lines_of(record: dict[str, Any]) -> dict[str, dict[float | None, dict[str, list[float]]]]:
-    """{line: {T: {metric: [of each seed]}}}."""
+    """Return {line: {T: {metric: [one value per seed]}}}."""
     found: dict[str, dict[float | None, dict[str, list[float]]]] = {}
     for cell in record["cells"]:
         for line, metrics in cell["lines"].items():
@@ -392,7 +393,7 @@ def lines_of(record: dict[str, Any]) -> dict[str, dict[float | None, dict[str, l
 
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """The page's tables."""
+    """Return the tables of the page."""
     lines, rows, best = lines_of(record), [], []
     for line, at in lines.items():
         for temperature, metrics in at.items():
@@ -423,8 +424,10 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
 
 
 def figures(record: dict[str, Any], directory: Path) -> None:
-    """A panel for each metric, a line for each method over T, its band a standard deviation over seeds; points as
-    horizontal lines."""
+    """Draw a panel for each metric, with a line over T and a band of one standard deviation for each method.
+
+    Point estimates are horizontal lines.
+    """
     lines = lines_of(record)
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     labels = {"accuracy": "accuracy (higher is better)", "nll": "NLL (nats)", "brier": "Brier score", "ece": "ECE"}
@@ -442,7 +445,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
                 axis.axhline(np.mean(lines[line][None][metric]), color="0.3", lw=1.2, ls=dashes, label=line.upper())
         axis.set(xscale="log", xlabel="temperature T", ylabel=labels[metric])
     low, high = axes[0, 1].get_ylim()
-    if high > 5 * low > 0:  # members of wide Gaussians are worse than any guess
+    if high > 5 * low > 0:  # members of wide Gaussians are worse than a uniform guess
         axes[0, 1].set_yscale("log")
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
@@ -451,7 +454,7 @@ def figures(record: dict[str, Any], directory: Path) -> None:
 
 
 def quiet() -> None:
-    """Of a hundred runs one wants the tables."""
+    """Silence progress bars and logs, because a hundred runs would print too much."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("datasets").setLevel(logging.ERROR)
@@ -459,7 +462,7 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """The page's run, or the record and figure of other settings in their folder."""
+    """Make the page's run, or the record and figure of other settings in their own folder."""
     (args,) = parse_arguments(Arguments)
     quiet()
     if args == Arguments(args.output_dir):

@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
-from hf_bayes.cli.data import Window, load_episode, load_splits, token_windows, window_spans
+from hf_bayes.cli.data import load_episode, load_splits
+from hf_bayes.cli.token_windows import Window, token_windows, window_spans
 from hf_bayes.uncertainty.likelihoods import IGNORE
 from tests.tiny_models import TEXTS
 
@@ -164,7 +165,7 @@ def test_a_fraction_of_0_holds_no_row_out(tmp_path: Path) -> None:
     splits = load_splits(rows, validation_fraction=0.0)
     assert list(splits) == ["train"]
     assert splits["train"].to_list() == ROWS
-    # rows that are held out already are not those of the fraction
+    # an existing validation split is not replaced by the fraction
     splits = load_splits(rows, validation_file=rows, validation_fraction=0.0)
     assert len(splits["validation"]) == len(ROWS)
     assert list(load_splits(rows, validation_fraction=0)) == ["train"]

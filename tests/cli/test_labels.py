@@ -1,4 +1,4 @@
-"""What a column of labels asks of a head, and the rows that train it."""
+"""The settings of a head for a column of labels, and the encoded rows."""
 
 from __future__ import annotations
 

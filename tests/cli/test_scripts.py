@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from hf_bayes.cli.scripts import method_config, parse_arguments, train_and_save
+from hf_bayes.cli.arguments import method_config, parse_arguments
+from hf_bayes.cli.scripts import train_and_save
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 
 
@@ -80,7 +81,7 @@ def test_flags_win_over_the_file(files: dict[str, str]) -> None:
 
 
 class Recorder:
-    """Stands for a trainer: what ``train`` is asked for."""
+    """A substitute for a trainer, which records the arguments of ``train``."""
 
     eval_dataset: tuple[object, ...] = ()
 
@@ -120,7 +121,7 @@ def test_scripts_can_ask_for_the_newest_checkpoint(
 
 def test_unknown_fields_of_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: tiny\nlearning_rat: 1.0\n")
-    with pytest.raises(ValueError, match="does not know: learning_rat"):
+    with pytest.raises(ValueError, match="does not have: learning_rat"):
         parse_arguments(Model, arguments=[str(tmp_path / "run.yaml")])
 
 

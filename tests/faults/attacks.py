@@ -1,4 +1,4 @@
-"""F8: directories made to run code, or to read files elsewhere, when they are loaded."""
+"""F8: directories that try to run code, or to read files outside, when they are loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.faults.corruptions import edit_json, listed, sign
 
 Attack = Callable[[Path], None]
 MARKER = "executed"
-SECRET = "secret.safetensors"  # a valid adapter beside the directory: reading it would even succeed
+SECRET = "secret.safetensors"  # a valid adapter beside the directory: reading it would succeed
 
 
 class Payload:
-    """Runs a command when unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, directory: Path) -> None:
         self.command = f"touch {directory.parent / MARKER}"
@@ -38,7 +38,7 @@ def code(directory: Path) -> bytes:
 
 
 def attacks(example: Path) -> Iterator[tuple[str, Attack]]:
-    """(name, attack) pairs; ``example`` is a directory of the kind that is attacked."""
+    """Return (name, attack) pairs. ``example`` is a directory of the kind under attack."""
     names = [path.relative_to(example).as_posix() for path in listed(example)]
     for name in [*names, "manifest.json", "README.md"]:
         yield f"pickle as {name}", lambda d, name=name: put(d, name, payload(d))
@@ -89,12 +89,12 @@ def attacks(example: Path) -> Iterator[tuple[str, Attack]]:
         yield f"adapter names code in {key}", lambda d, key=key, value=value: (name_code(d, key, value), sign(d))
     yield "pending folder with code", plant_pending
     for name, attack in exhaustion.attacks():
-        if name not in exhaustion.LARGE:  # tests/posteriors/test_exhaustion.py has all of them, and measures
+        if name not in exhaustion.LARGE:  # tests/posteriors/test_exhaustion.py runs all of them, with measurements
             yield f"exhausting: {name}", attack
 
 
 def leads_out(name: str) -> bool:
-    """Whether the attack of this name is a path out of the directory."""
+    """Return whether the attack of this name is a path out of the directory."""
     return name.startswith(("manifest lists", "link out", "linked folder", "manifest linked", "endless device"))
 
 
@@ -141,7 +141,7 @@ def relink(path: Path, target: str | Path) -> None:
 
 
 def link_out(directory: Path, name: str) -> None:
-    """The very same file, kept outside: only the way to it is wrong."""
+    """Replace a file by a link to the same file outside: only the path is wrong."""
     outside = directory.parent / f"outside-{name.replace('/', '-')}"
     shutil.move(directory / name, outside)
     (directory / name).symlink_to(outside)

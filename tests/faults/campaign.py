@@ -1,4 +1,4 @@
-"""Runs faults and attacks, each against a fork of one process that has imported everything.
+"""Run faults and attacks, each on a fork of one process that has imported everything.
 
 python -m tests.faults.campaign DIRECTORY NUM_FAULTS SEED    -> one line of JSON
 """
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors.config import PosteriorConfig
-from hf_bayes.posteriors.lora_adapter import adapter_key
+from hf_bayes.posteriors.lora_keys import adapter_key
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults.attacks import MARKER, SECRET, attacks, leads_out
@@ -54,7 +54,7 @@ REFUSED, SAME, DIFFERENT, CRASH, HANG, OUTSIDE, EXECUTED, VAGUE = [
 
 
 def naive_load(directory: Path) -> Posterior:
-    """The broken twin: plain safetensors and JSON, no checks."""
+    """Load without any check: the broken twin."""
     config = json.loads((directory / "posterior_config.json").read_text())
     config.pop("format_version", None)
     fields = {key: value for key, value in config.items() if key in PosteriorConfig.__dataclass_fields__}
@@ -62,7 +62,7 @@ def naive_load(directory: Path) -> Posterior:
     for folder in sorted(directory.glob("members/*")):
         tensors = load_file(folder / "adapter_model.safetensors")
         rows.append(torch.cat([tensors[adapter_key(name)].float().flatten() for name, _ in config["parameters"]]))
-    posterior = object.__new__(Posterior)  # not even the checks of the object
+    posterior = object.__new__(Posterior)  # without the checks of the object, too
     object.__setattr__(posterior, "approximation", Draws(torch.stack(rows), torch.arange(len(rows))))
     object.__setattr__(
         posterior, "config", PosteriorConfig(**{**fields, "num_members": len(rows), "member_chains": []})
@@ -72,7 +72,7 @@ def naive_load(directory: Path) -> Posterior:
 
 
 def outcome(load: Callable[[Path], Any], directory: Path, same: Callable[[Any], bool]) -> str:
-    """What happens in a fork that loads the directory, watched: no open outside, nothing unpickled or run."""
+    """Return the outcome of loading the directory in a watched fork: no open outside, nothing unpickled or run."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -133,7 +133,7 @@ def watch(directory: Path, seen: list[str]) -> None:
 
 
 def fresh(base: Path, clean: Path, name: str) -> Path:
-    """A copy of the clean posterior, alone with a secret beside it."""
+    """Return a copy of the clean posterior in a new folder, with a secret beside it."""
     place = base / name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -148,7 +148,7 @@ def run_faults(base: Path, clean: Path, original: Posterior, count: int, seed: i
     naive: Counter[str] = Counter()
     wrong: list[str] = []
     theta = original.approximation.theta
-    # In turn, so that no kind is left out; what it hits is random.
+    # Kinds come in turn, so that none is left out. The target is random.
     for name, function in itertools.islice(itertools.cycle(FAULTS.items()), count):
         directory = fresh(base, clean, "fault")
         function(directory, rng)
@@ -178,7 +178,7 @@ def run_attacks(base: Path, clean: Path, original: Posterior) -> dict[str, Any]:
             function(directory)
             result = outcome(load, directory, same)
             tally[result.split(":")[0]] += 1
-            harmless = "names code" in name  # another adapter_config.json, all of it plain data, or the code left out
+            harmless = "names code" in name  # another adapter_config.json with plain data only, or without the code
             if result not in (REFUSED, SAME) and not (harmless and result == DIFFERENT):
                 wrong.append(f"{name}: {result}")
     names = [name for name, _ in attacks(clean)]
@@ -186,13 +186,13 @@ def run_attacks(base: Path, clean: Path, original: Posterior) -> dict[str, Any]:
 
 
 def main(base: str, count: str, seed: str) -> None:
-    os.fsync = lambda file: None  # it guards against power cuts only
+    os.fsync = lambda file: None  # fsync protects against power cuts only
     torch.set_num_threads(1)  # forks of a process with worker threads may hang
     root = Path(os.path.realpath(base))
     original = replace(draws(3, adapter=True, seed=0), sidecars=SIDECARS)
     original.save_pretrained(root / "clean")
     assert equal(Posterior.from_pretrained(root / "clean"), original)
-    # What is read once per process (versions of libraries) is read now, not while the forks are watched.
+    # Files that are read once per process (versions of libraries) are read before the forks are watched.
     naive_load(root / "clean")
     Posterior.from_adapters([root / "clean"])
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A module of the campaign in a process of its own, and the JSON that it prints."""
+"""Run a module of the campaign in a new process, and parse the JSON that it prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def told_by(module: str, *arguments: object, **environment: str) -> Any:
-    """The last line that ``python -m module arguments`` prints, with one thread."""
+    """Return the last line that ``python -m module arguments`` prints, run with one thread."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""F3: what can happen to a posterior on disk. Each fault changes a directory; a signed one also mends the manifest."""
+"""F3: damage to a posterior on disk. Each fault changes a directory. A signed fault also corrects the manifest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def listed(directory: Path) -> list[Path]:
 
 
 def sign(directory: Path) -> None:
-    """Give the manifest the sizes and hashes of what is there now: only the meaning is wrong then."""
+    """Give the manifest the sizes and hashes of the present files, so that only their meaning is wrong."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
     for name, entry in manifest["files"].items():
@@ -129,7 +129,7 @@ def manifest_bit_flip(directory: Path, rng: random.Random) -> None:
 @fault
 def manifest_truncated(directory: Path, rng: random.Random) -> None:
     path = directory / "manifest.json"
-    # Without its final newline it is still complete.
+    # A file without its final newline is still complete.
     path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size - 1)])
 
 
@@ -226,7 +226,7 @@ def everything_missing(directory: Path, rng: random.Random) -> None:
     directory.mkdir()
 
 
-# signed: the hashes fit, only what the files say is wrong
+# signed: the hashes fit, only the content of the files is wrong
 
 
 def signed(function: Fault) -> Fault:

@@ -1,6 +1,6 @@
-"""Directories made to hang a reader, to fill its memory, or to have peft import or compute something.
+"""Directories that try to hang a reader, to fill its memory, or to make peft import or compute something.
 
-Each has a manifest with the right hashes: only the meaning is wrong.
+Each directory has a manifest with the right hashes. Only the meaning is wrong.
 
 python -m tests.faults.exhaustion DIRECTORY small|large    -> one line of JSON
 
@@ -32,12 +32,12 @@ LARGE = frozenset({
     "a header of 60 MB", "a million deep", "five million lists", "an integer of a million digits",
 })  # fmt: skip
 """Attacks that take a second to prepare or to refuse."""
-BACKTRACKING = r"((\w+\.?)+)+!"  # takes 2^n steps on a name of n characters
+BACKTRACKING = r"((\w+\.?)+)+!"  # needs 2^n steps on a name of n characters
 SECONDS, BYTES = 5, 2**30
 
 
 def of_adapter_configs() -> dict[str, dict[str, Any]]:
-    """The name of an attack -> fields of adapter_config.json."""
+    """Return the name of an attack -> fields of adapter_config.json."""
     return {
         "r of ten million": {"r": 10**7},
         "rank_pattern of ten million": {"rank_pattern": {"q_proj": 10**7}},
@@ -63,7 +63,7 @@ def of_adapter_configs() -> dict[str, dict[str, Any]]:
 
 
 def of_posterior_configs() -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """The name of an attack -> a change of posterior_config.json."""
+    """Return the name of an attack -> a change of posterior_config.json."""
 
     def parameters(names: Iterator[str]) -> Callable[[dict[str, Any]], Any]:
         return lambda config: config.update(parameters=[[name, [1]] for name in names])
@@ -87,7 +87,7 @@ def of_posterior_configs() -> dict[str, Callable[[dict[str, Any]], Any]]:
 
 
 def of_bytes() -> dict[str, tuple[str, Callable[[], bytes]]]:
-    """The name of an attack -> a file, and what it holds."""
+    """Return the name of an attack -> a file and its content."""
     empty = '"t{}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     return {
         "500,000 empty tensors": (ADAPTER, lambda: header(",".join(map(empty.format, range(500_000))))),
@@ -138,13 +138,13 @@ def put(directory: Path, name: str, make: Callable[[], bytes]) -> None:
 
 
 def sparse(directory: Path) -> None:
-    """50 GB that take no room on disk; their hash is wrong, which only a reader of all of them finds out."""
+    """Make a sparse file of 50 GB with a wrong hash, which only a reader of the whole file finds."""
     os.truncate(directory / ADAPTER, 50 * 10**9)
     edit_json(directory / "manifest.json", lambda manifest: manifest["files"][ADAPTER].update(size=50 * 10**9))
 
 
 def attacks() -> Iterator[tuple[str, Attack]]:
-    """(name, attack) pairs."""
+    """Return (name, attack) pairs."""
     for name, fields in of_adapter_configs().items():
         yield name, partial(edit_adapters, fields=fields)
     for name, change in of_posterior_configs().items():
@@ -155,7 +155,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
 
 
 def bounded(load: Callable[[Path], Any], directory: Path) -> tuple[str, float]:
-    """What comes of loading in a fork with so much address space more, and the seconds of CPU that it took."""
+    """Return the outcome of loading in a fork with a limit on address space, and its CPU seconds."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""F1: writers killed at random times and before each of their system calls; one import, each writer is a fork.
+"""F1: writers killed at random times and before each of their system calls. Each writer is a fork of one process.
 
 python -m tests.faults.kills DIRECTORY NUM_RANDOM SEED    -> one line of JSON
 """
@@ -21,7 +21,7 @@ import torch
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import draws, equal
 
-# What changes a directory; between two of these a kill finds the same state.
+# The system calls that change a directory. Between two of them a kill finds the same state.
 CALLS = ("write", "mkdir", "rename", "replace", "unlink", "rmdir")
 USER_FILES = {"checkpoint-5/optimizer.pt": b"state", "runs/events": b"log", "notes.txt": b"mine"}
 
@@ -31,7 +31,7 @@ def atomic_save(posterior: Posterior, directory: Path) -> None:
 
 
 def in_place_save(posterior: Posterior, directory: Path) -> None:
-    """The broken twin: each file written atomically, the manifest last, yet the set is not replaced in one step."""
+    """Write each file atomically and the manifest last, but not the set in one step: the broken twin."""
     fresh = directory.with_name("fresh")
     shutil.rmtree(fresh, ignore_errors=True)
     posterior.save_pretrained(fresh)
@@ -58,7 +58,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def kill_before_call(number: int) -> None:
-    """From now on the process dies before its ``number``-th changing system call; a write gets half its bytes out."""
+    """Kill this process before its ``number``-th changing system call. A write first writes half of its bytes."""
     left = number
 
     def wrap(name: str) -> None:
@@ -111,7 +111,7 @@ def prepare(directory: Path, posterior: Posterior) -> None:
 
 
 def kill_at_every_call(directory: Path, old: Posterior, new: Posterior, save: Any = atomic_save) -> list[str]:
-    """What a reader finds after a kill before call 0, 1, 2, ... until the save gets through."""
+    """Return the result of a reader after a kill before call 0, 1, 2, ... until the save succeeds."""
     outcomes = []
     while True:
         prepare(directory, old)
@@ -135,7 +135,7 @@ def kill_at_every_call(directory: Path, old: Posterior, new: Posterior, save: An
 def kill_at_random(
     directory: Path, one: Posterior, other: Posterior, *, kills: int, rng: random.Random
 ) -> dict[str, int]:
-    """A writer saves the two in turn, over and over; each kill comes at a random time of it."""
+    """Kill a writer at random times while it saves two posteriors in turn. Return the results of readers."""
     prepare(directory, one)
     tally: dict[str, int] = {}
 
@@ -178,7 +178,7 @@ def read_while_writing(directory: Path, one: Posterior, other: Posterior, *, rea
 
 
 def main(base: str, kills: str, seed: str) -> None:
-    os.fsync = lambda file: None  # it guards against power cuts, not kills, and takes most of the time on a busy disk
+    os.fsync = lambda file: None  # fsync protects against power cuts, not kills, and is slow on a busy disk
     torch.set_num_threads(1)  # forks of a process with worker threads may hang
     directory = Path(base) / "posterior"
     small, large = draws(1, seed=1), draws(3, seed=2)

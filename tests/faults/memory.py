@@ -1,4 +1,4 @@
-"""F9: how much memory a prediction takes, and what is left on disk where there is not enough.
+"""F9: the memory of a prediction, and the state of the disk after memory has run out.
 
 python -m tests.faults.memory peak pieces|whole          -> one line of JSON
 python -m tests.faults.memory starve DIRECTORY WHAT      -> one line of JSON
@@ -27,11 +27,11 @@ from tests.faults.posteriors import draws, equal
 from tests.tiny_models import tiny_llama, with_lora
 
 MEMBERS, ROWS, LENGTH, VOCABULARY, WIDTH = 64, 16, 256, 1 << 15, 256
-TERMS = 2  # labelled positions of a row: the head is not what is measured, and takes most of the time
+TERMS = 2  # labelled positions of a row: few, because the head is not measured and takes most of the time
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the bytes in a line of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -39,9 +39,9 @@ def status(field: str) -> int:
 
 
 def extra(work: Callable[[], Any]) -> int:
-    """Bytes by which ``work`` raises the resident memory at its peak."""
+    """Return the bytes by which ``work`` raises the peak of the resident memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps in stock would hide as much
+    ctypes.CDLL(None).malloc_trim(0)  # free memory of the allocator would hide as many bytes
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     work()
@@ -58,7 +58,7 @@ def peak(batch_in: str) -> dict[str, Any]:
     labels = torch.where(torch.arange(LENGTH) < LENGTH - TERMS, -100, ids)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     with torch.no_grad():
-        model.evaluate_batch({name: value[:1, -8:] for name, value in batch.items()})  # what is made only once
+        model.evaluate_batch({name: value[:1, -8:] for name, value in batch.items()})  # objects of a first call
         found = extra(lambda: model.evaluate_batch(batch))
     return {
         "extra": found,
@@ -69,7 +69,7 @@ def peak(batch_in: str) -> dict[str, Any]:
 
 
 def starve(base: str, what: str) -> dict[str, int]:
-    """Predict, train or save with more and more address space; each time look at what is on disk."""
+    """Predict, train or save with increasing address space, and check the disk after each attempt."""
     root = Path(base)
     trainer = runs.trainer(root / "run", SGHMCConfig(num_chains=4))
     trainer.train()
@@ -104,7 +104,7 @@ def starve(base: str, what: str) -> dict[str, int]:
 
 
 def wide_draws() -> Posterior:
-    """16 MiB a member: more than what an allocator keeps in stock."""
+    """Return draws of 16 MiB per member: more than the free memory that an allocator keeps."""
     few = draws(3, seed=2)
     config = type(few.config)(**{**vars(few.config), "parameters": [["lm_head.weight", [1 << 22]]]})
     theta = torch.randn(3, 1 << 22, generator=torch.Generator().manual_seed(2))
@@ -112,7 +112,7 @@ def wide_draws() -> Posterior:
 
 
 def confined(work: Callable[[], None], room: int) -> str:
-    """How ``work`` ends with ``room`` bytes of address space more than there are in use."""
+    """Return the outcome of ``work`` with ``room`` more bytes of address space than are in use."""
     gc.collect()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + room, hard))

@@ -78,7 +78,7 @@ def gaussian(components: int = 1, *, adapter: bool = False, seed: int = 0, **cha
 
 
 def equal(one: Posterior, other: Posterior) -> bool:
-    """Bitwise, with their configs and sidecars."""
+    """Return whether two posteriors are bitwise equal, with their configs and sidecars."""
     if one.sidecars != other.sidecars:
         return False
     if one.config != other.config or one.adapter_config != other.adapter_config:

@@ -1,4 +1,4 @@
-"""F10: a run of two processes, one of which kills itself in the middle of a step or of a save.
+"""F10: a run of two processes. One of them kills itself in the middle of a step or of a save.
 
 python -m tests.faults.ranks DIRECTORY [step|save STEP]    under RANK, WORLD_SIZE, ...: one of the processes
 """
@@ -26,7 +26,7 @@ STEPS, HANG_SECONDS = 11, 120
 
 
 class KillInStep(TrainerCallback):
-    """After the first micro-batch of a step, while the other process goes on."""
+    """Kill this process after the first micro-batch of a step, while the other process continues."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -37,7 +37,7 @@ class KillInStep(TrainerCallback):
 
 
 def kill_in_save(step: int) -> None:
-    """Before this process writes its chains of the checkpoint of a step."""
+    """Kill this process before it writes its chains to the checkpoint of a step."""
     save = checkpoints.save
 
     def killed(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ def main(directory: str, where: str = "", step: str = "0") -> None:
 
 
 def launch(directory: Path, *arguments: str) -> tuple[list[int], list[str], float]:
-    """Both processes, without a launcher that would end one for the other.
+    """Run both processes, without a launcher that would end one because of the other.
 
     Returns:
         Exit statuses and standard errors, and the seconds that the first outlived the second.

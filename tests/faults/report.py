@@ -1,7 +1,7 @@
-"""The campaign "nothing is lost": what is injected, how a run of it is recorded, and the table in the docs.
+"""The reliability campaign: the injected faults, the record of a run, and the table in the docs.
 
-A test that belongs to a row wears ``@pytest.mark.reliability("F6")``, its broken twin ``reliability("F6", twin=True)``.
-``pytest -m reliability --reliability=FILE`` writes what was reached to FILE;
+A test of a row has the mark ``@pytest.mark.reliability("F6")``, its broken twin ``reliability("F6", twin=True)``.
+``pytest -m reliability --reliability=FILE`` writes the counts to FILE.
 
 python -m tests.faults.report    -> writes docs/reliability.json as a table into docs/reliability.md
 """
@@ -27,7 +27,7 @@ BEGIN, END = "<!-- table: make reliability -->\n", "<!-- end of table -->"
 
 
 class Row(NamedTuple):
-    """A fear, what is done to provoke it, what must come of it, and in how many cases at least."""
+    """A possible failure, the faults that provoke it, the required outcome, and the smallest number of cases."""
 
     fear: str
     injected: str
@@ -130,7 +130,7 @@ ROWS = {
 
 
 class Tally(NamedTuple):
-    """What the tests of a row came to."""
+    """The counts of the tests of a row."""
 
     injected: int = 0
     reached: int = 0
@@ -143,7 +143,7 @@ class Tally(NamedTuple):
 
 
 class Campaign:
-    """A pytest plugin that adds up what the marked tests report; with xdist, that of the controller."""
+    """A pytest plugin that adds up the counts of the marked tests. With xdist it runs in the controller."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
@@ -170,7 +170,7 @@ class Campaign:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.file is None or session.config.option.collectonly or hasattr(session.config, "workerinput"):
-            return  # a list of the tests is no campaign: it would empty the record
+            return  # a list of tests is not a campaign, and would empty the record
         rows = {
             name: {**tally._asdict(), "seconds": round(tally.seconds, 1)}
             for name, tally in sorted(self.tallies.items(), key=lambda item: list(ROWS).index(item[0]))
@@ -181,7 +181,7 @@ class Campaign:
 
 
 def circumstances() -> dict[str, Any]:
-    """When and on what the campaign ran."""
+    """Return the date and the machine of the campaign."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     names = [line.split(":")[1] for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
@@ -201,7 +201,7 @@ def _lines(file: str) -> Iterator[str]:
 
 
 def shortfalls(rows: dict[str, Any]) -> list[str]:
-    """In words, what a campaign did not reach."""
+    """Return messages about the targets that a campaign did not reach."""
     found = [f"{name} was not run" for name in ROWS if name not in rows]
     for name, row in rows.items():
         if row["reached"] < row["injected"] or row["twins_caught"] < row["twins"]:
@@ -213,7 +213,7 @@ def shortfalls(rows: dict[str, Any]) -> list[str]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the Markdown table."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         f"Measured {results['date']} on {results['machine']}; {versions}.",
@@ -232,7 +232,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def rendered(document: str, results: dict[str, Any]) -> str:
-    """The document with the table between its marks."""
+    """Return the document with the table between its markers."""
     head, rest = document.split(BEGIN)
     return head + BEGIN + table(results) + END + rest.split(END)[1]
 

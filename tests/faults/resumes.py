@@ -1,4 +1,4 @@
-"""F4: runs killed at random times; each goes on, in a process of its own, and must end as if nothing had happened.
+"""F4: runs killed at random times. Each resumes in a new process and must end like an uninterrupted run.
 
 python -m tests.faults.resumes DIRECTORY KILLS SEED    -> one line of JSON
 """
@@ -24,7 +24,7 @@ from tests.training.test_checkpoints import RUNS, everything, trainer
 
 
 def train(directory: Path, result: Path | None = None) -> None:
-    """To the end, from the newest complete checkpoint if there is one."""
+    """Train to the end, from the newest complete checkpoint if there is one."""
     method, changes = RUNS["sghmc"]
     run = trainer(directory, method, save_strategy="steps", save_steps=1, **changes)
     run.train(resume_from_checkpoint=newest_complete(directory))
@@ -33,10 +33,13 @@ def train(directory: Path, result: Path | None = None) -> None:
 
 
 def main(base: str, kills: str, seed: str) -> None:
-    torch.set_num_threads(1)  # and no training here: forks of a process with worker threads may hang
+    torch.set_num_threads(1)  # no training in this process: forks of a process with worker threads may hang
     silence = os.dup(1)
-    os.dup2(2, 1)  # Trainer's logs are not the result
-    for name in ("arviz", "scipy.stats"):  # what a run imports at its end, and longer than the run: kills would miss it
+    os.dup2(2, 1)  # the logs of Trainer are not the result
+    for name in (
+        "arviz",
+        "scipy.stats",
+    ):  # imported by a run at its end, for so long that kills would miss the run
         importlib.import_module(name)
     rng, root = random.Random(int(seed)), Path(base)
     started = time.monotonic()

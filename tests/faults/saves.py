@@ -1,4 +1,4 @@
-"""F1 and F2 through ``save_model``, with tokenizer and chat template: savers that are killed, overtaken or out of room.
+"""F1 and F2 through ``save_model``, with tokenizer and chat template: savers killed, overtaken or without disk space.
 
 Each campaign also runs with the broken twin, which writes the tokenizer after the commit.
 
@@ -45,13 +45,13 @@ def save_model(run: BayesianTrainer, directory: Path) -> None:
 
 
 def tokenizer_after_the_commit(run: BayesianTrainer, directory: Path) -> None:
-    """The broken twin: the posterior in one step, the tokenizer beside it in the next."""
+    """Save the posterior in one step and the tokenizer in the next: the broken twin."""
     replace(run.posterior, sidecars=Sidecars()).save_pretrained(directory)
     run.processing_class.save_pretrained(str(directory))
 
 
 def runs(base: Path) -> dict[str, BayesianTrainer]:
-    """Two finished runs, whose tensors, tokenizers and templates all differ."""
+    """Return two finished runs whose tensors, tokenizers and templates all differ."""
     made = {}
     for seed, (name, texts) in enumerate(WORDS.items()):
         tokenizer = tiny_tokenizer(texts)
@@ -63,14 +63,14 @@ def runs(base: Path) -> dict[str, BayesianTrainer]:
 
 
 class Saved(NamedTuple):
-    """A run as it is read back."""
+    """A run after it is read from disk."""
 
     posterior: Posterior
     vocabulary: dict[str, int]
 
 
 def found(directory: Path, expected: dict[str, Saved]) -> str:
-    """The run whose posterior, tokenizer and template a reader finds together; "broken" in words otherwise."""
+    """Return the run whose posterior, tokenizer and template a reader finds together, or "broken" with the parts."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -88,7 +88,7 @@ def found(directory: Path, expected: dict[str, Saved]) -> str:
 
 
 def beside(directory: Path) -> Any:
-    """The tokenizer as a reader without a manifest for it finds it."""
+    """Return the tokenizer that a reader without a manifest finds."""
     from transformers import AutoTokenizer
 
     try:
@@ -98,7 +98,7 @@ def beside(directory: Path) -> Any:
 
 
 def expected(made: dict[str, BayesianTrainer], directory: Path, save: Save) -> dict[str, Saved]:
-    """The runs as they are read back, once each has been saved."""
+    """Save each run, read it from disk, and return the results."""
     saved = {}
     for name, run in made.items():
         save(run, directory)
@@ -110,7 +110,7 @@ def expected(made: dict[str, BayesianTrainer], directory: Path, save: Save) -> d
 
 
 def writer(made: dict[str, BayesianTrainer], directory: Path, save: Save) -> int:
-    """A fork that saves the runs in turn, over and over."""
+    """Start a fork that saves the runs in turn, again and again."""
 
     def work() -> None:
         while True:
@@ -126,7 +126,7 @@ def stop(child: int) -> None:
 
 
 def kill(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: int, rng: random.Random) -> Counter[str]:
-    """What a reader finds after each of ``count`` kills at random times of about two saves."""
+    """Return the result of a reader after each of ``count`` kills, at random times of about two saves."""
     saved = expected(made, directory, save)
     started = time.monotonic()
     save(made["other"], directory)
@@ -142,7 +142,7 @@ def kill(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: i
 
 
 def read(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: int) -> Counter[str]:
-    """What ``count`` readers find while another process saves."""
+    """Return the results of ``count`` readers while another process saves."""
     saved = expected(made, directory, save)
     child = writer(made, directory, save)
     try:
@@ -152,7 +152,7 @@ def read(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: i
 
 
 def fill(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: int) -> Counter[str]:
-    """What a reader finds after saves that could write files of limited size only, and the words of the errors."""
+    """Return the results of a reader after saves with a limit on file sizes, and the errors of these saves."""
     saved = expected(made, directory, save)
     largest = max(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -175,10 +175,10 @@ def fill(made: dict[str, BayesianTrainer], directory: Path, save: Save, count: i
 
 
 def main(base: str, kills: str, reads: str, limits: str, seed: str) -> None:
-    os.fsync = lambda file: None  # it guards against power cuts, not kills
+    os.fsync = lambda file: None  # fsync protects against power cuts, not kills
     torch.set_num_threads(1)  # forks of a process with worker threads may hang
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tempfile.tempdir = f"{base}/temporary"  # killed writers leave their files there
+    tempfile.tempdir = f"{base}/temporary"  # killed writers leave their files in this folder
     Path(tempfile.tempdir).mkdir()
     made = runs(Path(base))
     result: dict[str, Any] = {}

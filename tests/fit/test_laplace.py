@@ -26,8 +26,8 @@ from hf_bayes.fit import laplace as module
 from hf_bayes.methods.laplace.supported import STRUCTURES
 from hf_bayes.models.attaching import attach
 from hf_bayes.posteriors.config import CONFIG
-from hf_bayes.posteriors.lora_adapter import TASKS
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.tasks import TASKS
 from tests import tiny_models as models
 from tests.faults import posteriors
 from tests.faults.corruptions import edit_json, sign

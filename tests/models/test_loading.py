@@ -209,7 +209,7 @@ def test_posterior_and_base_model_come_from_the_cache_that_is_named(
     generate = pipeline(model="user/posterior", cache_dir=cache, local_files_only=True)
     assert torch.equal(generate.model.theta, Posterior.from_pretrained(alone).sample())
     assert generate.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
-    with pytest.raises(FileNotFoundError, match="user/posterior is no directory here"):
+    with pytest.raises(FileNotFoundError, match="user/posterior is not a directory here"):
         pipeline(model="user/posterior", local_files_only=True)
     with pytest.raises(ValueError, match="cache_dir, local_files_only: the model is loaded already"):
         pipeline(model=generate.model, tokenizer=generate.tokenizer, cache_dir=cache, local_files_only=True)

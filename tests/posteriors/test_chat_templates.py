@@ -101,7 +101,7 @@ ENDLESS = {
     "a wide format": ("{{ '%999999999d' % 1 }}", "a format with a width"),
     "a wide field": ("{{ '{:999999999}'.format(1) }}", "a format with a width"),
     "deep brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "nested too deep"),
-    "no template": ("{% for %}", "no jinja2 template: line 1"),
+    "no template": ("{% for %}", "not a jinja2 template: line 1"),
     "a book": ("x" * (MAX_TEXT + 1), "100,001 characters is refused"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Loading a bad directory ends at once, in little memory, in words."""
+"""Loading a bad directory ends at once, with little memory and a clear error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def check(attack: str, found: dict[str, Any]) -> None:
     assert found["model"][0] == ("accepted" if attack in WITHOUT_EFFECT else "refused")
-    # without a base model, or of the adapter alone, what is wrong may not be read at all
+    # without a base model, or for the adapter alone, the wrong part may never be read
     assert {result for result, _ in found.values()} <= {"accepted", "refused"}
     assert max(seconds for _, seconds in found.values()) < SECONDS
 

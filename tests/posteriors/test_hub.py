@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_llama, with_lora
 
 @pytest.fixture
 def pushed() -> Any:
-    """What would have gone to the Hub: the calls, and the files as upload_folder filters them."""
+    """Record an upload to the Hub: the calls, and the files that upload_folder selects."""
     calls: dict[str, Any] = {}
 
     def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
@@ -120,6 +120,22 @@ def test_token_in_a_text_stops_the_push(pushed: dict[str, Any], tmp_path: Path, 
     assert not pushed
 
 
+def test_an_access_token_is_neither_saved_nor_shown(
+    pushed: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    token = "hf_" + "aB3" * 10
+    draws(2, adapter=True).save_pretrained(tmp_path / "pushed")
+    with caplog.at_level(0), patch("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "pushed")):
+        posterior = Posterior.from_pretrained("user/x", token=token)
+    posterior.push_to_hub("user/x", token=token)
+    posterior.save_pretrained(tmp_path / "saved")
+    assert pushed["upload_folder"]["token"] == token
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if token.encode() in path.read_bytes()]
+    assert token not in repr(posterior) + repr(vars(posterior)) + caplog.text + "".join(capfd.readouterr())
+
+
 def test_local_base_model_is_warned_about_before_the_push(pushed: dict[str, Any], tmp_path: Path) -> None:
     base = {**config().base_model, "name_or_path": "/home/somebody/models/tiny"}
     posterior = draws(2, adapter=True, base_model=base)
@@ -137,7 +153,7 @@ def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path:
 
 
 def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str, Any], tmp_path: Path) -> None:
-    """A directory as a kill right after the commit leaves it: new manifest, all else still in the pending folder."""
+    """A kill right after the commit leaves the new manifest, and all other files in the pending folder."""
     import hashlib
 
     draws(3, seed=1).save_pretrained(tmp_path / "d")
@@ -160,7 +176,7 @@ def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str
 def test_a_push_into_a_pull_request_makes_no_branch(pushed: dict[str, Any]) -> None:
     draws(2).push_to_hub("user/x", revision="refs/pr/3")
     assert pushed["upload_folder"]["revision"] == "refs/pr/3"
-    assert "create_branch" not in pushed  # the Hub makes none of that name
+    assert "create_branch" not in pushed  # the Hub makes no branch of that name
 
 
 def test_a_live_model_is_not_pushed_and_no_repository_is_made(pushed: dict[str, Any]) -> None:
@@ -218,7 +234,7 @@ def test_tags_of_a_push_stand_beside_the_card_s_own(pushed: dict[str, Any], tmp_
         trainer.push_to_hub(tags=tags)
         card = ModelCard(pushed["files"]["README.md"].decode())
         assert card.data.tags == ["hf_bayes", "bayesian", "sghmc", "lora", *added]
-        assert "from_pretrained" in card.text  # and the rest is as it was
+        assert "from_pretrained" in card.text  # and the rest is unchanged
     with pytest.raises(ValueError, match=r"tags of a model card are texts, got 3"):
         trainer.push_to_hub(tags=["a", 3])
 
@@ -268,7 +284,7 @@ def test_download_asks_for_the_posterior_s_files_of_one_revision_only(tmp_path: 
 
 def test_repository_that_the_hub_does_not_give_is_named() -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"user/no-such-posterior is no directory here, and the Hub did not give it"
+        FileNotFoundError, match=r"user/no-such-posterior is not a directory here, and the download from the Hub failed"
     ):
         Posterior.from_pretrained("user/no-such-posterior")
 

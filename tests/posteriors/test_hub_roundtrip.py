@@ -1,4 +1,4 @@
-"""Pushed to a server that speaks the Hub's API and loaded in a clean cache: the same tokens and uncertainties."""
+"""A push to a server with the Hub's API, and a load in a clean cache, give the same tokens and uncertainties."""
 
 from __future__ import annotations
 

@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from hf_bayes.posteriors.lora_adapter import (
-    TASKS,
-    Adapter,
-    adapter_key,
-    parameter_name,
-    partner_key,
-    plain_adapter_config,
-)
+from hf_bayes.posteriors.lora_adapter import Adapter
+from hf_bayes.posteriors.lora_config import for_inference
+from hf_bayes.posteriors.lora_keys import adapter_key, parameter_name, partner_key
+from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES
 
 KEYS = {
     "m.q_proj.lora_A.default.weight": "m.q_proj.lora_A.weight",
@@ -41,16 +37,16 @@ def test_factors_know_their_partner() -> None:
 
 
 def test_adapter_config_must_be_a_lora() -> None:
-    assert plain_adapter_config({"peft_type": "LORA", "target_modules": {"b", "a"}, "inference_mode": False}) == {
+    assert for_inference({"peft_type": "LORA", "target_modules": {"b", "a"}, "inference_mode": False}) == {
         "peft_type": "LORA",
         "target_modules": ["a", "b"],
         "inference_mode": True,
     }
     with pytest.raises(ValueError, match="peft_type must be LORA, got 'IA3'"):
-        plain_adapter_config({"peft_type": "IA3"})
+        for_inference({"peft_type": "IA3"})
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, theirs in TASKS.items() if theirs])
+@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, theirs in PEFT_TASK_TYPES.items() if theirs])
 def test_peft_s_name_of_a_task_is_translated(ours: str, theirs: str) -> None:
     assert Adapter("here", {"task_type": theirs}, {}, {}, None).task() == ours
 

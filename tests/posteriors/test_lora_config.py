@@ -1,4 +1,4 @@
-"""The LoRA configurations that are accepted, and how modules get their full names."""
+"""The accepted LoRA configurations, and the full names of their modules."""
 
 from __future__ import annotations
 

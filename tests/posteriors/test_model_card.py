@@ -14,8 +14,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 import hf_bayes
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.posteriors.model_card import card_fields, markdown, render_card, write_card
-from hf_bayes.posteriors.model_card_words import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.markdown import markdown
+from hf_bayes.posteriors.model_card import card_fields, render_card, write_card
+from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.outcome import KEPT_METRICS
 from tests import runs
@@ -52,7 +53,7 @@ def test_card_parses_back_with_its_tags(kind: str, tmp_path: Path) -> None:
     assert not re.search(r"\n\n\n", text)
     # Tables are unbroken: a row follows each ruler.
     assert all(row.startswith("|") for row in re.findall(r"\|---\|(?:---\|)+\n(.*)", text))
-    assert "](http" not in text  # no link: whatever it would lead to may not be there
+    assert "](http" not in text  # no link, because its target may not exist
 
 
 def test_card_tells_method_data_diagnostics_and_metrics() -> None:
@@ -89,7 +90,7 @@ def test_card_shows_few_digits_and_nothing_that_is_not_there() -> None:
     assert "| distance | 0.7421, 12 |" in text
     assert "| chains | 9 values |" in text
     assert "penalty" not in text
-    assert "| N | 10 (unit: example) |" in text  # a term of this head is an example
+    assert "| N | 10 (unit: example) |" in text  # a likelihood term of this head is an example
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_card_names_what_loads_its_task(task: str, tag: str, suffix: str) -> Non
     assert card.data.pipeline_tag == tag
     assert card.data.eval_results[0].task_type == tag
     assert f'pipeline("bayesian-{tag}", "user/this-posterior")' in card.text
-    assert hf_bayes.pipeline  # imported by the first look, which registers the tasks
+    assert hf_bayes.pipeline  # the first access imports it, which registers the tasks
     assert f"bayesian-{tag}" in PIPELINE_REGISTRY.get_supported_tasks()
     assert f"from hf_bayes import BayesianModel{suffix}\n" in card.text
     assert f"from transformers import AutoModel{suffix}\n" in card.text
@@ -180,7 +181,7 @@ HOSTILE = [
 
 
 def shown(source: str) -> str:
-    """The text of a table's cell that holds ``source``, as CommonMark with tables renders it."""
+    """Return the rendered text of a table cell with ``source``, by CommonMark with tables."""
     html = (
         MarkdownIt("commonmark", {"html": True}).enable("table").render(f"| a | b |\n|---|---|\n| {source} | end |\n")
     )
@@ -201,7 +202,7 @@ def test_a_text_is_shown_and_does_nothing(text: str) -> None:
 
 
 def rough(text: str) -> dict[str, Any]:
-    """A config whose every free text is ``text``."""
+    """Return a config with ``text`` in every free text."""
     values = draws(2, adapter=True).config.to_dict()
     values["base_model"] = {**values["base_model"], "name_or_path": text}
     values["method"] = {"name": text, text: text, "temperature": text}
@@ -212,7 +213,7 @@ def rough(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=repr)
 def test_no_field_of_a_card_bypasses_the_escaping(text: str) -> None:
-    """A hostile text leaves headings, tables, code blocks and metadata as they are under a harmless one."""
+    """A hostile text gives the same headings, tables, code blocks and metadata as a harmless text."""
 
     def structure(value: str) -> tuple[list[str], dict[str, Any]]:
         source = render_card(rough(value), adapter=True, repo_id=value, license=value, language=value, tags=[value])

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_bayes.core.layout import initial, select
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.posteriors import storage
+from hf_bayes.posteriors.compat import ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig, library_versions
-from hf_bayes.posteriors.lora_adapter import ADAPTER_CONFIG
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
 from tests.faults import posteriors
@@ -160,10 +160,10 @@ def test_members_are_the_files_that_peft_would_write(kind: str, tmp_path: Path) 
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     theirs, ours = (json.loads((folder / ADAPTER_CONFIG).read_text()) for folder in (tmp_path / "peft", member))
-    for field in ("target_modules", "modules_to_save"):  # ours in full, peft's by their last parts
+    for field in ("target_modules", "modules_to_save"):  # full names here, last parts of names in peft
         names, endings = ours.pop(field) or [], theirs.pop(field) or []
         assert all(name.endswith(tuple(endings)) for name in names)
-    # Where base_model_name_or_path is empty, peft writes null; what peft would import is left out of ours.
+    # peft writes null for an empty base_model_name_or_path. Our file leaves out names of modules to import.
     assert {k: v or None for k, v in ours.items()} == {k: v or None for k, v in theirs.items() if k in ours}
     assert set(theirs) - set(ours) == {"auto_mapping", "megatron_core", "qalora_group_size", "eva_config"}
 
@@ -237,7 +237,7 @@ def test_adapters_that_differ_are_no_ensemble(adapters: list[Path], change: dict
 
 
 def test_one_path_is_no_list_of_adapters(adapters: list[Path]) -> None:
-    for path in (adapters[0], str(adapters[0])):  # of a text the letters would be taken for ids of the Hub
+    for path in (adapters[0], str(adapters[0])):  # the letters of a text would be taken for ids of the Hub
         with pytest.raises(ValueError, match=r"from_adapters takes a list of adapters, got one path: \['"):
             Posterior.from_adapters(path)  # type: ignore[arg-type]
 
@@ -251,7 +251,7 @@ def test_adapters_may_differ_in_what_does_not_touch_the_forward_pass(adapters: l
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("base_model.model.score.weight"), "misses the tensors"),
+        (lambda t: t.pop("base_model.model.score.weight"), "lacks the tensors"),
         (lambda t: t.update(extra=torch.zeros(1)), "adds"),
         (
             lambda t: t.update({k: v.half() for k, v in t.items()}),
@@ -341,8 +341,8 @@ def test_equal_draws_of_two_chains_are_refused_and_of_one_chain_are_a_rejected_m
         (Draws(torch.zeros(2, 25), torch.arange(2)), {}, "2 draws, but num_members is 3"),
         (Draws(torch.randn(3, 7), torch.arange(3)), {}, "theta has 7 columns, the parameters have 25"),
         (Draws(torch.randn(3, 25).bfloat16(), torch.arange(3)), {}, "must be float32 or float64"),
-        (Gaussian.diagonal(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config says draws"),
-        (Draws(torch.randn(3, 25), torch.arange(3)), {"member_chains": [0, 0, 0]}, "the config says"),
+        (Gaussian.diagonal(torch.zeros(1, 25), torch.ones(1, 25)), {}, "is gaussian, the config has draws"),
+        (Draws(torch.randn(3, 25), torch.arange(3)), {"member_chains": [0, 0, 0]}, "the config has"),
     ],
 )
 def test_parts_that_disagree_are_refused(approximation: Any, changes: dict[str, Any], message: str) -> None:
@@ -436,7 +436,7 @@ def test_member_count_that_differs_from_the_config_is_refused(tmp_path: Path) ->
         Posterior.from_pretrained(tmp_path)
     edit_json(tmp_path / CONFIG, lambda values: values.update(num_members=0, member_chains=[]))
     sign(tmp_path)
-    with pytest.raises(ValueError, match="a posterior of 0 members is none"):
+    with pytest.raises(ValueError, match="a posterior of 0 members is empty"):
         Posterior.from_pretrained(tmp_path)
 
 

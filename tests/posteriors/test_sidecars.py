@@ -37,7 +37,7 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def with_sidecars(directory: Path, *sources: Any) -> Path:
-    """A posterior of no particular model, with the files of these processors."""
+    """Return a posterior without a model, with the files of these processors."""
     sidecars = Sidecars()
     for source in sources:
         sidecars |= Sidecars.of(source)
@@ -47,7 +47,7 @@ def with_sidecars(directory: Path, *sources: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a base without a chat template, saved by the trainer with one."""
+    """Return a run on a base without a chat template, saved by the trainer with a template."""
     folder = tmp_path_factory.mktemp("run")
     tiny_llama().save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
@@ -183,7 +183,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 def naming_code(base: Path, reference: str) -> Posterior:
-    """A posterior whose tokenizer config names code."""
+    """Return a posterior whose tokenizer config names code."""
     files = dict(Sidecars.of(tiny_tokenizer()).files)
     values = {"auto_map": {"AutoTokenizer": [None, reference]}, "tokenizer_class": "OwnTokenizer"}
     config = {**json.loads(files["tokenizer_config.json"]), **values}
@@ -237,7 +237,7 @@ def test_a_base_within_the_posterior_brings_no_code(tmp_path: Path) -> None:
 
 
 class Writes:
-    """Stands for a processor that saves one file."""
+    """A substitute for a processor, which saves one file."""
 
     def __init__(self, name: str, content: bytes = b"{}") -> None:
         self.name, self.content = name, content

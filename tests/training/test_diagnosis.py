@@ -32,7 +32,9 @@ from hf_bayes import (
     SnapshotConfig,
     SWAGConfig,
 )
-from hf_bayes.cli.diagnose import main, plot, table
+from hf_bayes.cli.diagnose import main
+from hf_bayes.cli.diagnosis_figure import plot
+from hf_bayes.cli.diagnosis_table import table
 from hf_bayes.diagnostics.convergence import ess, rhat
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
@@ -467,7 +469,7 @@ def test_what_is_stored_is_small_and_shown_by_one_command(
     assert [title.split(":")[0].split(" of ")[0] for title in titles] == [
         "probe", "log-likelihood", "R-hat", "held-out NLL", "kinetic temperature", "kinetic temperature",
         "configurational temperature", "injected over minibatch noise (variances)", "distance from the start",
-        "distance over the reach", "numbers that the first noisy update left as they were", "loss",
+        "distance over the reach", "weights that the first noisy update left unchanged", "loss",
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import EvalPrediction, TrainerCallback, default_data_collator
 
-from hf_bayes.cli.diagnose import plot
+from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs

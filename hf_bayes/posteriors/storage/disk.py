@@ -1,4 +1,4 @@
-"""What saving asks of a disk: whole files, durable directories, one writer at a time, and errors in words."""
+"""Disk operations of a save: durable files and directories, a lock for one writer, and errors that explain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK_SECONDS = 60
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file and put it on the disk; an error names the file."""
+    """Write a new file and flush it to the disk. An error names the file."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -30,7 +30,7 @@ def write(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def explaining(root: Path, total: int) -> Iterator[None]:
-    """Errors of the disk, in words: of a save of ``total`` bytes to ``root`` that has not been committed."""
+    """Explain the disk errors of a block: a save of ``total`` bytes to ``root`` that is not committed yet."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def explaining(root: Path, total: int) -> Iterator[None]:
 
 
 def explained(error: OSError, root: Path, total: int, *, committed: bool) -> OSError:
-    """The same error, saying what was to be written, what room there is and what state ``root`` is in."""
+    """Return the same error with the size of the save, the free space, and the state of ``root`` in its message."""
     free = shutil.disk_usage(root if root.exists() else root.parent).free
     state = "the new save is complete, but was not tidied up" if committed else "what was there before is intact"
     return type(error)(
@@ -50,7 +50,7 @@ def explained(error: OSError, root: Path, total: int, *, committed: bool) -> OSE
 
 
 def fsync(directory: Path) -> None:
-    """Put the names in a directory on the disk."""
+    """Flush the names in a directory to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -59,7 +59,7 @@ def fsync(directory: Path) -> None:
 
 
 def make_directories(path: Path) -> list[Path]:
-    """Like ``mkdir -p``; returns what it made, outermost first."""
+    """Make a directory and its parents. Return the new directories, outermost first."""
     made = []
     for directory in (*reversed(path.parents), path):
         if not directory.exists():
@@ -69,14 +69,14 @@ def make_directories(path: Path) -> list[Path]:
 
 
 def remove_directories(directories: list[Path]) -> None:
-    """Remove those that are empty, the last first."""
+    """Remove the empty ones of these directories, the last first."""
     for directory in reversed(directories):
         with contextlib.suppress(OSError):
             directory.rmdir()
 
 
 def remove_empty_directories(root: Path, names: list[str]) -> None:
-    """Remove the directories of the files ``names`` that are empty now."""
+    """Remove the directories that held the files ``names`` and are empty now."""
     parents = {parent for name in names for parent in PurePosixPath(name).parents if parent.name}
     for parent in sorted(parents, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):
@@ -85,8 +85,8 @@ def remove_empty_directories(root: Path, names: list[str]) -> None:
 
 @contextlib.contextmanager
 def lock(root: Path) -> Iterator[None]:
-    """One writer at a time; the kernel frees the lock of a killed one. Readers need none."""
-    import fcntl  # POSIX only: reading must work without
+    """Lock a directory for one writer. The kernel frees the lock of a killed process. Readers need no lock."""
+    import fcntl  # POSIX only: reading must work without it
 
     handle = os.open(root, os.O_RDONLY)
     try:
@@ -100,7 +100,7 @@ def lock(root: Path) -> Iterator[None]:
                     raise TimeoutError(f"another process has been saving to {root} for {LOCK_SECONDS} s") from None
                 time.sleep(0.05)
             except OSError:
-                break  # network file systems without locks on directories: one writer is then up to the caller
+                break  # a network file system without locks on directories: the caller must then keep to one writer
         yield
     finally:
         os.close(handle)

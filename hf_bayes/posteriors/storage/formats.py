@@ -1,16 +1,14 @@
-"""Bytes <-> tensors and JSON values, strictly: what is ambiguous, not finite or not plain data is never guessed.
+"""Convert bytes to tensors and JSON objects, and back. Ambiguous or non-finite content is refused, never guessed.
 
-Only safetensors and JSON exist here; neither can run code.
+The only formats are safetensors and JSON. Neither can run code.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import math
-import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +16,13 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
-_SIMPLE = frozenset({bool, int, str, type(None)})
+from hf_bayes.posteriors.compat import SAFETENSORS_METADATA
+from hf_bayes.posteriors.storage.json_types import is_object, is_text
+from hf_bayes.posteriors.storage.listing import shown
+
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-# What a file may ask of memory and time before its meaning is known. Real posteriors stay far below: a posterior over
-# all tensors of an 8B model has about 300 names, one over LoRA on every linear layer of 100 blocks 1,400.
+# Limits on the memory and time that a file may take before its content is checked. Real posteriors stay far below: a
+# posterior over all tensors of an 8B model has about 300 names, one over LoRA on all linear layers of 100 blocks 1,400.
 MAX_DEPTH = 64
 MAX_TEXT = 16 * 2**20
 MAX_VALUES = 2_000_000
@@ -31,18 +32,17 @@ MAX_NAME = 1_000
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], *, where: str) -> bytes:
-    """A safetensors file. Deterministic: equal tensors give equal bytes.
+    """Return the bytes of a safetensors file. Equal tensors give equal bytes.
 
     Raises:
         ValueError: naming the tensor that is not finite.
     """
     if len(tensors) > MAX_TENSORS:
         raise ValueError(f"{where} would hold {len(tensors):,} tensors, expected at most {MAX_TENSORS:,}")
-    # safetensors refuses views that overlap; a tensor of its own per name costs one file's worth of memory.
+    # safetensors refuses views that overlap. A copy of each tensor costs as much memory as the file.
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _refuse_non_finite(own, where)
-    # transformers refuses a file whose header lacks this entry.
-    return safetensors.save(own, metadata={"format": "pt"})
+    return safetensors.save(own, metadata=SAFETENSORS_METADATA)
 
 
 def decode_tensors(
@@ -51,9 +51,10 @@ def decode_tensors(
     """Return the tensors of a safetensors file.
 
     Args:
-        data: the file.
-        where: its name in an error.
-        shapes: of each tensor that must be there, compared with the header before any tensor is made; None takes all.
+        data: the bytes of the file.
+        where: the name of the file in an error.
+        shapes: the name and shape of each expected tensor. They are compared with the header before any tensor is
+            made. None accepts all tensors.
     Raises:
         ValueError: for a malformed header, a key given twice, an unknown dtype, other tensors than expected, or a value
             that is not finite.
@@ -70,7 +71,7 @@ def decode_tensors(
 
 
 def encode_json(value: Mapping[str, Any], *, where: str) -> bytes:
-    """UTF-8 JSON with a final newline.
+    """Return UTF-8 JSON with a final newline.
 
     Raises:
         ValueError: for NaN, infinities and values that are not JSON.
@@ -84,11 +85,11 @@ def encode_json(value: Mapping[str, Any], *, where: str) -> bytes:
 
 
 def decode_json(data: bytes, *, where: str) -> dict[str, Any]:
-    """The one object of a JSON file.
+    """Return the one object of a JSON file.
 
     Raises:
-        ValueError: for malformed text, a key given twice, NaN, infinities, anything but an object, or an object that is
-            too large or too deep.
+        ValueError: for malformed text, a key given twice, NaN, infinities, any value but an object, or an object that
+            is too large or nested too deep.
     """
     _check_extent(data, where)
     try:
@@ -96,60 +97,17 @@ def decode_json(data: bytes, *, where: str) -> dict[str, Any]:
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except RecursionError:
-        raise ValueError(_too_deep(where)) from None
+        raise ValueError(too_deep(where)) from None
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
     _check_depth(value, where)
     return value
 
 
-def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
-    """JSON values of what Python code holds: sets sorted, enums by value, tensors and numpy scalars as numbers.
-
-    Args:
-        value: anything.
-        where: what it is called in an error.
-        undefined_is_null: NaN and infinities become None instead of an error.
-    Raises:
-        ValueError: naming the entry that is not plain data, or is nested too deep.
-    """
-    return _plain(value, where, undefined_is_null, 0)
-
-
-def _plain(value: Any, where: str, undefined_is_null: bool, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise ValueError(_too_deep(where.partition(".")[0].partition("[")[0]))
-    if isinstance(value, enum.Enum):
-        return _plain(value.value, where, undefined_is_null, depth)
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        if undefined_is_null:
-            return None
-        raise ValueError(f"{where} must be finite, got {value}")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(v, f"{where}.{key}", undefined_is_null, depth + 1) for key, v in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(_plain(v, where, undefined_is_null, depth + 1) for v in value)
-    if isinstance(value, (list, tuple)):
-        if set(map(type, value)) <= _SIMPLE:  # long lists are numbers or names
-            return list(value)
-        return [_plain(v, f"{where}[{i}]", undefined_is_null, depth + 1) for i, v in enumerate(value)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist(), where, undefined_is_null, depth)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    raise ValueError(f"{where} holds a {type(value).__name__}, expected numbers, texts, lists or mappings")
-
-
 def _check_extent(data: bytes, where: str) -> None:
-    """Bound the memory that parsing takes: a list or an object of 2 bytes becomes a Python object of 64 to 232."""
+    """Bound the memory of parsing: a list or an object of 2 bytes becomes a Python object of 64 to 232 bytes."""
     if len(data) > MAX_TEXT:
         raise ValueError(f"{where} is a JSON of {len(data):,} bytes, expected at most {MAX_TEXT:,}: refused")
     for what, count, limit in (
@@ -161,20 +119,21 @@ def _check_extent(data: bytes, where: str) -> None:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    """Refuse deep nesting, without a recursion of its own."""
+    """Refuse deep nesting, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for container in level:
-            values = container.values() if isinstance(container, dict) else container
+            values = container.values() if is_object(container) else container
             below += [value for value in values if type(value) in (dict, list)]
         if not below:
             return
         level = below
-    raise ValueError(_too_deep(where))
+    raise ValueError(too_deep(where))
 
 
-def _too_deep(where: str) -> str:
+def too_deep(where: str) -> str:
+    """Return the error message about a value that is nested too deep."""
     return (
         f"{where} nests lists and objects more than {MAX_DEPTH} deep: refused. Nothing that hf_bayes writes is so deep"
     )
@@ -201,11 +160,11 @@ def _finite_float(text: str) -> float:
 
 
 def read_header(data: bytes, where: str) -> dict[str, Any]:
-    """The entries of a safetensors header, given the beginning of its file.
+    """Return the entries of a safetensors header, given the beginning of its file.
 
     Raises:
-        ValueError: also for what the safetensors library lets pass: a key given twice, an unknown field, a dtype that
-            nothing here writes, a great many tensors.
+        ValueError: for a malformed header. Some faults are refused that the safetensors library accepts: a key given
+            twice, an unknown field, a dtype that hf_bayes never writes, or more than ``MAX_TENSORS`` tensors.
     """
     if len(data) < 8:
         raise ValueError(f"{where} is not a valid safetensors file: {len(data)} bytes, expected at least 8")
@@ -219,11 +178,11 @@ def read_header(data: bytes, where: str) -> dict[str, Any]:
     for name, entry in header.items():
         if len(name) > MAX_NAME:
             raise ValueError(f"{where}: a tensor's name has {len(name):,} characters, expected at most {MAX_NAME:,}")
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        if not is_object(entry) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
                 f"{where}: the entry of {name!r} must have dtype, shape and data_offsets, got {entry!r:.200}"
             )
-        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+        if not is_text(entry["dtype"]) or entry["dtype"] not in _DTYPES:
             raise ValueError(
                 f"{where}: {name} has dtype {entry['dtype']!r}, expected one of {', '.join(sorted(_DTYPES))}"
             )
@@ -237,17 +196,6 @@ def _check_shapes(header: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     for name, shape in shapes.items():
         if header[name]["shape"] != list(shape):
             raise ValueError(f"{where}: {name}: expected shape {list(shape)}, got {header[name]['shape']!r:.200}")
-
-
-def some(names: list[str]) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
-
-
-def shown(names: Iterable[str]) -> str:
-    """A list as Python prints it, of the first few of many names, each of a length that can be read."""
-    names = list(names)
-    return repr([name[:MAX_NAME] for name in names[:5]]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def _refuse_non_finite(tensors: Mapping[str, Tensor], where: str) -> None:

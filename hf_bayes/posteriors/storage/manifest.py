@@ -1,4 +1,4 @@
-"""The manifest, the names that may stand in it, and which files it answers for."""
+"""The manifest of a directory: its format, the file names that it may hold, and the files that it must list."""
 
 from __future__ import annotations
 
@@ -10,44 +10,54 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from hf_bayes.posteriors.storage.formats import decode_json, some
+from hf_bayes.posteriors.storage.formats import decode_json
+from hf_bayes.posteriors.storage.json_types import is_integer, is_object, is_text
+from hf_bayes.posteriors.storage.listing import some
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1  # of the manifest
 POSTERIOR = "hf_bayes.posterior"
 """The format of a posterior directory."""
-Content = Mapping[str, Tensor] | Mapping[str, Any] | str | bytes
-"""The content of a file, by its suffix: ``.safetensors`` named tensors, ``.json`` one object, ``.md`` a text.
-
-Bytes are written as they are, under any suffix; a file of another suffix can only be bytes.
-"""
 
 PREFIX = "_hf_bayes_"  # transformers never uploads names that begin with an underscore
 STAGING = f"{PREFIX}staging-"
 PENDING = f"{PREFIX}pending-"
 MAX_JSON = 64 * 2**20
-"""The largest file in bytes that is read, of all files but tensors."""
+"""The largest size in bytes of a file that is not safetensors."""
 MAX_BESIDE_TENSORS = 256 * 2**20
-"""Bytes of all files but tensors together."""
+"""The largest total size in bytes of all files that are not safetensors."""
 SUFFIXES = (".safetensors", ".json", ".md", ".jinja", ".txt", ".model", ".tiktoken", ".codes")
-"""Names end in one of these: tensors, JSON, texts, and the vocabularies and templates of tokenizers. None is code."""
+"""The allowed suffixes: tensors, JSON, texts, and the vocabularies and templates of tokenizers. None is code."""
 _NAME = re.compile(
     rf"(?:[A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*(?:{'|'.join(map(re.escape, SUFFIXES))})"
 )
+
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Entry(NamedTuple):
-    """What the manifest says of a file."""
+    """The size and hash that a manifest records for a file."""
 
     size: int
     sha256: str
 
+    @classmethod
+    def parse(cls, size: Any, sha256: Any) -> Entry | None:
+        """Return the entry of two JSON values, or None if they are not a size and a sha256."""
+        fine = is_integer(size, low=0) and is_text(sha256) and _SHA256.fullmatch(sha256)
+        return cls(size, sha256) if fine else None
+
 
 class Manifest(NamedTuple):
-    """A parsed manifest: what the directory is, its files, the digests of the texts as written, and its own digest."""
+    """A parsed manifest.
+
+    Attributes:
+        format: the kind of directory, such as "hf_bayes.posterior".
+        files: name -> entry of each verified file.
+        texts: name -> sha256 of each text as the save wrote it. Users may edit texts.
+        digest: sha256 of the manifest itself.
+    """
 
     format: str
     files: dict[str, Entry]
@@ -56,7 +66,7 @@ class Manifest(NamedTuple):
 
 
 def parse_manifest(data: bytes, root: Path) -> Manifest:
-    """The manifest of ``root``.
+    """Return the manifest of ``root``.
 
     Raises:
         ValueError: naming the key or entry that is wrong.
@@ -70,17 +80,17 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
         raise ValueError(
             f"{where}: format_version is {values['format_version']!r}, this version of hf_bayes reads {FORMAT_VERSION}"
         )
-    if not all(isinstance(values[key], kind) for key, kind in (("format", str), ("files", dict), ("texts", dict))):
+    if not (is_text(values["format"]) and is_object(values["files"]) and is_object(values["texts"])):
         raise ValueError(f"{where}: format must be a text, files and texts must be objects")
     files = {}
     for name, entry in values["files"].items():
         check_name(name, where=where)
-        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+        if not is_object(entry) or set(entry) != {"size", "sha256"}:
             raise ValueError(f"{where}: the entry of {name} must have size and sha256, got {entry!r:.200}")
-        size, sha256 = entry["size"], entry["sha256"]
-        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        parsed = Entry.parse(**entry)
+        if parsed is None:
             raise ValueError(f"{where}: the entry of {name} is not a size and a sha256: {entry!r:.200}")
-        files[name] = Entry(size, sha256)
+        files[name] = parsed
     for name in values["texts"]:
         check_name(name, where=where)
     beside = sum(entry.size for name, entry in files.items() if not name.endswith(".safetensors"))
@@ -93,10 +103,10 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
 
 
 def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
-    """Files that a reader of adapters would take for part of the directory, though no manifest lists them.
+    """Return the files that a reader of adapters would take for part of the directory, but that are not ``listed``.
 
-    These are tensors at the top, and anything in ``members/`` or a directory that the manifest has files in. The rest
-    (checkpoints, logs, notes) is the user's, and is never read.
+    These are safetensors files at the top, and every file in ``members/`` or in a directory with listed files. All
+    other files (checkpoints, logs, notes) belong to the user and are never read.
     """
     found = [path.name for path in root.glob("*.safetensors")]
     for top in {"members", *(name.split("/")[0] for name in listed if "/" in name)}:
@@ -110,8 +120,8 @@ def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
 
 
 def check_name(name: str, where: str | None = None) -> None:
-    """Refuse what is not a relative path of plain names: nothing absolute, no ``..``, nothing hidden."""
-    if not isinstance(name, str) or len(name) > 255 or not _NAME.fullmatch(name):
+    """Refuse a name that is not a relative path of plain names: nothing absolute, no ``..``, nothing hidden."""
+    if not is_text(name) or len(name) > 255 or not _NAME.fullmatch(name):
         raise ValueError(
             f"{where + ': ' if where else ''}{name!r:.300} is not a relative path of plain names ending in one of "
             f"{', '.join(SUFFIXES)}: such a file is neither written nor read"
@@ -119,7 +129,7 @@ def check_name(name: str, where: str | None = None) -> None:
 
 
 def check_is_directory(root: Path) -> None:
-    """Refuse a file where a directory is expected; nothing at all is fine."""
+    """Refuse a file where a directory is expected. A missing path is accepted."""
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(
             errno.ENOTDIR, f"{root} is a file, expected a directory: choose another path", str(root)

@@ -1,4 +1,4 @@
-"""Reading: nothing is parsed before its place, kind, size and hash are right."""
+"""Read a directory. A file is parsed only after its place, kind, size and hash have been checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hf_bayes.posteriors.storage.formats import MAX_TEXT, decode_json, decode_tensors, read_header, some
+from hf_bayes.posteriors.storage.content import decode
+from hf_bayes.posteriors.storage.formats import MAX_TEXT, read_header
+from hf_bayes.posteriors.storage.listing import some
 from hf_bayes.posteriors.storage.manifest import (
     MANIFEST,
     MAX_JSON,
@@ -28,7 +30,7 @@ from hf_bayes.posteriors.storage.manifest import (
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """The name of a safetensors file -> the shape of each tensor in it."""
 
-_ATTEMPTS = 50  # of a reader that writers overtake
+_ATTEMPTS = 50  # to read a directory that is saved again meanwhile
 
 
 def read_directory(
@@ -39,19 +41,19 @@ def read_directory(
     raw: Callable[[str], bool] = lambda name: False,
     expected: Callable[[Mapping[str, Any], list[str]], Shapes] | None = None,
 ) -> dict[str, Any]:
-    """The content of a directory that ``write_directory`` wrote, each byte checked against the manifest first.
+    """Return the content of a directory that ``write_directory`` wrote, after every byte is checked by the manifest.
 
-    A cached snapshot of the Hub, whose files are links into the cache's blobs, can be read; no other link may leave the
+    A cached snapshot of the Hub can be read: its files are links into the cache's blobs. No other link may leave the
     directory.
 
     Args:
         directory: a local directory.
-        format: what it must be.
-        only: which names to read; others must be there with their size. None reads all.
-        raw: which names to return as bytes.
-        expected: from the content of the other files, which are read first, and all names in the manifest to the
-            shapes of the tensors in some or all safetensors files. A file whose size or header disagrees is not read.
-            It raises ValueError for a directory that is not to be read.
+        format: the format that the manifest must have.
+        only: a test of the names to read. All other files must exist with the listed size. None reads all files.
+        raw: a test of the names to return as bytes.
+        expected: a function that returns the shapes of the tensors in some or all safetensors files. Its arguments are
+            the content of all other files, which are read first, and all names in the manifest. A safetensors file
+            with another size or header is refused. The function raises ValueError to refuse the directory.
     Returns:
         name -> named tensors (``.safetensors``), object (``.json``) or bytes (``raw`` names and other suffixes).
     Raises:
@@ -75,23 +77,24 @@ def read_directory(
 
 
 def listed_files(directory: str | os.PathLike[str], *, format: str) -> dict[str, Entry]:
-    """The files of the manifest. Raises what ``read_directory`` does of a manifest."""
+    """Return the files that the manifest lists. Raises the errors of ``read_directory`` about a manifest."""
     return read_manifest(Path(os.path.realpath(directory)), format).files
 
 
 def read_file(directory: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """One safetensors or JSON file of a directory without a manifest, such as a plain peft adapter.
+    """Return one safetensors or JSON file of a directory without a manifest, such as a plain peft adapter.
 
     Raises:
-        OSError, ValueError: as ``read_directory``, but for the hash.
+        OSError, ValueError: as ``read_directory``, except that no hash is checked.
     """
     root = Path(os.path.realpath(directory))
     check_name(name)
-    return _decode(name, read_inside(root, root / name), where=str(root / name))
+    content: dict[str, Any] = decode(name, read_inside(root, root / name), where=str(root / name))
+    return content
 
 
 def _generation(root: Path) -> tuple[Any, ...]:
-    """Differs after each step of a save that a reader could notice."""
+    """Return a value that differs after each step of a save that a reader could notice."""
     try:
         info = (root / MANIFEST).stat()
     except OSError:
@@ -100,12 +103,17 @@ def _generation(root: Path) -> tuple[Any, ...]:
 
 
 def read_manifest(root: Path, format: str) -> Manifest:
-    """The manifest of a real path, of this format."""
+    """Return the manifest of a directory, given by its real path.
+
+    Raises:
+        OSError: if there is no manifest.
+        ValueError: if the manifest is damaged, or has another format.
+    """
     path = root / MANIFEST
     if not os.path.lexists(path):
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{root} holds no {MANIFEST}: it is no {format}, or one whose first save never ended",
+            f"{root} holds no {MANIFEST}: it is not a {format}, or its first save never ended",
             str(root),
         )
     manifest = parse_manifest(read_inside(root, path, limit=MAX_JSON), root)
@@ -127,7 +135,7 @@ def _read(
     for name in (name for name in manifest.files if name not in tensors):
         data = _read_listed(root, manifest, name, only, None)
         if data is not None:
-            contents[name] = data if raw(name) else _decode(name, data, where=str(root / name))
+            contents[name] = data if raw(name) else decode(name, data, where=str(root / name))
     if expected is not None:
         try:
             shapes = expected(contents, list(manifest.files))
@@ -136,7 +144,7 @@ def _read(
     for name in tensors:
         data = _read_listed(root, manifest, name, only, shapes.get(name))
         if data is not None:
-            contents[name] = _decode(name, data, where=str(root / name), shapes=shapes.get(name))
+            contents[name] = decode(name, data, where=str(root / name), shapes=shapes.get(name))
     unlisted = unlisted_files(root, manifest.files)
     # Between commit and the end of step 3, files of the old save are still there.
     if unlisted and not (root / (PENDING + manifest.digest)).exists():
@@ -151,7 +159,7 @@ def _read_listed(
     only: Callable[[str], bool] | None,
     shapes: Mapping[str, tuple[int, ...]] | None,
 ) -> bytes | None:
-    """Return the bytes of one file of the manifest, their hash checked; None where it is not ``only`` one to read."""
+    """Return the bytes of one file of the manifest after a check of the hash, or None if ``only`` leaves it out."""
     entry, path, reads = manifest.files[name], root / name, only is None or only(name)
     limit = None if shapes is None else MAX_TEXT + 8 * sum(math.prod(shape) for shape in shapes.values())
     try:
@@ -166,7 +174,7 @@ def _read_listed(
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.sha256:
         raise ValueError(
-            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} says {entry.sha256}. The file is damaged or was "
+            f"{path}: sha256 mismatch: got {digest}, {MANIFEST} lists {entry.sha256}. The file is damaged or was "
             "exchanged: fetch or save the directory again"
         )
     return data
@@ -175,11 +183,22 @@ def _read_listed(
 def read_inside(
     root: Path, path: Path, *, entry: Entry | None = None, limit: int | None = None, reads: bool = True
 ) -> bytes:
-    """The bytes of a regular file whose real path lies in ``root``, or in the blobs of the Hub cache around it."""
+    """Return the bytes of a regular file. It must lie in ``root`` or in the blobs of the Hub cache around ``root``.
+
+    Args:
+        root: the real path of the directory.
+        path: the file. Its real path is checked.
+        entry: the size that the file must have. None accepts any size.
+        limit: the largest size in bytes.
+        reads: False checks the file without reading it, and returns no bytes.
+    Raises:
+        OSError: if the file is missing or cannot be read.
+        ValueError: if the file lies elsewhere, is not regular, or has a wrong size.
+    """
     real = os.path.realpath(path, strict=True)
     if not any(os.path.commonpath([real, base]) == base for base in _allowed_roots(root)):
         raise ValueError(f"{path} is a link to {real}, outside of {root}: refused")
-    # Not blocking: opening a named pipe would otherwise hang.
+    # Non-blocking: opening a named pipe would otherwise hang.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     if not stat.S_ISREG(os.lstat(real).st_mode):
         raise ValueError(f"{path} is not a regular file: refused")
@@ -190,7 +209,7 @@ def read_inside(
         size = info.st_size
         if entry is not None and size != entry.size:
             raise ValueError(
-                f"{path} has {size:,} bytes, {MANIFEST} says {entry.size:,}: it is damaged. "
+                f"{path} has {size:,} bytes, {MANIFEST} lists {entry.size:,}: it is damaged. "
                 "Fetch or save the directory again"
             )
         if limit is None and path.suffix != ".safetensors":
@@ -205,21 +224,21 @@ def read_inside(
 
 
 def _check_size(file: BinaryIO, size: int, *, where: str) -> None:
-    """Compare a file's size with what its header says, before a large file is read."""
+    """Compare the size of a file with its header, before a large file is read."""
     start = file.read(8)
     start += file.read(min(int.from_bytes(start, "little"), MAX_TEXT))
     ends = [entry["data_offsets"] for entry in read_header(start, where).values()]
     try:
-        said = len(start) + max((end for _, end in ends), default=0)
+        expected = len(start) + max((end for _, end in ends), default=0)
     except (TypeError, ValueError):
-        said = 0
-    if said != size:
-        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, its header says {said:,}")
+        expected = 0
+    if expected != size:
+        raise ValueError(f"{where} is not a valid safetensors file: {size:,} bytes, {expected:,} by its header")
     file.seek(0)
 
 
 def _allowed_roots(root: Path) -> list[str]:
-    """``root``, and if it lies in ``<repository>/snapshots/<revision>`` of a Hub cache, ``<repository>/blobs``."""
+    """Return ``root``, and for ``<repository>/snapshots/<revision>`` in a Hub cache also ``<repository>/blobs``."""
     allowed = [str(root)]
     for repository in root.parents:
         blobs = repository / "blobs"
@@ -227,11 +246,3 @@ def _allowed_roots(root: Path) -> list[str]:
         if snapshots in root.parents and blobs.is_dir() and os.path.realpath(blobs) == str(blobs):
             allowed.append(str(blobs))
     return allowed
-
-
-def _decode(name: str, data: bytes, *, where: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Any:
-    if name.endswith(".md"):
-        raise ValueError(f"{where}: a text is not read as data")
-    if name.endswith(".safetensors"):
-        return decode_tensors(data, where=where, shapes=shapes)
-    return decode_json(data, where=where) if name.endswith(".json") else data

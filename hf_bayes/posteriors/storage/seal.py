@@ -1,7 +1,7 @@
-"""A seal: the sizes and hashes of files that another library wrote, written beside them as the last file of a save.
+"""A seal: the sizes and hashes of files that another library wrote. It is the last file of a save.
 
-``write_directory`` writes its own files and needs no seal. A seal is for files that are there already, under names and
-in formats that are not ours, such as Trainer's ``optimizer.pt``. It is one JSON object:
+``write_directory`` writes its own files and needs no seal. A seal lists files that another library has written already,
+such as Trainer's ``optimizer.pt``. The seal is one JSON object:
 
     {"format": ..., "format_version": 1, "files": {name: {"size": ..., "sha256": ...}}}
 
@@ -21,13 +21,13 @@ from typing import Any
 
 from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.storage.formats import decode_json, encode_json
+from hf_bayes.posteriors.storage.group import Alone, Group, together
+from hf_bayes.posteriors.storage.json_types import is_object
 from hf_bayes.posteriors.storage.manifest import MAX_JSON, STAGING, Entry
 from hf_bayes.posteriors.storage.read import read_inside
-from hf_bayes.posteriors.storage.write import Alone, Group, _together
 
 SEAL_VERSION = 1
 _NAME = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def seal(
@@ -38,28 +38,28 @@ def seal(
     format: str,
     group: Group | None = None,
 ) -> None:
-    """Put these files on the disk, hash them, and write the seal in one step; the first process does, and all wait.
+    """Flush these files to the disk, hash them, and write the seal in one step. The first process works, all wait.
 
     Args:
-        directory: holds the files, those of all processes.
+        directory: the directory with the files of all processes.
         names: relative names of the files.
         file: the name of the seal.
-        format: what the directory is, such as "hf_bayes.checkpoint".
-        group: the processes; all of them have written their files when the first one begins. None means one process.
+        format: the kind of directory, such as "hf_bayes.checkpoint".
+        group: the processes. The first one begins when all have written their files. None means one process.
     Raises:
-        OSError: naming the file that is missing or cannot be read, or the path that cannot be written. On every
-            process, if the first one fails.
+        OSError: naming the file that is missing or cannot be read, or the path that cannot be written. If the first
+            process fails, every process raises.
     """
     group = group or Alone()
-    _together(group, lambda: None)
-    _together(group, lambda: _seal(Path(directory), names, file, format) if group.rank == 0 else None)
+    together(group, lambda: None)
+    together(group, lambda: _seal(Path(directory), names, file, format) if group.rank == 0 else None)
 
 
 def _seal(root: Path, names: Sequence[str], file: str, format: str) -> None:
     entries = {name: _put_on_disk(root / name) for name in names}
     content = {"format": format, "format_version": SEAL_VERSION, "files": entries}
     staged = root / f"{STAGING}{file}"
-    staged.unlink(missing_ok=True)  # a killed save has left it
+    staged.unlink(missing_ok=True)  # left by a killed save
     data = encode_json(content, where=file)
     with disk.explaining(root, len(data)):
         disk.write(staged, data)
@@ -68,7 +68,7 @@ def _seal(root: Path, names: Sequence[str], file: str, format: str) -> None:
 
 
 def unseal(directory: str | os.PathLike[str], *, file: str) -> None:
-    """Remove the seal, if there is one, before the files it lists are replaced."""
+    """Remove the seal, if there is one, before the listed files are replaced."""
     root = Path(directory)
     if (root / file).is_symlink() or (root / file).exists():
         (root / file).unlink()
@@ -76,7 +76,7 @@ def unseal(directory: str | os.PathLike[str], *, file: str) -> None:
 
 
 def check_seal(directory: str | os.PathLike[str], *, file: str, format: str) -> dict[str, Entry]:
-    """Check every listed file against the seal and return what it lists.
+    """Check every listed file against the seal and return the entries of the seal.
 
     Raises:
         FileNotFoundError: if the seal or a listed file is missing.
@@ -102,7 +102,7 @@ def check_seal(directory: str | os.PathLike[str], *, file: str, format: str) -> 
 
 
 def _put_on_disk(path: Path) -> dict[str, Any]:
-    """Write a file's pages to the disk, as the seal promises them, and return its entry."""
+    """Flush a file to the disk and return its entry in the seal."""
     with path.open("rb") as opened:
         os.fsync(opened.fileno())
         data = opened.read()
@@ -111,7 +111,7 @@ def _put_on_disk(path: Path) -> dict[str, Any]:
 
 def _parse(data: bytes, *, where: str, format: str) -> dict[str, Entry]:
     values = decode_json(data, where=where)
-    if set(values) != {"format", "format_version", "files"} or not isinstance(values["files"], dict):
+    if set(values) != {"format", "format_version", "files"} or not is_object(values["files"]):
         raise ValueError(f"{where}: expected the keys format, format_version and files, got {sorted(values)!r:.200}")
     if (values["format"], values["format_version"]) != (format, SEAL_VERSION):
         raise ValueError(
@@ -120,12 +120,8 @@ def _parse(data: bytes, *, where: str, format: str) -> dict[str, Entry]:
         )
     entries = {}
     for name, entry in values["files"].items():
-        size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if (
-            not _NAME.fullmatch(name)
-            or not (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
-            or not (isinstance(sha256, str) and _SHA256.fullmatch(sha256))
-        ):
-            raise ValueError(f"{where}: {name!r:.100} is no plain relative name with a size and a sha256")
-        entries[name] = Entry(size, sha256)
+        parsed = Entry.parse(entry.get("size"), entry.get("sha256")) if is_object(entry) else None
+        if parsed is None or not _NAME.fullmatch(name):
+            raise ValueError(f"{where}: {name!r:.100} is not a plain relative name with a size and a sha256")
+        entries[name] = parsed
     return entries

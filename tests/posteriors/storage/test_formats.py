@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors, plain
+from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors
+from hf_bayes.posteriors.storage.plain_values import plain
 
 TENSORS = {
     "double": torch.randn(3, 2, dtype=torch.float64),
@@ -136,7 +137,7 @@ def test_json_that_is_nested_deep_is_refused_in_words(depth: int) -> None:
 
 def test_values_that_are_nested_deep_are_refused_in_words() -> None:
     value: dict[str, Any] = {}
-    value["a"] = [value]  # for ever
+    value["a"] = [value]  # endless nesting
     with pytest.raises(ValueError, match="head nests lists and objects more than 64 deep"):
         plain(value, "head")
 

@@ -94,7 +94,7 @@ def test_sizes_are_refused_before_a_file_is_read(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
         entry["size"] = 60 * 2**20
-        os.truncate(tmp_path / name, entry["size"])  # holes, which take no room
+        os.truncate(tmp_path / name, entry["size"])  # holes, which take no space
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
         ValueError, match=r"314,572,800 bytes of files beside the tensors, expected at most 268,435,456"
@@ -118,7 +118,7 @@ def test_missing_places_are_named(directory: Path, tmp_path: Path) -> None:
         read_directory(tmp_path / "nothing", format=FORMAT)
     with pytest.raises(NotADirectoryError, match="is a file, expected a directory"):
         read_directory(directory / "a.safetensors", format=FORMAT)
-    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json: it is no test\.checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"holds no manifest\.json: it is not a test\.checkpoint"):
         read_directory(tmp_path, format=FORMAT)
     with pytest.raises(ValueError, match=r"format is 'test\.checkpoint', expected 'hf_bayes\.posterior'"):
         read_directory(directory, format="hf_bayes.posterior")
@@ -130,14 +130,14 @@ def test_flipped_bit_is_named_with_both_hashes(directory: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"a\.safetensors: sha256 mismatch: got [0-9a-f]{64}, manifest\.json says [0-9a-f]{64}"
+        ValueError, match=r"a\.safetensors: sha256 mismatch: got [0-9a-f]{64}, manifest\.json lists [0-9a-f]{64}"
     ):
         read_directory(directory, format=FORMAT)
 
 
 def test_truncated_file_is_named_with_both_sizes(directory: Path) -> None:
     os.truncate(directory / "a.safetensors", 10)
-    with pytest.raises(ValueError, match=r"a\.safetensors has 10 bytes, manifest\.json says \d+"):
+    with pytest.raises(ValueError, match=r"a\.safetensors has 10 bytes, manifest\.json lists \d+"):
         read_directory(directory, format=FORMAT)
 
 
@@ -169,7 +169,7 @@ def test_huge_manifest_is_refused_unread(directory: Path) -> None:
 
 
 def as_hub_cache(source: Path, cache: Path, name: str = "posterior") -> Path:
-    """The layout of the Hub's cache: a snapshot's files are links into the repository's blobs."""
+    """Make a cache of the Hub, in which the files of a snapshot are links into the repository's blobs."""
     repository = cache / f"models--user--{name}"
     snapshot = repository / "snapshots" / ("0" * 40)
     (repository / "blobs").mkdir(parents=True)
@@ -187,7 +187,7 @@ def as_hub_cache(source: Path, cache: Path, name: str = "posterior") -> Path:
 def test_snapshot_of_the_hub_cache_is_read_through_its_links(directory: Path, tmp_path: Path) -> None:
     snapshot = as_hub_cache(directory, tmp_path / "cache")
     assert set(read_directory(snapshot, format=FORMAT)) == set(FILES)
-    # Also where the cache as a whole is reached through a link.
+    # The same holds when the whole cache is reached through a link.
     (tmp_path / "link").symlink_to(tmp_path / "cache")
     read_directory(tmp_path / "link" / snapshot.relative_to(tmp_path / "cache"), format=FORMAT)
 

@@ -1,4 +1,4 @@
-"""Campaigns through ``BayesianTrainer.save_model``: tensors, tokenizer and chat template are replaced in one step."""
+"""Campaigns through ``BayesianTrainer.save_model``: it replaces tensors, tokenizer and chat template in one step."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_unsealing_removes_the_seal_and_may_be_repeated(sealed):
 
 
 class Pair:
-    """Two threads as a group of two processes."""
+    """A group of two threads in place of two processes."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self.num_processes, self.barrier, self.values = rank, 2, barrier, values

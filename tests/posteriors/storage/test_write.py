@@ -52,10 +52,10 @@ def check_kills(result: dict[str, Any], count: int) -> None:
     for direction in ("grow", "shrink"):
         outcomes = result[direction]
         assert set(outcomes) == {"old", "new"}
-        # One commit: once a reader finds the new posterior, no later kill brings back the old one.
+        # There is one commit: after a reader finds the new posterior, no later kill restores the old one.
         assert outcomes == sorted(outcomes, reverse=True)
         assert len(outcomes) > 20
-    # The twin writes the files in place, manifest last: killed in between it is unreadable.
+    # The twin writes the files in place and the manifest last. A kill in between leaves an unreadable directory.
     assert any(outcome.startswith("unreadable") for outcome in result["twin"])
     assert sum(result["random"].values()) == count
     assert set(result["random"]) <= {"one", "other"}
@@ -81,20 +81,20 @@ def test_200_killed_writers_leave_the_complete_old_or_the_complete_new_posterior
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for the disk: it matters after a power cut only, and these tests save some hundred times."""
+    """Turn fsync off. It matters after a power cut only, and these tests save some hundred times."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @contextlib.contextmanager
 def failing(call: str, number: int, code: int, *, lasting: bool) -> Iterator[list[int]]:
-    """The ``number``-th of these system calls fails, and all after it if ``lasting``; yields what is left to it."""
+    """Make the ``number``-th of these system calls fail, and all later ones if ``lasting``. Yield the count left."""
     original, left = getattr(os, call), [number]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] >= 0 or (left[0] < -1 and not lasting):
             return original(*args, **kwargs)
-        if call == "write":  # half of the bytes get out, as on a real disk
+        if call == "write":  # half of the bytes are written, as on a real disk
             original(args[0], bytes(args[1])[: len(args[1]) // 2])
         raise OSError(code, os.strerror(code))
 
@@ -115,7 +115,7 @@ def test_disk_full_at_any_write_leaves_the_old_posterior_and_nothing_else(
     old, new = draws(2, seed=1), draws(3, seed=2)
     old.save_pretrained(tmp_path)
     before = names(tmp_path)
-    # A write each: config, card, three members, manifest, list of obsolete files.
+    # One write for each of: config, card, three members, manifest, list of obsolete files.
     for number in range(7):
         with (
             failing("write", number, code, lasting=True),
@@ -194,7 +194,7 @@ def test_save_replaces_its_files_and_leaves_those_of_the_user(tmp_path: Path) ->
 
 
 def test_everything_is_synced_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut keeps what was synced; the manifest must never be on disk before what it lists."""
+    """A power cut keeps synced files only. The manifest must never be on disk before the files that it lists."""
     write_directory(tmp_path, OLD, format=FORMAT)
     events: list[str] = []
     paths: dict[int, str] = {}
@@ -270,7 +270,7 @@ def test_foreign_files_that_would_make_it_unreadable_are_not_overwritten(tmp_pat
         lambda: write_directory(tmp_path, OLD, format=FORMAT),
         lambda: storage.check_writable(tmp_path, format=FORMAT),
     ):
-        with pytest.raises(ValueError, match=f"{name}, which no manifest of ours lists"):
+        with pytest.raises(ValueError, match=f"{name}, which no manifest of hf_bayes lists"):
             action()
     assert (tmp_path / name).read_text() == "mine"
 

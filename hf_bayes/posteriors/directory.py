@@ -1,4 +1,14 @@
-"""What the files of a posterior's directory hold; which there are, and why: ``artifact``."""
+"""The files of a posterior's directory: their names, and the conversion between files and the parts of a posterior.
+
+::
+
+    README.md  posterior_config.json  manifest.json
+    adapter_config.json  adapter_model.safetensors        LoRA: a plain peft adapter, see ``Posterior.representative``
+    members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
+    covariance.safetensors                                Gaussian: means and covariances by parameter name
+    trace.json                                            the log of the chains of a run, for plots
+    tokenizer.json, chat_template.jinja, ...              sidecars: tokenizer, processor, generation config
+"""
 
 from __future__ import annotations
 
@@ -13,29 +23,38 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import GAUSSIANS, Draws, Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, check_shapes
 from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
-from hf_bayes.posteriors.lora_adapter import ADAPTER, ADAPTER_CONFIG, adapter_key, plain_adapter_config
+from hf_bayes.posteriors.lora_keys import adapter_key
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
-from hf_bayes.posteriors.storage.formats import shown
+from hf_bayes.posteriors.storage.listing import shown
 
 TENSORS = "model.safetensors"
 GAUSSIAN = "covariance.safetensors"
 TRACE = "trace.json"
 
 
+_NO_SIDECARS = Sidecars()
+
+
 class Parts(NamedTuple):
-    """What ``artifact.Posterior`` is made of."""
+    """The parts of a ``Posterior``; its docstring describes them."""
 
     approximation: Draws | Gaussian
     config: PosteriorConfig
     adapter_config: dict[str, Any] | None
-    trace: dict[str, Any] | None
-    sidecars: Sidecars
+    trace: dict[str, Any] | None = None
+    sidecars: Sidecars = _NO_SIDECARS
 
 
-def of_member(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
-    """The files of one model, ``row`` [d] of theta: a plain peft adapter, or plain tensors."""
+def rows_of(approximation: Draws | Gaussian) -> Tensor:
+    """Return the rows of theta that stand in the files: the draws [S, d], or the means of a Gaussian [K, d]."""
+    return approximation.theta if isinstance(approximation, Draws) else approximation.means
+
+
+def member_files(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
+    """Return the files of one model, ``row`` [d] of theta: a plain peft adapter, or plain tensors."""
     tensors = layout.unflatten(row)
     if adapter_config is None:
         return {TENSORS: tensors}
@@ -43,33 +62,33 @@ def of_member(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None
 
 
 def member_folder(index: int) -> str:
-    """The folder of a draw."""
+    """Return the folder of a draw."""
     return f"members/member_{index:03d}"
 
 
 def gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
-    """name -> [K, ...]"""
+    """Return the means and covariances of K components: name -> [K, ...]."""
     means = {f"means.{name}": value for name, value in layout.unflatten(gaussian.means).items()}
     components = [covariance.tensors(layout) for covariance in gaussian.covariances]
     return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
 
 
-def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors that each safetensors file must hold, as the JSON files say; of a covariance its reader decides.
+def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the tensors that each safetensors file must hold, by the JSON files. A covariance is checked later.
 
     Args:
-        contents: the JSON files by name.
-        names: of all files.
+        contents: name -> content of the JSON files.
+        names: the names of all files.
     Raises:
         ValueError: if files are missing, or do not fit one another.
     """
     if CONFIG not in names:
-        raise ValueError(f"the manifest lists no {CONFIG}: it is no posterior")
+        raise ValueError(f"the manifest lists no {CONFIG}: it is not a posterior")
     config = PosteriorConfig.from_dict(contents[CONFIG])
     if config.approximation == "draws" and not config.member_chains:
         raise ValueError(f"{CONFIG}: member_chains is empty for {config.num_members} members")
     if config.num_members > len(names):
-        raise ValueError(f"{CONFIG} says {config.num_members:,} members, in a directory of {len(names):,} files")
+        raise ValueError(f"{CONFIG} has {config.num_members:,} members, in a directory of {len(names):,} files")
     adapter_config = contents.get(ADAPTER_CONFIG)
     expected = _expected_names(config, adapter=adapter_config is not None)
     own = {name for name in names if not is_sidecar(name)}
@@ -81,7 +100,7 @@ def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str,
         )
     found = config.layout.named_shapes
     if adapter_config is not None:
-        lora_config.explicit(plain_adapter_config(adapter_config), found)
+        lora_config.explicit(lora_config.for_inference(adapter_config), found)
         for index in range(config.num_members):
             name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
             if contents[name] != adapter_config:
@@ -90,13 +109,11 @@ def shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str,
     return {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
 
 
-def read(contents: Mapping[str, Any]) -> Parts:
-    """The parts of a posterior, from the files that ``storage.read_directory`` has read with ``shapes``.
-
-    Sidecars are bytes.
+def read_parts(contents: Mapping[str, Any]) -> Parts:
+    """Return the parts of a posterior from the files that ``storage.read_directory`` has read. Sidecars are bytes.
 
     Raises:
-        ValueError: if files do not fit one another, naming the first that does not.
+        ValueError: if the files do not fit together, naming the first that does not.
     """
     sidecars = Sidecars({name: data for name, data in contents.items() if isinstance(data, bytes)})
     files = {name: content for name, content in contents.items() if name not in sidecars.files}
@@ -112,10 +129,8 @@ def read(contents: Mapping[str, Any]) -> Parts:
         approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
     else:
         approximation = _gaussian(files[GAUSSIAN], config)
-    if adapter_config is not None:
-        first = approximation.theta[0] if isinstance(approximation, Draws) else approximation.means[0]
-        if not torch.equal(theta_of(ADAPTER), first):
-            raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
+    if adapter_config is not None and not torch.equal(theta_of(ADAPTER), rows_of(approximation)[0]):
+        raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
     return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
 
 
@@ -128,7 +143,7 @@ def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
 
 
 def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Callable[[str], Tensor]:
-    """file name -> row of theta."""
+    """Return a function from the name of a file to its row of theta."""
     layout = config.layout
     keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
 
@@ -147,7 +162,7 @@ def _gaussian(tensors: Mapping[str, Tensor], config: PosteriorConfig) -> Gaussia
     _check_dtypes(GAUSSIAN, tensors)
     try:
         rest = {name: value for name, value in tensors.items() if name not in means}
-        num_components = mode(value.shape[:1] for value in tensors.values())  # the odd one out is wrong
+        num_components = mode(value.shape[:1] for value in tensors.values())  # a different one is wrong
         check_shapes(tensors, means | structure.shapes(rest, layout), num_components)
         rows = layout.flatten({name: tensors[f"means.{name}"] for name in layout.names})
         covariances = [

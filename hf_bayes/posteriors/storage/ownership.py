@@ -1,0 +1,121 @@
+"""The files of a directory that a save may replace: files of earlier saves, and texts that no user has edited."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import tempfile
+from collections.abc import Set
+from pathlib import Path
+
+from hf_bayes.posteriors.storage.listing import some
+from hf_bayes.posteriors.storage.manifest import (
+    MANIFEST,
+    PENDING,
+    POSTERIOR,
+    PREFIX,
+    Manifest,
+    check_is_directory,
+    check_name,
+    parse_manifest,
+    unlisted_files,
+)
+
+_PASSING = ("checkpoint-*", "runs", ".*", f"{PREFIX}*")
+"""Files that may lie in a directory that counts as empty."""
+
+
+def check_writable(directory: str | os.PathLike[str], overwrite: bool = True, *, format: str = POSTERIOR) -> None:
+    """Refuse now what a save would refuse after hours of training. Nothing is changed.
+
+    Args:
+        directory: the target of a later save; it may be missing.
+        overwrite: False refuses a directory that holds anything but ``checkpoint-*``, ``runs`` and hidden files.
+        format: the format of the later save.
+    Raises:
+        OSError: if the directory is a file or cannot be written to.
+        ValueError: if it holds files that must not be overwritten.
+    """
+    root = Path(directory)
+    check_is_directory(root)
+    _probe(root)
+    if not root.exists():
+        return
+    manifest = own_manifest(root, format)
+    if not overwrite:
+        found = [name for name in sorted(os.listdir(root)) if not any(fnmatch.fnmatch(name, p) for p in _PASSING)]
+        if found:
+            raise ValueError(
+                f"{root} is not empty (holds {some(found)}): pass overwrite=True, or choose another directory"
+            )
+    if manifest is None or not (root / (PENDING + manifest.digest)).exists():
+        refuse_foreign(root, manifest)
+
+
+def _probe(root: Path) -> None:
+    """Make and remove an empty directory in ``root``, or in its nearest parent that exists."""
+    base = root
+    while not base.exists():
+        base = base.parent
+    try:
+        probe = tempfile.mkdtemp(prefix=f"{PREFIX}probe-", dir=base)
+        with contextlib.suppress(FileNotFoundError):  # a save at the same time removes it
+            os.rmdir(probe)
+    except OSError as error:
+        raise type(error)(
+            error.errno, f"cannot write to {root} ({error.strerror} in {base}): choose another directory", str(root)
+        ) from error
+
+
+def own_manifest(root: Path, format: str) -> Manifest | None:
+    """Return the manifest in ``root``. None if there is none or it is damaged: then no file counts as saved by us.
+
+    Raises:
+        ValueError: if the directory has another format.
+    """
+    try:
+        manifest = parse_manifest((root / MANIFEST).read_bytes(), root)
+    except (OSError, ValueError):
+        return None
+    if manifest.format != format:
+        raise ValueError(f"{root} holds a {manifest.format}, not a {format}: choose another directory")
+    return manifest
+
+
+def refuse_foreign(root: Path, manifest: Manifest | None, raw: Set[str] = frozenset()) -> None:
+    """Refuse files that would make the saved directory unreadable. Files with ``raw`` names may be overwritten."""
+    listed = dict.fromkeys([*(manifest.files if manifest else ()), *raw])
+    foreign = unlisted_files(root, listed)
+    if foreign:
+        raise ValueError(
+            f"{root} holds {some(foreign)}, which no manifest of hf_bayes lists: a posterior saved beside it would be "
+            "unreadable, and hf_bayes does not overwrite it. Move it away, or choose another directory"
+        )
+
+
+def is_unedited(root: Path, name: str, text: str, old: Manifest | None) -> bool:
+    """Return whether a text may be overwritten: it is missing, or no user has edited it since the last save."""
+    path = root / name
+    if not path.is_file():
+        return True
+    present = path.read_bytes()
+    recorded = old.texts.get(name) if old else None
+    return present == text.encode() or recorded == hashlib.sha256(present).hexdigest()
+
+
+def destination(root: Path, name: str) -> Path:
+    """Return the final path of a file.
+
+    Raises:
+        ValueError: if the path is a directory, or a parent is a link: it would lead outside or to another disk.
+    """
+    check_name(name)
+    path = root / name
+    linked = next((parent for parent in path.relative_to(root).parents if (root / parent).is_symlink()), None)
+    if linked is not None and linked != Path("."):
+        raise ValueError(f"{root / linked} is a link, expected a directory: replace it by a directory")
+    if path.is_dir() and not path.is_symlink():
+        raise ValueError(f"{path} is a directory, expected a file: move it away")
+    return path
