@@ -7,19 +7,19 @@ from torch import Tensor, nn
 
 from hf_bayes.core.layout import initial, select
 from hf_bayes.members.stacked import refuse_attached
+from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import (
     BayesianClassifier,
-    BayesianModelForAudioClassification,
-    BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
-    BayesianModelForTokenClassification,
     refuse_noise_std,
 )
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
 from hf_bayes.models.recognition import task_of
+from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members
 
 MODELS: dict[str, type[BayesianModel]] = {

@@ -24,14 +24,14 @@ from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.members.locking import Turns
 from hf_bayes.members.quantised import guard
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
-from hf_bayes.metrics import per_row_statistics
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.input_check import InputCheck
-from hf_bayes.models.loading import load, unwrapped
+from hf_bayes.models.loading import load
+from hf_bayes.models.predictors import Predictor
+from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
-from hf_bayes.uncertainty.likelihoods import IGNORE, Likelihood, next_tokens, widened
+from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
 COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
 
@@ -96,6 +96,8 @@ class BayesianModel(PreTrainedModel):
     """What loads the base model."""
     posterior: Posterior | None = None
     """What the model was loaded from."""
+    predictor: Predictor
+    """How the model predicts; ``linearise`` exchanges it."""
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -103,19 +105,18 @@ class BayesianModel(PreTrainedModel):
         _refuse_members(layout, theta)
         super().__init__(core.config)
         self.model, self.layout = model, layout
-        self._frozen_before = [(p, p.requires_grad) for p in model.parameters()]
+        self._restoration = Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
         self.check_inputs = InputCheck(core)
         self._shown: Tensor | None = None
         self._spread = self._spread_of_shown = LocalMembers()
         self.turns = Turns()
-        self._lent: list[tuple[nn.Parameter, bool]] | None = None
         self.theta = nn.Parameter(theta)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.members.install()
-        self._guards = guard(model)
+        self._restoration.handles = guard(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -147,6 +148,11 @@ class BayesianModel(PreTrainedModel):
         return self.theta if self._shown is None else self._shown
 
     @property
+    def is_showing(self) -> bool:
+        """True between ``show(theta)`` and ``show(None)``."""
+        return self._shown is not None
+
+    @property
     def device(self) -> torch.device:
         return self.theta.device
 
@@ -160,17 +166,29 @@ class BayesianModel(PreTrainedModel):
         Args:
             spread: where the other members are, if these are not all.
         Raises:
-            ValueError: if the model was detached.
+            ValueError: if the model was detached, or its predictor cannot take other members.
         """
+        if theta is not None:
+            self.predictor.check_shown()
+        self._exchange(theta, spread)
+
+    def _exchange(self, theta: Tensor | None, spread: LocalMembers | None) -> None:
         self.members.require_attached()
         self._shown = None if theta is None else theta.to(self.theta.device)
         self._spread_of_shown = spread or LocalMembers()
 
     @contextmanager
     def showing(self, theta: Tensor, spread: LocalMembers | None = None) -> Iterator[None]:
-        """``show`` until the end of the block; then what was shown before."""
+        """Show ``theta`` until the end of the block; then the model sees what it saw before."""
+        self.predictor.check_shown()
+        with self.exchanging(theta, spread):
+            yield
+
+    @contextmanager
+    def exchanging(self, theta: Tensor, spread: LocalMembers | None = None) -> Iterator[None]:
+        """Do the same for a predictor, which is not asked whether it can take ``theta``."""
         before = self._shown, self._spread_of_shown
-        self.show(theta, spread)
+        self._exchange(theta, spread)
         try:
             yield
         finally:
@@ -227,15 +245,7 @@ class BayesianModel(PreTrainedModel):
         if not self.members.attached:
             return self.model
         self.members.remove()
-        for handle in self._guards:
-            handle.remove()
-        for parameter, requires_grad in self._frozen_before:
-            parameter.requires_grad_(requires_grad)
-        if self._lent is None or not isinstance(self.model, PeftModel):
-            return self.model
-        self.model = unwrapped(self.model)
-        for parameter, requires_grad in self._lent:
-            parameter.requires_grad_(requires_grad)
+        self.model = self._restoration.give_back(self.model)
         return self.model
 
     def __enter__(self) -> BayesianModel:
@@ -314,9 +324,7 @@ class BayesianModel(PreTrainedModel):
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
-        lent = None
-        if isinstance(base_model, nn.Module):
-            lent = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
+        own_base = GradientFlags(base_model) if isinstance(base_model, nn.Module) else None
         model, layout, theta, posterior = load(
             directory_or_repo,
             cls.task,
@@ -337,7 +345,7 @@ class BayesianModel(PreTrainedModel):
             check_base=check_base,
         )
         bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
-        bayesian._lent = lent
+        bayesian._restoration.own_base = own_base
         bayesian.use_settings_of(posterior)
         stored = "members" if members is not None else posterior.config.prediction
         return bayesian.eval().predict_by(stored if prediction is None else prediction)
@@ -353,8 +361,31 @@ class BayesianModel(PreTrainedModel):
         return self.linearise(PREDICTIONS[prediction])
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
-        """Predict from now on by outputs that are linear in theta, by ``link``; None goes back to members."""
-        raise AssertionError("the task's class defines linearise")
+        """Predict from now on by outputs that are linear in theta, f(x, mean) + J (theta - mean), theta ~ N(mean, V).
+
+        Args:
+            link: from Gaussian logits to probabilities, a name of ``gaussian_links.LINKS``; regressions need none. None
+                goes back to members.
+        Raises:
+            ValueError: for another link, for a posterior that is not Gaussian, and where the task's class cannot
+                predict so. The model then predicts as before.
+        """
+        self.predictor = self._predictor_by(link)
+        return self
+
+    def _predictor_by(self, link: str | None) -> Predictor:
+        """Return a predictor by ``link``; None is by members."""
+        raise AssertionError("the task's class defines _predictor_by")
+
+    @property
+    def is_linearised(self) -> bool:
+        """True if predictions are linear in theta."""
+        return self.predictor.link is not None
+
+    @property
+    def is_closed_form(self) -> bool:
+        """True if predictions integrate over the Gaussian itself, so that no number of members enters."""
+        return not self.predictor.averages_members
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Take what the posterior that the model was loaded from says beside its members."""
@@ -431,24 +462,6 @@ class BayesianModel(PreTrainedModel):
         rows, length = num_rows_of(inputs), self.num_positions(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
-
-
-def term_statistics(prediction: Prediction, logits: Tensor, labels: Tensor, spread: LocalMembers) -> dict[str, Tensor]:
-    """[n] numbers of the n terms among ``labels`` [...]; the others are dropped.
-
-    Args:
-        prediction: [..., C] and [...], of ``logits``.
-        logits: [M, ..., C].
-        labels: [...].
-        spread: where other members are.
-    """
-    terms = labels != IGNORE
-    log_probs, labels = prediction.log_probs[terms], labels[terms]
-    members = widened(logits[:, terms])
-    chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
-    uncertainty = {name: value[terms] for name, value in prediction.uncertainty._asdict().items()}
-    members_own = {"member_nll": -spread.mean(chosen), "member_log_lik": spread.every(chosen).T}
-    return {**per_row_statistics(log_probs, labels), **uncertainty, **members_own}
 
 
 @torch.compiler.disable

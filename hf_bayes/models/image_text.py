@@ -96,15 +96,15 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
             pictures = take_pictures(pictures, self._placeholders(input_ids), index)
         return ids, rest | pictures
 
-    def _beside_sequences(self, kwargs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
-        prompt = kwargs.get("input_ids")
-        if prompt is None:
+    def inputs_beside(self, prompt: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+        ids = prompt.get("input_ids")
+        if ids is None:
             return {}
-        index = torch.arange(len(prompt)).repeat_interleave(len(sequences) // len(prompt))
-        given = {name: kwargs[name] for name in (*PICTURES, *_TYPES) if isinstance(kwargs.get(name), Tensor)}
-        found = self.take_rows({"input_ids": prompt, **given}, index)
+        index = torch.arange(len(ids)).repeat_interleave(len(sequences) // len(ids))
+        given = {name: prompt[name] for name in (*PICTURES, *_TYPES) if isinstance(prompt.get(name), Tensor)}
+        found = self.take_rows({"input_ids": ids, **given}, index)
         del found["input_ids"]
-        new = sequences.shape[1] - prompt.shape[1]
+        new = sequences.shape[1] - ids.shape[1]
         for name in _TYPES:  # what is written is text
             if name in found:
                 found[name] = torch.nn.functional.pad(found[name], (0, new))

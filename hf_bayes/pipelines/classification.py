@@ -17,12 +17,10 @@ from typing import Any
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
-from hf_bayes.models.classification import (
-    BayesianModelForAudioClassification,
-    BayesianModelForImageClassification,
-    BayesianModelForSequenceClassification,
-    Deviations,
-)
+from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
+from hf_bayes.models.predictives import Deviations
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal

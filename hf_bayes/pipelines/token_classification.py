@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.classification import BayesianModelForTokenClassification
+from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS, Record
 

@@ -17,7 +17,7 @@ from hf_bayes.distributed.member_sums import SpreadMembers
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.metrics import summarise
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.classification import Deviations
+from hf_bayes.models.predictives import Deviations
 from hf_bayes.training.mixin import AnyTrainer
 from hf_bayes.uncertainty.decomposition import Uncertainty
 

@@ -1,0 +1,48 @@
+"""Record what ``attach`` changes in a wrapped model, so that ``detach`` can give the model back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from hf_bayes.models.loading import unwrapped
+
+
+class GradientFlags:
+    """The ``requires_grad`` of every parameter of a model, as it was when this record was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore(self) -> None:
+        """Set every parameter's ``requires_grad`` back."""
+        for parameter, requires_grad in self.flags:
+            parameter.requires_grad_(requires_grad)
+
+
+class Restoration:
+    """The state of a model before it was wrapped.
+
+    Attributes:
+        handles: hooks that are removed when the model is given back.
+        own_base: the flags of a base model that the caller gave to ``from_pretrained``. Its adapter is removed again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = GradientFlags(model)
+        self.handles: Sequence[Any] = ()
+        self.own_base: GradientFlags | None = None
+
+    def give_back(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` as it was, or the caller's own base model without the posterior's adapter."""
+        for handle in self.handles:
+            handle.remove()
+        self.before.restore()
+        if self.own_base is None or not isinstance(model, PeftModel):
+            return model
+        base = unwrapped(model)
+        self.own_base.restore()
+        return base
