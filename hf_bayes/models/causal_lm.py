@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    PreTrainedModel,
     StoppingCriteriaList,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -22,16 +21,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_rows_of
-from hf_bayes.models.base import BayesianModel, MemberLogLik, predicts
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers
 from hf_bayes.models.decoding import Decoding, score
+from hf_bayes.models.prediction_mode import predicts
+from hf_bayes.models.predictors import MemberLogLik
+from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.token_uncertainty import Scores, refuse
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Categorical, next_tokens, refuse_labels
-
-_ANSWER_NO_CACHE = ("recurrent_gemma",)
-"""Model types that take ``past_key_values`` and keep what counts in their layers."""
 
 
 @dataclass
@@ -58,8 +57,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = model.get_base_model() if isinstance(model, PeftModel) else model
-        _refuse_bidirectional(core)
-        _refuse_hidden_state(core)
+        refuse_bidirectional(core)
+        refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
@@ -342,29 +341,3 @@ def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Te
     if isinstance(logits_to_keep, Tensor):
         return logits_to_keep.to(device)
     return steps[-logits_to_keep:] if logits_to_keep else steps
-
-
-def _refuse_bidirectional(core: nn.Module) -> None:
-    """Raise for an encoder with the head of a language model, whose positions see the tokens that they predict."""
-    config: Any = getattr(core, "config", None)
-    if getattr(config, "is_decoder", True) is False and not config.model_type.startswith("gpt_neox"):
-        raise ValueError(
-            f"{type(core).__name__} has is_decoder=False, so that each position sees the tokens it predicts: as a "
-            "causal language model load it with is_decoder=True"
-        )
-
-
-def _refuse_hidden_state(core: nn.Module) -> None:
-    """Raise for models whose state between tokens is not in a cache that can be dealt to members."""
-    if not isinstance(core, PreTrainedModel):
-        return
-    if "past_key_values" not in inspect.signature(core.forward).parameters:
-        what = "takes no past_key_values"
-    elif core.config.model_type in _ANSWER_NO_CACHE:
-        what = "answers no past_key_values"
-    else:
-        return
-    raise ValueError(
-        f"{type(core).__name__} {what}: models that keep their state elsewhere (Mamba's cache_params, RecurrentGemma's "
-        "own layers) or nowhere are not supported as causal language models. Take one with a cache (docs/models.md)"
-    )

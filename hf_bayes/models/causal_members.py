@@ -13,7 +13,8 @@ from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeab
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
-from hf_bayes.models.base import BayesianModel, MemberLogLik
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Likelihood
 
 HIDDEN_BYTES = 16 << 20

@@ -11,8 +11,10 @@ from transformers import AutoModelForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.models.base import BayesianModel, MemberLogLik, predicts
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor
+from hf_bayes.models.prediction_mode import predicts
+from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, refuse_labels
 
 

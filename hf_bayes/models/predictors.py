@@ -7,11 +7,23 @@ given the model in each call and keeps no reference to it, so that a model is fr
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from hf_bayes.uncertainty.decomposition import Prediction
+
+
+class MemberLogLik(NamedTuple):
+    """The log-likelihood of a batch, summed over its terms, for each member.
+
+    Attributes:
+        loss: [M] minus the sum of log-likelihoods in nats, differentiable.
+        num_terms: [M] number of terms.
+    """
+
+    loss: Tensor
+    num_terms: Tensor
 
 
 class Predictive(Protocol):

@@ -106,7 +106,7 @@ class LinearisedTokens(MemberTokens):
         self.link = link
         self.linearisation = linearisation_of(model, link)
         self.linearisation.gaussian = moved(self.linearisation.gaussian, model.theta)
-        if model.is_showing:
+        if model.current_members.shown is not None:
             self.check_shown()
         refuse_backwards_only(model, lambda: self._try_tangents(model))
 
@@ -127,7 +127,8 @@ class LinearisedTokens(MemberTokens):
         spread = model.spread
         # as Gaussian.sample deals draws to components, and spread_members deals draws to processes
         numbers = spread.rank * model.num_members + torch.arange(model.num_members, device=means.device)
-        with tangents(means[numbers % len(means)], model.current) as theta, model.exchanging(theta, spread):
+        with tangents(means[numbers % len(means)], model.current) as theta, model.current_members.restored():
+            model.current_members.show(theta, spread)
             yield
 
     def member_logits(

@@ -273,7 +273,8 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
     with attached(model, "trainable", means, theta) as bayesian:
         whole = linear_logits(bayesian.linearise(), inputs)
         # as spread_members leaves it
-        bayesian.theta, bayesian._spread = nn.Parameter(theta[1:2].clone()), (spread := LocalMembers())
+        bayesian.theta = nn.Parameter(theta[1:2].clone())
+        bayesian.current_members.own_spread = spread = LocalMembers()
         spread.rank = 1
         assert torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-12)
         with bayesian.predictor.open(bayesian):
