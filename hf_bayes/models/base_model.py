@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
-from hf_bayes.models import lora_layers
+from hf_bayes.models import compat, lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.storage.formats import plain
@@ -79,7 +79,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
     words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
     return {
         "name_or_path": _name(model, core),
-        "revision": getattr(config, "_commit_hash", None),
+        "revision": compat.commit_of(config),
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
@@ -223,7 +223,7 @@ def _name(model: nn.Module, core: PreTrainedModel) -> str:
         name = model.peft_config[model.active_adapter].base_model_name_or_path
         if name:
             return str(name)
-    return str(getattr(core, "name_or_path", "") or getattr(core.config, "_name_or_path", "") or "")
+    return str(getattr(core, "name_or_path", "") or compat.source_of(core.config))
 
 
 def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:

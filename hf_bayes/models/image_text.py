@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, GenerationMixin
+from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.compat import own_generation_hooks
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Inputs that say of each token whether it is text or an image's placeholder."""
@@ -127,8 +128,6 @@ def _reason_to_refuse(core: Any) -> str | None:
         return "lets the tokens of a prompt see later ones, so that a given text has no token-by-token probability"
     if "past_key_values" not in inspect.signature(core.forward).parameters:
         return "takes no past_key_values"
-    hooks = [name for name, value in vars(GenerationMixin).items() if callable(value) and name != "__init__"]
-    own = [name for name in hooks if getattr(type(core), name, None) is not getattr(GenerationMixin, name)]
-    if other := [name for name in own if name not in _FOLLOWED]:
+    if other := [name for name in own_generation_hooks(core) if name not in _FOLLOWED]:
         return f"has a {other[0]} of its own"
     return None

@@ -22,6 +22,7 @@ from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.module_hooks import Taps
 from hf_bayes.members.quantised import foreign_linears
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.compat import attention_of
 from hf_bayes.models.linearised import (
     JACOBIAN_BUDGET,
     Outputs,
@@ -63,7 +64,7 @@ def refuse_backwards_only(model: BayesianModel, run: Any) -> None:
     Args:
         run: a forward within ``tangents``.
     """
-    attention = getattr(model.core.config, "_attn_implementation", None)
+    attention = attention_of(model.core.config)
     if attention not in (None, *DIFFERENTIABLE_ATTENTION):
         raise ValueError(
             f"linearised predictions differentiate attention forwards, which {' and '.join(DIFFERENTIABLE_ATTENTION)} "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.compat import attention_of
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
 
@@ -34,7 +35,7 @@ def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str
     rounding = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-3
     if not torch.allclose(same, changed, rtol=rounding, atol=0):
         raise ValueError(
-            f"{type(model.core).__name__} with attention {model.core.config._attn_implementation!r} lets packed "
+            f"{type(model.core).__name__} with attention {attention_of(model.core.config)!r} lets packed "
             "documents see each other: their likelihood would depend on what they are packed with. Set packing=False "
             "and padding_free=False, or load the model with attn_implementation='sdpa' if it has attention alone"
         )

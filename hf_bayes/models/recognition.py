@@ -6,13 +6,13 @@ load the posterior.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from hf_bayes.models import compat
 from hf_bayes.posteriors.tasks import SUPPORTED, TASKS, Task
 
 _FIRST = ("image_text_to_text", "audio_classification")
@@ -23,7 +23,7 @@ def mappings() -> dict[str, str | None]:
     """Name of each mapping of model classes in transformers -> name of its auto class, None where it has none."""
     content = vars(modeling_auto)
     names = [name for name in content if name.startswith("MODEL_") and name.endswith("MAPPING")]
-    loaders = {id(getattr(value, "_model_mapping", None)): key for key, value in content.items() if "Auto" in key}
+    loaders = compat.loaders_of_mappings()
     return {name: loaders.get(id(content[name])) for name in names}
 
 
@@ -60,7 +60,11 @@ def _loaders_of(kind: type, config: Any) -> list[str]:
     found = []
     for name, loader in mappings().items():
         mapping = getattr(modeling_auto, name)
-        known = kind.__name__ in _class_names(mapping) if native else kind in mapping._extra_content.values()
+        known = (
+            kind.__name__ in compat.names_in_mapping(mapping)
+            if native
+            else kind in compat.registered_in_mapping(mapping)
+        )
         if known:
             found.append(loader or name)
     if native:
@@ -68,9 +72,3 @@ def _loaders_of(kind: type, config: Any) -> list[str]:
     auto_map = getattr(config, "auto_map", None) or {}
     found += [name for name, code in auto_map.items() if str(code).split(".")[-1] == kind.__name__ and "Model" in name]
     return found or [task.auto_class for task in TASKS.values() if kind.__name__.endswith(task.suffix)]
-
-
-def _class_names(mapping: Any) -> Iterator[str]:
-    """Names of the classes of a mapping, none of which is imported for it."""
-    for names in mapping._model_mapping.values():
-        yield from (names,) if isinstance(names, str) else names

@@ -20,6 +20,8 @@ from typing import Any, ClassVar
 from hf_bayes.posteriors.tasks import TASKS
 
 _HOST = "transformers.pipelines"
+_FROM_PIPELINE = "_from_pipeline"
+"""The private argument with which ``transformers.pipeline`` calls ``from_pretrained`` (``models.compat``)."""
 
 
 class PosteriorToLoad:
@@ -31,7 +33,7 @@ class PosteriorToLoad:
     @classmethod
     def from_pretrained(cls, source: str, **settings: Any) -> PosteriorToLoad:
         """Keep the arguments of ``transformers.pipeline``, without those for the repository of the base model."""
-        for name in ("config", "code_revision", "_from_pipeline"):
+        for name in ("config", "code_revision", _FROM_PIPELINE):
             settings.pop(name, None)
         revision = settings.pop("revision", None)
         if revision is not None:  # transformers has resolved it in another repository: the name is what was given
@@ -72,7 +74,7 @@ def register(host: ModuleType) -> None:
 
         @classmethod
         def from_pretrained(cls, source: Any, **settings: Any) -> Any:
-            if settings.get("_from_pipeline") in names:
+            if settings.get(_FROM_PIPELINE) in names:
                 return empty()
             return super().from_pretrained(source, **settings)
 

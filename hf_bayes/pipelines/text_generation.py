@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.compat import batch_size_of
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored
@@ -165,7 +166,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
         if not texts:
             raise ValueError("score takes a string or strings, got an empty list: give one text or more")
-        size, records = batch_size or self._batch_size or 1, []
+        size, records = batch_size or batch_size_of(self) or 1, []
         for start in range(0, len(texts), size):
             records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
         return records

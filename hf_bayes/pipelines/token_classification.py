@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.compat import preprocess_settings_of
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS, Record
@@ -53,7 +54,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
             if not isinstance(inputs, str) and not (isinstance(inputs, list) and len(inputs) == 1):
                 # transformers would read the first text's offsets for all of them
                 raise ValueError("offset_mapping is that of one text, got several texts: give one text at a time")
-            if kwargs.get("stride") is not None or "tokenizer_params" in self._preprocess_params:
+            if kwargs.get("stride") is not None or "tokenizer_params" in preprocess_settings_of(self):
                 raise ValueError(
                     "offset_mapping is that of a whole text, and with stride= every chunk would read it from its "
                     "start: leave out one of them"
