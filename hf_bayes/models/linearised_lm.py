@@ -1,9 +1,9 @@
 """Language models linearised in their random parameters.
 
-A language model has a word for each output at every position, and neither J nor J V J' fits anywhere. Its outputs are
-drawn in place: f(x, mean) + J (theta_s - mean) of each draw theta_s is one Jacobian-vector product (``tangents``), in
-forward mode and for all draws at once, since the members' engine carries tangents along. Of a head alone there is the
-closed form (``ClosedHead``), while the pairs of words of one position can be held.
+A language model has an output for each word at every position, so neither J nor J V J' fits into memory. Its outputs
+are drawn instead: f(x, mean) + J (theta_s - mean) of a draw theta_s is one Jacobian-vector product (``tangents``). It
+is computed in forward mode, for all draws at once, since the member engine propagates tangents. If the head alone is
+random there is a closed form (``ClosedHead``), as long as all pairs of words at one position fit into memory.
 """
 
 from __future__ import annotations
@@ -23,46 +23,43 @@ from hf_bayes.members.module_hooks import Taps
 from hf_bayes.members.quantised import foreign_linears
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.compat import attention_of
-from hf_bayes.models.linearised import (
-    JACOBIAN_BUDGET,
-    Outputs,
-    head_covariance,
-    linear_head,
-)
+from hf_bayes.models.linearised import JACOBIAN_BUDGET, Outputs, linear_head
+from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.likelihoods import widened
 
 DIFFERENTIABLE_ATTENTION = ("eager", "sdpa")
-"""Implementations of attention that PyTorch can differentiate forwards."""
+"""Implementations of attention that PyTorch can differentiate in forward mode."""
 
 
 @contextmanager
 def tangents(means: Tensor, theta: Tensor) -> Iterator[Tensor]:
-    """Until the end of the block, ``theta`` [M, d] as draws of a linearised model: its means, moving towards each draw.
+    """Yield the means of draws ``theta`` [M, d], with tangents towards the draws, until the end of the block.
 
-    Whatever is computed from what the block is given carries the derivative in that direction along: of the logits,
-    f(x, mean) and J (theta_s - mean), which ``drawn`` adds up. Attention takes PyTorch's own composition of products,
-    the one that has a derivative forwards on every device.
+    All that is computed from them carries the derivative in that direction. Logits carry f(x, mean) and
+    J (theta_s - mean), which ``drawn`` adds up. Attention is composed of matrix products by PyTorch, since only this
+    implementation has a forward-mode derivative on every device.
 
     Args:
-        means: [M, d], of each draw that of the Gaussian it was drawn from.
+        means: [M, d], for each draw the mean of the Gaussian it was drawn from.
     """
     theta = theta.detach()
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         mean = means.to(theta, copy=True)
-        yield forward_ad.make_dual(mean, theta.clone() - mean)
+        dual: Tensor = forward_ad.make_dual(mean, theta.clone() - mean)  # type: ignore[no-untyped-call]
+        yield dual
 
 
 def drawn(logits: Tensor) -> Tensor:
-    """f(x, mean) + J (theta_s - mean), of logits that were computed within ``tangents``; as they are elsewhere."""
-    value, tangent = forward_ad.unpack_dual(logits)  # outside of every level there is none
+    """Return f(x, mean) + J (theta_s - mean) for logits of a ``tangents`` block, and other logits unchanged."""
+    value, tangent = _unpacked(logits)
     return value if tangent is None else widened(value) + widened(tangent)
 
 
 def refuse_backwards_only(model: BayesianModel, run: Any) -> None:
-    """Raise where PyTorch cannot differentiate a language model forwards, or a layer of few bits does not say so.
+    """Raise if PyTorch cannot differentiate a language model in forward mode, or a quantised layer drops tangents.
 
     Args:
-        run: a forward within ``tangents``.
+        run: runs a forward pass within ``tangents``.
     """
     attention = attention_of(model.core.config)
     if attention not in (None, *DIFFERENTIABLE_ATTENTION):
@@ -71,10 +68,10 @@ def refuse_backwards_only(model: BayesianModel, run: Any) -> None:
             f"allow, got attn_implementation={attention!r}: load the base model with attn_implementation='sdpa', or "
             "predict by members"
         )
-    hooks = [module.register_forward_hook(_Moving(path)) for path, module in foreign_linears(model.model)]
+    hooks = [module.register_forward_hook(_TangentCheck(path)) for path, module in foreign_linears(model.model)]
     try:
         run()
-    except RuntimeError as error:  # of an operation, or of an autograd function, without a derivative forwards
+    except RuntimeError as error:  # an operation or an autograd function has no forward-mode derivative
         if isinstance(error, NotImplementedError) or "jvp" in str(error):
             raise ValueError(
                 f"linearised predictions differentiate {type(model.core).__name__} forwards, and one of its operations "
@@ -86,22 +83,28 @@ def refuse_backwards_only(model: BayesianModel, run: Any) -> None:
             hook.remove()
 
 
-class _Moving:
-    """Of a linear layer: what comes out moves where what went in does."""
+class _TangentCheck:
+    """Check that forward-mode differentiation propagates tangents through a linear layer."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if len(args) != 1 or not all(isinstance(value, Tensor) for value in (*args, output)):
             return
-        given, found = (forward_ad.unpack_dual(value).tangent for value in (args[0], output))
+        given, found = (_unpacked(value)[1] for value in (args[0], output))
         if given is not None and bool(given.any()) and (found is None or not bool(found.any())):
             raise ValueError(
                 f"{self.path} ({type(module).__module__}.{type(module).__name__}) cannot be differentiated forwards: a "
                 "linearised model would not see what is random below it. Quantise the base in another way "
                 "(docs/models.md), or predict by members"
             )
+
+
+def _unpacked(value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor without its tangent, and the tangent; outside of every ``tangents`` block there is none."""
+    primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    return primal, tangent
 
 
 class ClosedHead:
@@ -135,15 +138,15 @@ class ClosedHead:
     def outputs(
         self, gaussian: Gaussian, hidden: Tensor, output: Any, num_rows: int, positions: Tensor
     ) -> Iterator[tuple[Tensor, Outputs]]:
-        """Chunk by chunk, (indices [n], the outputs [K, n, V] there).
+        """Yield (indices [n], the outputs [K, n, V] there), a chunk at a time.
 
         Args:
-            hidden, output, num_rows, positions: as of ``ChunkedHead.stream``; hidden states [B, T, h].
+            hidden, output, num_rows, positions: as in ``ChunkedHead.stream``; hidden states [B, T, h].
         Raises:
-            ValueError: if the model's logits are not what its head gives.
+            ValueError: if the model's logits differ from the outputs of its head.
         """
         flat, means = self.head.per_member(hidden, num_rows), gaussian.means
-        for index in positions.split(self._chunk_size(gaussian)):
+        for index in torch.split(positions, self._chunk_size(gaussian)):
             with self.head.members.bind(means):
                 logits, features = self._logits_and_features(flat[:, index], output)
             spread = [
@@ -153,12 +156,12 @@ class ClosedHead:
             yield index, Outputs(widened(logits).to(means.dtype), torch.stack(spread))
 
     def _chunk_size(self, gaussian: Gaussian) -> int:
-        # of a full covariance the Jacobian of a position is written out: V x d numbers, fewer than the d x d of V
+        # with a full covariance the Jacobian of a position is written out: V x d numbers, fewer than the d x d of V
         width = self.layout.dim if gaussian.covariances[0].kind == "full" else self.num_words
         return max(1, JACOBIAN_BUDGET // (len(gaussian.means) * self.num_words * width))
 
     def _logits_and_features(self, hidden: Tensor, output: Any) -> tuple[Tensor, Tensor]:
-        """[K, n, V] and the [n, h] that the head was given."""
+        """Return the logits [K, n, V] and the inputs [n, h] of the head."""
         seen: list[tuple[Tensor, Tensor]] = []
         with self.module.register_forward_hook(lambda module, args, answer: seen.append((args[0], answer))):
             logits = self.head.logits(hidden, output)

@@ -133,7 +133,7 @@ def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> 
 class GaussianClasses:
     """The probabilities of classes with Gaussian logits."""
 
-    members = None
+    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, prediction: GaussianPrediction, likelihood: Likelihood) -> None:
         self.logits, self.parts, self.likelihood = prediction.log_probs, prediction.uncertainties, likelihood
@@ -154,7 +154,7 @@ class GaussianLabels:
     The NLL of an example adds up the NLL of each label. The dependence of labels through the weights is left out.
     """
 
-    members = None
+    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> None:
         variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
@@ -174,7 +174,7 @@ class GaussianLabels:
 class GaussianNumbers:
     """A regression with Gaussian outputs and Gaussian noise of the labels."""
 
-    members = None
+    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Normal) -> None:
         self.mean, self.covariance, self.noise_std = mean, covariance, likelihood.noise_std

@@ -8,19 +8,8 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
+from hf_bayes.models.gradient_flags import GradientFlags
 from hf_bayes.models.loading import unwrapped
-
-
-class GradientFlags:
-    """The ``requires_grad`` of every parameter of a model, as it was when this record was made."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-
-    def restore(self) -> None:
-        """Set every parameter's ``requires_grad`` back."""
-        for parameter, requires_grad in self.flags:
-            parameter.requires_grad_(requires_grad)
 
 
 class Restoration:

@@ -175,7 +175,7 @@ class WatchedCriteria(StoppingCriteriaList):
         self.trace = trace
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        stopped = super().__call__(input_ids, scores, **kwargs)
+        stopped: Tensor = super().__call__(input_ids, scores, **kwargs)
         self.trace.judged(stopped)
         return stopped
 

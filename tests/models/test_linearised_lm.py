@@ -17,8 +17,8 @@ from hf_bayes.core.layout import Layout, initial, select
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, dense
-from hf_bayes.models import linearised, linearised_lm
-from hf_bayes.models.linearised import head_covariance
+from hf_bayes.models import linearised_lm, output_covariance
+from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.decomposition import predict
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from tests import tiny_models as models
@@ -409,7 +409,7 @@ def test_the_covariance_of_a_heads_outputs_is_no_larger_object_than_it_has_to_be
         def never(*args: Any) -> None:
             raise AssertionError("a Jacobian of all outputs and parameters")
 
-        monkeypatch.setattr(linearised, "covariance_of_outputs", never)
+        monkeypatch.setattr(output_covariance, "covariance_of_outputs", never)
     layout = Layout(("w", "b"), ((5, 3), (5,)))
     covariance = random_covariance(kind, layout)
     features = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
