@@ -13,13 +13,13 @@ from hf_bayes.models.classification import BayesianClassifier
 
 
 class BayesianModelForAudioClassification(BayesianClassifier):
-    """M classifiers of audio as one: ``input_values`` [B, samples] or ``input_features`` [B, ...] of spectrograms."""
+    """M classifiers of audio as one model of ``input_values`` [B, samples] or ``input_features`` (spectrograms)."""
 
     task = "audio_classification"
     auto_class = AutoModelForAudioClassification
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
-        """Frames that the transformer layers read, fewer than samples."""
+        """Return the number of frames that the transformer layers read; there are fewer frames than samples."""
         samples, values = num_positions_of(inputs), inputs.get("input_values")
         if not isinstance(values, Tensor) or values.ndim != 2:
             return samples

@@ -116,11 +116,12 @@ class BayesianModel(PreTrainedModel):
         how: dict[str, Any] = {"members": members, "base_model": base_model, "check_base": check_base, "dtype": dtype,
                                "device_map": device_map, "trust_remote_code": trust_remote_code}  # fmt: skip
         model, layout, theta, posterior = load(directory_or_repo, cls.task, cls.auto_class, location=location, **how)
-        bayesian = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
+        bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
         bayesian._restoration.own_base = own_base
         bayesian.use_settings_of(posterior)
         stored = "members" if members is not None else posterior.config.prediction
-        return bayesian.eval().predict_by(stored if prediction is None else prediction)
+        bayesian.eval()
+        return bayesian.predict_by(stored if prediction is None else prediction)
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Take the settings beside the members from the posterior that the model is loaded from."""
@@ -327,13 +328,16 @@ class BayesianModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.core.dtype
+        dtype: torch.dtype = self.core.dtype
+        return dtype
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.core.get_input_embeddings()
+        embeddings: nn.Module = self.core.get_input_embeddings()
+        return embeddings
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self.core.get_output_embeddings()
+        head: nn.Module | None = self.core.get_output_embeddings()
+        return head
 
     # transformers' Trainer calls the first pair of names from 5.23 on, and the second pair before
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:

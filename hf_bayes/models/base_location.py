@@ -22,7 +22,7 @@ def locate(
     """Find the base model's name or folder, and the keyword arguments of ``from_pretrained`` beside it.
 
     Args:
-        posterior: it records a name.
+        posterior: records a name.
         given: a name or folder to take in its place; None, or a model, takes the recorded one.
         location: as ``Posterior.from_pretrained`` takes it.
         trust_remote_code: whether code of the base model's repository may run.

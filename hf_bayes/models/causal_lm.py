@@ -1,4 +1,4 @@
-"""M causal language models as one: the mixture's logits, generation with uncertainty, scores of given text."""
+"""M causal language models as one model: the mixture's logits, text with uncertainty, and scores of given text."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers
 from hf_bayes.models.decoding import Decoding, score
+from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
-from hf_bayes.models.token_uncertainty import Scores, refuse
+from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Categorical, next_tokens, refuse_labels
 
@@ -43,7 +44,7 @@ class BayesianCausalLMOutput(CausalLMOutputWithPast):
 
 
 class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
-    """M causal language models as one: ``generate`` samples from the posterior predictive, token by token.
+    """M causal language models as one model. ``generate`` samples from the posterior predictive, token by token.
 
     Attributes:
         head: runs the backbone once and the head on chunks of positions.
@@ -80,7 +81,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     @property
     def num_outputs(self) -> int:
-        return self.config.get_text_config().vocab_size
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def num_root_columns(self) -> int | None:
@@ -303,7 +304,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.core.prepare_inputs_for_generation(*args, **kwargs)
+        inputs: dict[str, Any] = self.core.prepare_inputs_for_generation(*args, **kwargs)
+        return inputs
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         return self.decoding.reorder(self.num_members, past_key_values, beam_idx)

@@ -19,15 +19,15 @@ from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood,
 
 
 def problem_of(config: Any) -> str | None:
-    """Return ``problem_type`` of a model's config, or "regression" for one output; None stands for classes."""
+    """Return ``problem_type`` of a model's config, or "regression" for one output; None means classes."""
     return getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
 
 
 def refuse_noise_std(noise_std: float | None, kind: str) -> None:
-    """Raise a ValueError for a noise of labels that are no numbers.
+    """Raise a ValueError if noise is given for labels that are not numbers.
 
     Args:
-        kind: of the model, in words.
+        kind: the kind of the model, in words.
     """
     if noise_std is not None:
         raise ValueError(
@@ -40,9 +40,9 @@ def refuse_noise_std(noise_std: float | None, kind: str) -> None:
 class BayesianClassifierOutput(SequenceClassifierOutput):
     """``logits`` [B, ..., C] are the log of the mixture; uncertainties [B, ...] in nats.
 
-    For regression ``logits`` are the predictive mean, with the standard deviations [B, C] of ``Deviations`` in place of
-    uncertainties; for labels of their own (multi-label) the logits of the members' mean probabilities, and neither. An
-    uncertainty that a linearised prediction does not define is None.
+    For regression ``logits`` are the predictive mean, and the standard deviations [B, C] of ``Deviations`` stand in
+    place of uncertainties. For several labels ``logits`` are the logits of the members' mean probabilities, and there
+    are neither uncertainties nor deviations. An uncertainty that a linearised prediction does not define is None.
     """
 
     total: Tensor | None = None
@@ -53,7 +53,7 @@ class BayesianClassifierOutput(SequenceClassifierOutput):
 
 
 class BayesianClassifier(BayesianModel):
-    """M models as one whose ``logits`` [B, ..., C] answer ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
+    """M models as one with ``logits`` [B, ..., C] for ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
 
     predictor: InputPredictor
 
@@ -69,7 +69,7 @@ class BayesianClassifier(BayesianModel):
             raise
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
-        """Return the likelihood of what transformers takes the head for."""
+        """Return the likelihood of the problem that transformers reads from the head's configuration."""
         problem = problem_of(self.config)
         if problem == "regression":
             if noise_std is None or not noise_std > 0:
@@ -100,14 +100,14 @@ class BayesianClassifier(BayesianModel):
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any
     ) -> BayesianClassifierOutput | MemberLogLik:
-        """The mixture of all members; with ``theta``, what training needs of them instead (``log_lik``).
+        """Return the mixture of all members; with ``theta``, the members' log-likelihoods for training (``log_lik``).
 
         Args:
-            labels: [B, ...] classes, -100 for none (or [B, C] for multi-label and regression); the loss is that of
-                the mixture.
+            labels: [B, ...] classes, -100 for none (or [B, C] for multi-label and regression); the loss is the
+                mixture's.
             theta: [m, d] members to differentiate.
             folded: with ``theta``: the batch holds other rows for each member.
-            inputs: what the wrapped model takes.
+            inputs: inputs of the wrapped model.
         Raises:
             ValueError: for inputs that ``InputCheck`` refuses, and labels that do not fit.
         """
@@ -160,15 +160,15 @@ class BayesianClassifier(BayesianModel):
         return {"noise_std": head.get("noise_std")}
 
     def _check_given(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise for labels [B, ...] that nobody has looked through: those of training rows have been, once and for all.
+        """Raise for labels [B, ...] of a wrong shape or value; labels of training rows are checked once, beforehand.
 
-        On an accelerator the process waits for the answer: an index out of range would end it.
+        On an accelerator the process waits for this check, since an index out of range would end the process.
         """
         self.check_labels(logits, labels[None])
         refuse_labels(self.likelihood, labels, self.num_outputs)
 
     def check_labels(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise where labels [M or 1, B, ...] do not answer logits [M, B, ..., C]."""
+        """Raise if labels [M or 1, B, ...] do not have the shape that belongs to logits [M, B, ..., C]."""
         answers, found = tuple(logits.shape[1:]), tuple(labels.shape[1:])
         if found not in (expected := self.likelihood.label_shapes(answers)):
             raise ValueError(
@@ -179,7 +179,7 @@ class BayesianClassifier(BayesianModel):
 
 
 class BayesianModelForSequenceClassification(BayesianClassifier):
-    """M classifiers (or regressors) of sequences as one: ``logits`` [B, C] answer ``labels`` [B]."""
+    """M classifiers (or regressors) of sequences as one model with ``logits`` [B, C] for ``labels`` [B]."""
 
     task = "sequence_classification"
     linearises = True

@@ -27,7 +27,7 @@ class CurrentMembers:
 
     @property
     def spread(self) -> LocalMembers:
-        """Where the other members are."""
+        """The processes that hold the members."""
         return self.own_spread if self.shown is None else self.shown_spread
 
     def show(self, theta: Tensor | None, spread: LocalMembers | None) -> None:

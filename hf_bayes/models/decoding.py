@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members.cache import reorder_cache, require_rows
 from hf_bayes.models.causal_members import CausalMembers
+from hf_bayes.models.generation_refusals import refuse_unsupported
 from hf_bayes.models.input_check import InputCheck, require_ids
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.token_predictors import TokenPredictor
@@ -23,7 +24,6 @@ from hf_bayes.models.token_uncertainty import (
     WatchedCriteria,
     join,
     record,
-    refuse_unsupported,
     to_scores,
 )
 

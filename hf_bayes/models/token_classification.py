@@ -9,12 +9,12 @@ from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
 
 
 class BayesianModelForTokenClassification(BayesianClassifier):
-    """M taggers as one: ``logits`` [B, T, C] answer ``labels`` [B, T], -100 for none. No causal shift."""
+    """M taggers as one model: ``logits`` [B, T, C], and ``labels`` [B, T] without a causal shift, -100 for none."""
 
     task = "token_classification"
     auto_class = AutoModelForTokenClassification
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
-        """Classes, whatever ``problem_type`` says: transformers' heads of this kind know no other loss."""
+        """Return the likelihood of classes for any ``problem_type``: these heads of transformers have no other loss."""
         refuse_noise_std(noise_std, "a token classification head")
         return Categorical()
