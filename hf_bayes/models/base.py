@@ -1,7 +1,6 @@
 """A Bayesian model that behaves like one ordinary transformers model: its logits are the log of the mixture.
 
-Rows of a batch are folded member-major inside ``forward``. For ``generate``, stock pipelines and ``Trainer.evaluate``
-B rows go in and B rows come out.
+Rows of a batch are folded member-major inside ``forward``: for its callers B rows go in and B rows come out.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class BayesianModel(PreTrainedModel):
     linearises: ClassVar[bool] = False
     """True if a Laplace approximation of the model predicts linearised when it is loaded.
 
-    False for taggers, since each position would take a backward pass for every label, and for language models, whose
-    generation would lose its cache. Both can be linearised on request.
+    Taggers would take a backward pass for each label at each position, language models would lose the cache of
+    ``generate``: both are linearised on request only.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
@@ -165,8 +164,6 @@ class BayesianModel(PreTrainedModel):
         """True if predictions integrate over the Gaussian itself, so that no number of members enters."""
         return not self.predictor.averages_members
 
-    # -- members ------------------------------------------------------------------------------------------------------
-
     @property
     def core(self) -> PreTrainedModel:
         """The transformers model inside."""
@@ -175,8 +172,7 @@ class BayesianModel(PreTrainedModel):
     @property
     def current(self) -> Tensor:
         """The members [M, d] that evaluation and generation see."""
-        shown = self.current_members.shown
-        return self.theta if shown is None else shown
+        return self.theta if self.current_members.shown is None else self.current_members.shown
 
     @property
     def num_members(self) -> int:
@@ -217,9 +213,8 @@ class BayesianModel(PreTrainedModel):
     def detach(self) -> nn.Module:
         """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad.
 
-        A model that was given to ``from_pretrained`` as ``base_model`` comes back without the posterior's adapter. From
-        then on this object has no members: predictions, training and ``show`` raise a ValueError. Its ``theta``,
-        ``layout`` and ``config`` stay readable. A second call changes nothing, even after a new ``attach``.
+        A ``base_model`` of ``from_pretrained`` comes back without the adapter. From then on predictions, training and
+        ``show`` raise a ValueError; ``theta``, ``layout`` and ``config`` stay readable. A second call changes nothing.
         """
         if self.members.attached:
             self.members.remove()

@@ -27,6 +27,8 @@ from hf_bayes.models.linearised import JACOBIAN_BUDGET, Outputs, linear_head
 from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.likelihoods import widened
 
+_AD: Any = forward_ad  # untyped in torch
+
 DIFFERENTIABLE_ATTENTION = ("eager", "sdpa")
 """Implementations of attention that PyTorch can differentiate in forward mode."""
 
@@ -43,9 +45,9 @@ def tangents(means: Tensor, theta: Tensor) -> Iterator[Tensor]:
         means: [M, d], for each draw the mean of the Gaussian it was drawn from.
     """
     theta = theta.detach()
-    with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+    with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _AD.dual_level():
         mean = means.to(theta, copy=True)
-        dual: Tensor = forward_ad.make_dual(mean, theta.clone() - mean)  # type: ignore[no-untyped-call]
+        dual: Tensor = _AD.make_dual(mean, theta.clone() - mean)
         yield dual
 
 
@@ -103,7 +105,7 @@ class _TangentCheck:
 
 def _unpacked(value: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return a tensor without its tangent, and the tangent; outside of every ``tangents`` block there is none."""
-    primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    primal, tangent = _AD.unpack_dual(value)
     return primal, tangent
 
 

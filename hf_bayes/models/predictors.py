@@ -1,4 +1,4 @@
-"""How a Bayesian model predicts: by its members, by linearised members, or by a closed form.
+"""The ways in which a Bayesian model predicts: by its members, by linearised members, or by a closed form.
 
 A model holds one predictor, and ``BayesianModel.linearise`` exchanges it. Models of whole inputs take an
 ``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is

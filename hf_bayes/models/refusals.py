@@ -32,12 +32,15 @@ def refuse_compiling() -> None:
         _raise_outside_of_the_graph()
 
 
-@torch.compiler.disable
-def _raise_outside_of_the_graph() -> None:
+def _raise_compiling() -> None:
     raise ValueError(
         "a model with a member axis cannot be compiled as a whole: members, trunk and head exchange forwards while it "
         f"runs. Compile its layers in place: {COMPILE_LAYERS}"
     )
+
+
+_disable: Any = torch.compiler.disable  # untyped in torch
+_raise_outside_of_the_graph = _disable(_raise_compiling)
 
 
 def refuse_saving(model: object, *args: object, **kwargs: object) -> NoReturn:
