@@ -44,8 +44,8 @@ def _refuse_adapter(config: PeftConfig) -> None:
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.startswith("pissa_niter"):
         raise ValueError(
-            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
-            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
+            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which cannot be "
+            "repeated: a posterior of it could not be loaded. Use 'pissa', which is exact"
         )
     if isinstance(config, LoraConfig):
         lora_config.check_start(start, "the adapter of this model")

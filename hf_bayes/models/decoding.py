@@ -155,8 +155,8 @@ def score(
         require_ids(input_ids)
     if input_ids.ndim != 2 or not 1 <= first <= input_ids.shape[1]:
         raise ValueError(
-            f"score needs input_ids [B, T] and 1 <= first <= T, got {list(input_ids.shape)} and first={first}: a "
-            "text is a row, and of its first token a causal model says nothing"
+            f"score needs input_ids [B, T] and 1 <= first <= T, got {list(input_ids.shape)} and first={first}: give "
+            "one row per text; a causal model does not predict the first token"
         )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape:

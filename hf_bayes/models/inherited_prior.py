@@ -54,7 +54,7 @@ class Inherited(NamedTuple):
         if expected is not None:
             logger.warning(
                 "the prior (%s) was made with a tokenizer (fingerprint %s), and this run was given none to compare: "
-                "with another one the same ids are other words, and nobody would notice. Give processing_class= to a "
+                "with another tokenizer the same ids are other words, without any error. Give processing_class= to a "
                 "trainer, tokenizer= to fit_laplace",
                 self.record["posterior"] or self.record["method"], expected[:12],
             )  # fmt: skip
@@ -135,7 +135,7 @@ def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:
     if posterior.adapter_config and isinstance(approximation, Draws) and len(torch.unique(approximation.chain)) > 1:
         logger.warning(
             "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
-            "and B is no model of any. A Gaussian posterior, or draws of one chain, say more",
+            "and B is not a model of any chain. Take a Gaussian posterior, or draws of one chain",
             what,
         )
     return gaussian

@@ -108,8 +108,8 @@ class InputCheck:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{what} {context}: it was not trained on such positions, and what it then says of its "
-                f"uncertainty is not known to mean anything. To avoid this, {advice}"
+                f"{what} {context}: it was not trained on such positions, and its uncertainty there may mean nothing. "
+                f"To avoid this, {advice}"
             )
 
 

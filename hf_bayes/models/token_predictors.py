@@ -115,9 +115,9 @@ class LinearisedTokens(MemberTokens):
         num_components = len(self.linearisation.gaussian.means)
         if num_components > 1:
             raise ValueError(
-                f"the posterior is a mixture of {num_components} Gaussians, and a linearised member belongs to the one "
-                "it was drawn from, which members that are shown do not tell: predict by those that the model was "
-                "loaded with (show(None)), or by members themselves (linearise(None))"
+                f"the posterior is a mixture of {num_components} Gaussians, and a linearised member belongs to the "
+                "one it was drawn from, which is unknown for shown members: predict by the members that the model was "
+                "loaded with (show(None)), or without linearisation (linearise(None))"
             )
 
     @contextmanager
@@ -168,8 +168,8 @@ class ClosedFormTokens:
     def require_members(self, what: str) -> None:
         """Raise: there are no members."""
         raise ValueError(
-            f"{what} tells the log-probability of a whole text, a mean over draws, of which link "
-            f"{self.link!r} has none: linearise('monte_carlo'), or evaluate single words"
+            f"{what} needs the log-probability of a whole text, a mean over draws, and link {self.link!r} has no "
+            "draws: linearise('monte_carlo'), or evaluate single words"
         )
 
     def open(self, model: BayesianModel) -> AbstractContextManager[None]:

@@ -288,7 +288,7 @@ def test_members_of_a_mixture_are_paired_with_their_components_or_refused() -> N
     means, theta = draws_of(model, select(model), 4)
     with attached(model, "trainable", means, theta) as bayesian:
         expected = bayesian.linearise()(**inputs).logits
-        with pytest.raises(ValueError, match=r"a mixture of 2 Gaussians.*which members that are shown do not tell"):
+        with pytest.raises(ValueError, match=r"a mixture of 2 Gaussians.*which is unknown for shown members"):
             bayesian.show(theta.roll(1, 0))
         assert torch.equal(bayesian(**inputs).logits, expected)
         bayesian.linearise(None).show(theta.roll(1, 0))
@@ -487,7 +487,7 @@ def test_a_whole_text_has_no_closed_form() -> None:
     with head_model() as bayesian:
         bayesian.linearise("bridge")
         for what in (lambda: bayesian.score(**inputs), lambda: bayesian.generate(**inputs, max_new_tokens=2)):
-            with pytest.raises(ValueError, match=r"a mean over draws, of which link 'bridge' has none"):
+            with pytest.raises(ValueError, match=r"a mean over draws, and link 'bridge' has no draws"):
                 what()
 
 
