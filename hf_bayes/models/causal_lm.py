@@ -22,7 +22,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.trunk import num_rows_of
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.causal_members import CausalMembers
+from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
 from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
@@ -201,8 +201,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """
         if kwargs.pop("output_hidden_states", None) or kwargs.pop("output_attentions", None):
             raise ValueError("hidden states and attentions differ from member to member: ask members of `model.core`")
-        kwargs.pop("return_dict", None)
-        kwargs.pop("num_items_in_batch", None)
+        for name in ("return_dict", "num_items_in_batch"):
+            kwargs.pop(name, None)
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                  "inputs_embeds": inputs_embeds, "use_cache": use_cache}  # fmt: skip
         inputs = {**{k: v for k, v in named.items() if v is not None}, **kwargs}
@@ -230,11 +230,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             rows, length, device = num_rows_of(inputs), states.hidden.shape[1], states.hidden.device
             steps = _kept(logits_to_keep, length, device)
             positions = (torch.arange(rows, device=device)[:, None] * length + steps).flatten()
-            pieces: list[dict[str, Tensor]] = []
-            for _, found in self.predictor.predict(self, states, positions):
-                pieces.append({"logits": found.logits, **found.parts})
-                self.decoding.observe(found)
-        outputs = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in _joined(pieces).items()}
+            flat = self._predict(states, positions)
+        outputs = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in flat.items()}
         loss = None
         if labels is not None:
             refuse_labels(self.likelihood, labels, self.num_outputs)
@@ -242,6 +239,14 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
             terms = self.likelihood.is_term(targets)
             loss = -self.likelihood.log_prob(outputs["logits"], targets).sum() / terms.sum().clamp_min(1)
         return BayesianCausalLMOutput(loss=loss, past_key_values=states.cache, **outputs)
+
+    def _predict(self, states: HiddenStates, positions: Tensor) -> dict[str, Tensor]:
+        """Return the mixture's logits [n, V] and its uncertainties [n] at flat positions, by name."""
+        pieces: list[dict[str, Tensor]] = []
+        for _, found in self.predictor.predict(self, states, positions):
+            pieces.append({"logits": found.logits, **found.parts})
+            self.decoding.observe(found)
+        return _joined(pieces)
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
