@@ -55,14 +55,12 @@ if TYPE_CHECKING:
     from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
     from hf_bayes.methods.variational.mean_field import MeanFieldConfig
     from hf_bayes.models.attaching import attach
+    from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
     from hf_bayes.models.causal_lm import BayesianModelForCausalLM
-    from hf_bayes.models.classification import (
-        BayesianModelForAudioClassification,
-        BayesianModelForImageClassification,
-        BayesianModelForSequenceClassification,
-        BayesianModelForTokenClassification,
-    )
+    from hf_bayes.models.classification import BayesianModelForSequenceClassification
+    from hf_bayes.models.image_classification import BayesianModelForImageClassification
     from hf_bayes.models.image_text import BayesianModelForImageTextToText
+    from hf_bayes.models.token_classification import BayesianModelForTokenClassification
     from hf_bayes.pipelines.factory import pipeline
     from hf_bayes.pipelines.records import UncertaintyStreamer
     from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
@@ -75,12 +73,12 @@ _MODULES = {
     "METHODS": "methods.registry",
     "AGPSConfig": "methods.sgmcmc.agps",
     "BAOABConfig": "methods.sgmcmc.baoab",
-    "BayesianModelForAudioClassification": "models.classification",
+    "BayesianModelForAudioClassification": "models.audio_classification",
     "BayesianModelForCausalLM": "models.causal_lm",
-    "BayesianModelForImageClassification": "models.classification",
+    "BayesianModelForImageClassification": "models.image_classification",
     "BayesianModelForImageTextToText": "models.image_text",
     "BayesianModelForSequenceClassification": "models.classification",
-    "BayesianModelForTokenClassification": "models.classification",
+    "BayesianModelForTokenClassification": "models.token_classification",
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",

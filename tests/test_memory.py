@@ -59,7 +59,7 @@ def test_a_batch_in_pieces_gives_what_it_gives_at_once(monkeypatch: pytest.Monke
     found = []
     for held in (1 << 30, 0):
         monkeypatch.setattr(causal_members, "HIDDEN_BYTES", held)
-        pieces = len([*model._row_slices(labelled)])
+        pieces = len([*model.row_slices(labelled)])
         with torch.no_grad():
             statistics, logits = model.evaluate_batch(labelled, keep_logits=True)
         found.append((pieces, {**statistics, "logits": logits, **model.score(**inputs)._asdict()}))

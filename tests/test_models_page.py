@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from hf_bayes.models.attaching import MODELS
+from hf_bayes.models.generation_refusals import _REFUSED, refuse_unsupported
 from hf_bayes.models.recognition import mappings
-from hf_bayes.models.token_uncertainty import _REFUSED, refuse_unsupported
 from hf_bayes.posteriors.tasks import TASKS
 from tests.members import subjects, test_quantised
 from tests.models import test_image_text

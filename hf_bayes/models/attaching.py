@@ -1,4 +1,4 @@
-"""A member axis for a model that is already there."""
+"""Give a live transformers model a member axis."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor, nn
 
 from hf_bayes.core.layout import initial, select
 from hf_bayes.members.stacked import refuse_attached
+from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import (
     BayesianClassifier,
-    BayesianModelForAudioClassification,
-    BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
-    BayesianModelForTokenClassification,
     refuse_noise_std,
 )
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
 from hf_bayes.models.recognition import task_of
+from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members
 
 MODELS: dict[str, type[BayesianModel]] = {
@@ -48,15 +48,15 @@ def attach(
     """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
 
     Args:
-        model: a model of one of the tasks in ``hf_bayes.posteriors.tasks``; only its forwards and hooks are changed.
+        model: a model of one of the tasks in ``posteriors.tasks``; only its forwards and hooks are changed.
         theta: [M, d] members; None means ``num_members`` copies of the model's own values.
-        subspace: which parameters are random (see ``subspace.select``). A model of which nothing is frozen needs "all",
-            also where ``theta`` is given.
-        num_members: M, where theta is not given.
+        subspace: which parameters are random (see ``layout.select``). A model without a frozen parameter needs "all",
+            even if ``theta`` is given.
+        num_members: M, if theta is not given.
         trunk: run the layers before the first random one once for all members.
         noise_std: of a regression head's Gaussian likelihood; other heads refuse it.
     Raises:
-        ValueError: for what cannot be stacked, naming it; the model is then as it was.
+        ValueError: for a module that cannot be stacked, naming it; the model is then unchanged.
     """
     refuse_attached(model)
     core = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -73,7 +73,7 @@ def attach(
 
 
 def refuse_frozen_adapter(model: BayesianModel) -> None:
-    """What is saved of an adapter are its random tensors: one that is frozen and not its base's would be lost."""
+    """Raise if a frozen tensor of the adapter would be lost, since only random tensors are saved."""
     if not isinstance(model.model, PeftModel):
         return
     name = model.model.active_adapter

@@ -22,7 +22,7 @@ def locate(
     """Find the base model's name or folder, and the keyword arguments of ``from_pretrained`` beside it.
 
     Args:
-        posterior: it records a name.
+        posterior: records a name.
         given: a name or folder to take in its place; None, or a model, takes the recorded one.
         location: as ``Posterior.from_pretrained`` takes it.
         trust_remote_code: whether code of the base model's repository may run.
@@ -43,7 +43,7 @@ def locate(
     name = str(given) if is_given else recorded["name_or_path"] or ""
     if name and _is_own(posterior, name):
         raise ValueError(
-            f"the base model of {_what(posterior)} is said to be {name!r}, which is the posterior's own place: no code "
+            f"the base model of {_what(posterior)} is given as {name!r}, which is the posterior's own place: no code "
             "or model is taken from there. Give the base model's name or folder as base_model="
         )
     if not is_given and is_local(name) and not os.path.isdir(name):

@@ -1,4 +1,4 @@
-"""Which models may be a base, and how a posterior recognises the one, and the tokenizer, that it belongs to."""
+"""The base model of a posterior: which models are supported, and fingerprints that identify model and tokenizer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
-from hf_bayes.models import lora_layers
+from hf_bayes.models import compat, lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import SUPPORTED
 
 _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
-"""What a run may set in its model's config: Trainer gives it the special tokens of the tokenizer."""
+"""Fields that a run may set in its model's config: Trainer copies the special tokens of the tokenizer."""
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
-    """Raise, before anything is read or touched, for a model that no member axis fits."""
+    """Raise, before anything is read or changed, for a model that cannot have a member axis."""
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
@@ -44,8 +44,8 @@ def _refuse_adapter(config: PeftConfig) -> None:
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.startswith("pissa_niter"):
         raise ValueError(
-            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which nobody can "
-            "take off again in the same way: a posterior of it could not be loaded. Use 'pissa', which is exact"
+            f"init_lora_weights={start!r} takes a random decomposition off the base model's weights, which cannot be "
+            "repeated: a posterior of it could not be loaded. Use 'pissa', which is exact"
         )
     if isinstance(config, LoraConfig):
         lora_config.check_start(start, "the adapter of this model")
@@ -57,9 +57,9 @@ def _refuse_adapter(config: PeftConfig) -> None:
 
 
 def refuse_spread(core: nn.Module) -> None:
-    """Raise if a model's weights are on several devices, or some of them on none (offloaded): members need them on one.
+    """Raise if a model's weights are on several devices, or offloaded: members need them on one device.
 
-    To be called before its weights are read.
+    Call this function before the weights are read.
     """
     devices = sorted({str(device) for device in (getattr(core, "hf_device_map", None) or {}).values()})
     found = devices if len(devices) > 1 else sorted({str(parameter.device) for parameter in core.parameters()})
@@ -71,15 +71,15 @@ def refuse_spread(core: nn.Module) -> None:
 
 
 def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer: Any = None) -> dict[str, Any]:
-    """The ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
+    """Return the ``base_model`` entry of a posterior: name, revision, dtype and fingerprints.
 
-    Random parameters are left out of the fingerprint: their values are the posterior's (a fresh head's are nobody's).
+    The fingerprint leaves random parameters out. The posterior has their values; a fresh head's values mean nothing.
     """
     config = core.config
     words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
     return {
         "name_or_path": _name(model, core),
-        "revision": getattr(config, "_commit_hash", None),
+        "revision": compat.commit_of(config),
         "dtype": str(core.dtype).removeprefix("torch."),
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
@@ -90,12 +90,12 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
 
 
 def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
-    """Over the frozen weights."""
+    """Return the fingerprint of the frozen weights."""
     return fingerprint_tensors(_base_parameters(model, layout))
 
 
 def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
-    """The ``head`` entry of a posterior: with what its base model is loaded, and was quantised."""
+    """Return the ``head`` entry of a posterior: the settings with which its base model is loaded and quantised."""
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():
         head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
@@ -106,7 +106,7 @@ def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, A
 
 
 def head_settings(head: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``AutoConfig.from_pretrained`` that give a base model the head it had."""
+    """Return the arguments of ``AutoConfig.from_pretrained`` that give a base model the recorded head."""
     settings = {name: head[name] for name in _HEAD if name in head}
     if "labels" in head:
         settings["id2label"] = dict(enumerate(head["labels"]))
@@ -144,7 +144,7 @@ def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Over vocabulary, merges and normalisation; padding and truncation are settings of a call."""
+    """Return the fingerprint of vocabulary, merges and normalisation, without padding and truncation."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return fingerprint_json(tokenizer.get_vocab())
@@ -153,7 +153,7 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """In words, what keeps a posterior from running on a model; empty if nothing does."""
+    """Return the differences between two base models, in words; empty if the posterior can run on this one."""
     words = {
         "weights": "other weights",
         "config": "another architecture or configuration",
@@ -170,7 +170,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def head_differences(head: dict[str, Any], config: Any) -> list[str]:
-    """In words, what of a classifier's ``config`` would have its outputs read in another way than ``head`` says."""
+    """Return, in words, how a classifier's ``config`` differs from the ``head`` that a posterior records."""
     problems = output_differences(head, config)
     pad = getattr(config, "pad_token_id", None)
     if "labels" in head and head.get("pad_token_id") not in (None, pad):
@@ -179,9 +179,9 @@ def head_differences(head: dict[str, Any], config: Any) -> list[str]:
 
 
 def output_differences(head: dict[str, Any], config: Any) -> list[str]:
-    """In words, what of a classifier's ``config`` would make its outputs stand for something else than ``head`` says.
+    """Return, in words, why a classifier's outputs would mean something else than ``head`` records.
 
-    Labels that nobody has named are no other labels.
+    Labels with transformers' default names match any names.
     """
     if "labels" not in head:
         return []
@@ -201,7 +201,7 @@ def output_differences(head: dict[str, Any], config: Any) -> list[str]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any] | None:
-    """The content of adapter_config.json, each module by its full name; None for a model without an adapter.
+    """Return the content of adapter_config.json, each module by its full name; None for a model without an adapter.
 
     Raises:
         ValueError: for a LoRA that posteriors do not support, naming the field.
@@ -209,7 +209,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     if not isinstance(model, PeftModel):
         return None
     config = model.peft_config[model.active_adapter]
-    content = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
+    content: dict[str, Any] = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
     if not isinstance(config, LoraConfig):
         return content
     known = lora_config.FIELDS.keys() | lora_config.NEUTRAL | lora_config.IGNORED
@@ -223,11 +223,11 @@ def _name(model: nn.Module, core: PreTrainedModel) -> str:
         name = model.peft_config[model.active_adapter].base_model_name_or_path
         if name:
             return str(name)
-    return str(getattr(core, "name_or_path", "") or getattr(core.config, "_name_or_path", "") or "")
+    return str(getattr(core, "name_or_path", "") or compat.source_of(core.config))
 
 
 def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:
-    """The frozen parameters under the names that they have in the base model alone."""
+    """Return the frozen parameters under their names in the base model without its adapter."""
     random = set(layout.names)
     values = dict(model.named_parameters(remove_duplicate=False))
     random_ids = {id(values[name]) for name in layout.names}

@@ -1,22 +1,37 @@
-"""M causal language models as one: the mixture's logits, generation with uncertainty, scores of given text."""
+"""M causal language models as one model: the mixture's logits, text with uncertainty, and scores of given text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
-from hf_bayes.metrics import per_row_statistics
-from hf_bayes.models.base import MemberLogLik, predicts, term_statistics
-from hf_bayes.models.decoding import Decoding
-from hf_bayes.models.input_check import require_ids
-from hf_bayes.uncertainty.gaussian_links import GaussianPrediction
-from hf_bayes.uncertainty.likelihoods import IGNORE, next_tokens, refuse_labels
+from hf_bayes.core.layout import Layout
+from hf_bayes.members.head import ChunkedHead
+from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.decoding import Decoding, score
+from hf_bayes.models.generation_refusals import refuse
+from hf_bayes.models.prediction_mode import predicts
+from hf_bayes.models.predictors import MemberLogLik
+from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
+from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
+from hf_bayes.models.token_uncertainty import Scores
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.uncertainty.likelihoods import Categorical, next_tokens, refuse_labels
 
 
 @dataclass
@@ -28,8 +43,135 @@ class BayesianCausalLMOutput(CausalLMOutputWithPast):
     epistemic: Tensor | None = None
 
 
-class BayesianModelForCausalLM(Decoding):
-    """M causal language models as one: ``generate`` samples from the posterior predictive, token by token."""
+class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
+    """M causal language models as one model. ``generate`` samples from the posterior predictive, token by token.
+
+    Attributes:
+        head: runs the backbone once and the head on chunks of positions.
+        decoding: the state and the checks of ``generate``.
+    """
+
+    task = "causal_lm"
+    shifts_labels = True
+    auto_class = AutoModelForCausalLM
+    predictor: TokenPredictor
+
+    def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
+        core = model.get_base_model() if isinstance(model, PeftModel) else model
+        refuse_bidirectional(core)
+        refuse_hidden_state(core)
+        super().__init__(model, layout, theta, trunk=trunk)
+        try:
+            self.head = ChunkedHead(self.members)
+        except ValueError:
+            self.detach()
+            raise
+        self.likelihood = Categorical()
+        self.causal = CausalMembers(self.members, self.head)
+        self.predictor = MemberTokens(self.causal)
+        self.decoding = Decoding(self.causal)
+        self.generation_config = self.core.generation_config
+
+    def use_settings_of(self, posterior: Posterior) -> None:
+        """Generate as the saved model did: its generation config goes before the base model's."""
+        super().use_settings_of(posterior)
+        fields = posterior.sidecars.generation_config
+        if fields is not None:
+            self.generation_config = GenerationConfig.from_dict(fields)
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def num_root_columns(self) -> int | None:
+        head = self.core.get_output_embeddings()
+        return None if head is None else self.likelihood.num_root_columns(head.weight.shape[0])
+
+    def _predictor_by(self, link: str | None) -> TokenPredictor:
+        return token_predictor(self.causal, self, link)
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
+        """Raise for inputs whose entries cannot be assigned to rows."""
+
+    def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return ``inputs`` with positions that count from each row's first token, as ``generate`` counts them."""
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
+            return inputs
+        if not bool((mask[:, :-1] < mask[:, 1:]).any()):  # no padding before a token
+            return inputs
+        if "position_ids" not in inspect.signature(self.core.forward).parameters:
+            return inputs
+        return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
+
+    def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a batch in pieces of whole rows, so that memory does not grow with its rows."""
+        return self.causal.row_slices(self, inputs, self.predictor.tensors_per_state)
+
+    # -- likelihood ---------------------------------------------------------------------------------------------------
+
+    def log_lik(
+        self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
+    ) -> MemberLogLik:
+        inputs = {**inputs, "use_cache": False}
+        labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
+        inputs.pop("logits_to_keep", None)
+        inputs = self.numbered(inputs)
+        return self.causal.log_lik(self.likelihood, theta, inputs, labels, folded=folded, weights=weights)
+
+    def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield (flat positions [n], logits [M, n, V] that are averaged there), a chunk at a time.
+
+        Args:
+            inputs: of a forward pass without a cache.
+            positions: flat indices b * T + t.
+        """
+        with self.predictor.open(self):
+            states = self.causal.hidden(self, self.numbered(inputs))
+            yield from self.predictor.member_logits(self, states, positions)
+
+    @predicts
+    def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+        found = []
+        for rows in self.row_slices(inputs):
+            rows = {**rows, "use_cache": False}
+            flat = next_tokens(rows.pop("labels"), rows.get("attention_mask")).flatten()
+            states = self.causal.hidden(self, self.numbered(rows))
+            wanted = self.likelihood.is_term(flat).nonzero()[:, 0]
+            logits_there = self.causal.logits(self.current, states, wanted)
+            found += [function(logits, flat[index]) for index, logits in logits_there]
+        return found
+
+    @predicts
+    def evaluate_batch(
+        self, inputs: dict[str, Any], *, keep_logits: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        self.check_inputs(inputs)
+        refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
+        found = [self._evaluate_rows(rows, keep_logits) for rows in self.row_slices(inputs)]
+        kept = [logits for _, logits in found if logits is not None]
+        return _joined([statistics for statistics, _ in found]), torch.cat(kept) if kept else None
+
+    def _evaluate_rows(self, inputs: dict[str, Any], keep_logits: bool) -> tuple[dict[str, Tensor], Tensor | None]:
+        inputs = {**inputs, "use_cache": False}
+        targets = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
+        flat = targets.flatten()
+        wanted = torch.arange(len(flat), device=flat.device)
+        if not keep_logits:
+            wanted = self.likelihood.is_term(flat).nonzero()[:, 0]
+        pieces, kept = [], []
+        with self.predictor.open(self):
+            states = self.causal.hidden(self, self.numbered(inputs))
+            for index, found in self.predictor.predict(self, states, wanted):
+                pieces.append(found.statistics(flat[index]))
+                if keep_logits:
+                    kept.append(found.logits)
+        return _joined(pieces), torch.cat(kept).view(*targets.shape, -1) if keep_logits else None
+
+    # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -46,7 +188,7 @@ class BayesianModelForCausalLM(Decoding):
         folded: bool = False,
         **kwargs: Any,
     ) -> BayesianCausalLMOutput | MemberLogLik:
-        """The mixture of all members; with ``theta``, what training needs of them instead (``log_lik``).
+        """Return the mixture of all members; with ``theta``, the members' log-likelihoods for training (``log_lik``).
 
         Args:
             labels: [B, T]; the loss is the mean negative log-likelihood of the mixture over its terms.
@@ -59,130 +201,146 @@ class BayesianModelForCausalLM(Decoding):
         """
         if kwargs.pop("output_hidden_states", None) or kwargs.pop("output_attentions", None):
             raise ValueError("hidden states and attentions differ from member to member: ask members of `model.core`")
-        kwargs.pop("return_dict", None)
-        kwargs.pop("num_items_in_batch", None)
+        for name in ("return_dict", "num_items_in_batch"):
+            kwargs.pop(name, None)
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                  "inputs_embeds": inputs_embeds, "use_cache": use_cache}  # fmt: skip
         inputs = {**{k: v for k, v in named.items() if v is not None}, **kwargs}
         self.refuse_unknown_inputs(inputs)
         if theta is not None:
             return self.log_lik(theta, {**inputs, "labels": labels}, folded=folded)
-        if self._trace is not None and input_ids is not None:
-            self._trace.chosen(input_ids[:, -1])
-        elif input_ids is not None and past_key_values is not None:
-            require_ids(input_ids)  # a step of somebody's own decoding, which is not to wait for the device
-        elif self._trace is None:
-            self.check_inputs(inputs)
+        self.decoding.check_step(self.check_inputs, inputs, past_key_values)
         return self._answer(inputs, past_key_values, labels, logits_to_keep)
 
     @predicts
     def _answer(
         self, inputs: dict[str, Any], cache: Any, labels: Tensor | None, logits_to_keep: int | Tensor
     ) -> BayesianCausalLMOutput:
-        """``forward`` of the mixture."""
-        if self._linearised is not None:
+        """Return the output of ``forward`` for the mixture."""
+        if not self.predictor.keeps_caches:
             if cache is not None:
                 raise ValueError(
                     "past_key_values do not hold the derivatives of a linearised model's keys and values: give the "
                     "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
-        with self._tangents():
-            return self._answer_whole(inputs, cache, labels, logits_to_keep)
-
-    def _answer_whole(
-        self, inputs: dict[str, Any], cache: Any, labels: Tensor | None, logits_to_keep: int | Tensor
-    ) -> BayesianCausalLMOutput:
-        tail, kept = self.members.tail, logits_to_keep if isinstance(logits_to_keep, int) else 0
-        if tail.once is None and 0 < kept < num_positions_of(inputs):
-            names = ("input_ids", "inputs_embeds")
-            token = {name: inputs[name][:1, :1] for name in names if inputs.get(name) is not None}
-            with self.members.bind(self.current[:1]):
-                tail.look(lambda: self.head.hidden({**token, "use_cache": False}))
-        with tail.only(kept or None):
-            hidden, output, cache = self._hidden(inputs, cache)
-        rows, length = num_rows_of(inputs), hidden.shape[1]
-        steps = _kept(logits_to_keep, length, hidden.device)
-        positions = (torch.arange(rows, device=hidden.device)[:, None] * length + steps).flatten()
-        log_probs, uncertainties = self._predict(hidden, output, rows, positions)
-        logits = log_probs.view(rows, len(steps), -1)
+        num_kept = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        with self.predictor.open(self):
+            states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
+            rows, length, device = num_rows_of(inputs), states.hidden.shape[1], states.hidden.device
+            steps = _kept(logits_to_keep, length, device)
+            positions = (torch.arange(rows, device=device)[:, None] * length + steps).flatten()
+            flat = self._predict(states, positions)
+        outputs = {name: value.view(rows, len(steps), *value.shape[1:]) for name, value in flat.items()}
         loss = None
         if labels is not None:
             refuse_labels(self.likelihood, labels, self.num_outputs)
             targets = next_tokens(labels, inputs.get("attention_mask"))[:, steps]
             terms = self.likelihood.is_term(targets)
-            loss = -self.likelihood.log_prob(logits, targets).sum() / terms.sum().clamp_min(1)
-        shape = (rows, len(steps))
-        return BayesianCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=cache,
-            **{name: value.view(shape) for name, value in uncertainties.items()},
-        )
+            loss = -self.likelihood.log_prob(outputs["logits"], targets).sum() / terms.sum().clamp_min(1)
+        return BayesianCausalLMOutput(loss=loss, past_key_values=states.cache, **outputs)
 
+    def _predict(self, states: HiddenStates, positions: Tensor) -> dict[str, Tensor]:
+        """Return the mixture's logits [n, V] and its uncertainties [n] at flat positions, by name."""
+        pieces: list[dict[str, Tensor]] = []
+        for _, found in self.predictor.predict(self, states, positions):
+            pieces.append({"logits": found.logits, **found.parts})
+            self.decoding.observe(found)
+        return _joined(pieces)
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
     @predicts
-    def evaluate_batch(
-        self, inputs: dict[str, Any], *, keep_logits: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        self.check_inputs(inputs)
-        refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
-        found = [self._evaluate_rows(rows, keep_logits) for rows in self._row_slices(inputs)]
-        statistics = {name: torch.cat([piece[name] for piece, _ in found]) for name in found[0][0]}
-        kept = [logits for _, logits in found if logits is not None]
-        return statistics, torch.cat(kept) if kept else None
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """Generate from the mixture with transformers' own ``generate``.
 
-    def _evaluate_rows(self, inputs: dict[str, Any], keep_logits: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        inputs = {**inputs, "use_cache": False}
-        targets = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
-        rows, flat = targets.shape[0], targets.flatten()
-        wanted = torch.arange(len(flat), device=flat.device)
-        if not keep_logits:
-            wanted = self.likelihood.is_term(flat).nonzero()[:, 0]
-        pieces, logits_kept = [], []
-        with self._tangents():
-            hidden, output, _ = self._hidden(self.numbered(inputs), None)
-            for log_probs, statistics in self._judged(hidden, output, rows, wanted, flat):
-                pieces.append(statistics)
-                if keep_logits:
-                    logits_kept.append(log_probs)
-        statistics = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        return statistics, torch.cat(logits_kept).view(*targets.shape, -1) if keep_logits else None
+        With ``return_dict_in_generate=True`` the output has six more fields (``Scores``): ``total``, ``aleatoric``,
+        ``epistemic``, ``logprobs`` [rows, new tokens], NaN after the end of a row, and ``sequence_logprob``,
+        ``sequence_logprob_tokenwise`` [rows]. All are of the raw mixture, before logits processors. A linearised model
+        reads the whole text anew for every token, and has no cache.
 
-    def _judged(
-        self, hidden: Tensor, output: Any, rows: int, positions: Tensor, labels: Tensor
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Chunk by chunk of flat positions: log_probs [n, V], and the statistics of the terms among flat ``labels``."""
-        if self._closed is not None:
-            for index, closed in self._closed_predictions(self._closed, hidden, output, rows, positions):
-                yield closed.log_probs, _closed_statistics(closed, labels[index])
-            return
-        for index, logits in self._logits(hidden, output, rows, positions):
-            prediction = self.spread.predict(logits)
-            yield prediction.log_probs, term_statistics(prediction, logits, labels[index], self.spread)
+        Raises:
+            ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and what else
+                docs/models.md lists, for prompts that have no token or end in padding or that ``InputCheck`` refuses,
+                for texts that would not fit the model's table of positions, and for a linearised model whose link has a
+                closed form.
+        """
+        return self.decoding.generate(self, inputs, {**kwargs, "generation_config": generation_config})
 
-    def _predict(self, hidden: Tensor, output: Any, rows: int, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mixture at flat positions: log_probs [n, V] and, by name, uncertainties [n]."""
-        pieces: list[tuple[Tensor, dict[str, Tensor]]] = []
-        if self._closed is not None:
-            for _, closed in self._closed_predictions(self._closed, hidden, output, rows, positions):
-                pieces.append((closed.log_probs, closed.uncertainties))
-        else:
-            for _, logits in self._logits(hidden, output, rows, positions):
-                prediction = self.spread.predict(logits)
-                pieces.append((prediction.log_probs, prediction.uncertainty._asdict()))
-                if self._trace is not None:
-                    self._trace.observe(prediction, logits)
-        if len(pieces) == 1:  # every step of decoding
-            return pieces[0]
-        log_probs = torch.cat([piece for piece, _ in pieces])
-        return log_probs, {name: torch.cat([parts[name] for _, parts in pieces]) for name in pieces[0][1]}
+    @torch.no_grad()
+    @predicts
+    def score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, first: int = 1, **inputs: Any
+    ) -> Scores:
+        """Return the uncertainties and log-probabilities of given text, teacher-forced.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], 0 at padding on either side.
+            first: the first position that is scored; the tokens before it are context.
+            inputs: further inputs of the wrapped model, such as the images of these texts.
+        Returns:
+            Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
+        Raises:
+            ValueError: for ids or a mask of another shape, for a first position that nothing precedes, and for a
+                linearised model whose link has a closed form.
+        """
+        return score(self, input_ids, attention_mask, first, inputs)
+
+    def inputs_beside(self, prompt: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+        """Return the further inputs that ``score`` needs for ``sequences`` [rows, T].
+
+        Args:
+            prompt: the arguments of the ``generate`` that wrote them, with ``input_ids``.
+        """
+        return {}
+
+    # -- generate's own hooks -----------------------------------------------------------------------------------------
+
+    def host_generate(self, inputs: Tensor | None, **kwargs: Any) -> Any:
+        """Run transformers' ``generate``."""
+        return super().generate(inputs, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' way into ``generate_batch``, whose paged cache holds tokens of many rows in one."""
+        refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = self.core.prepare_inputs_for_generation(*args, **kwargs)
+        return inputs
+
+    def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
+        return self.decoding.reorder(self.num_members, past_key_values, beam_idx)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        config = super()._prepare_generated_length(*args, **kwargs)
+        return self.decoding.check_length(self.check_inputs, config, kwargs["input_ids_length"])
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
+    ) -> Any:
+        self.decoding.check_cache(self.num_members, generation_config, model_kwargs, batch_size)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
+
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.decoding.remember_mask(super()._prepare_attention_mask_for_generation(*args, **kwargs))
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        return self.decoding.watched(super()._get_stopping_criteria(*args, **kwargs))
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False: on GPUs generate compiles the forward for static caches, and a member axis prevents that."""
+        return False
 
 
-def _closed_statistics(prediction: GaussianPrediction, labels: Tensor) -> dict[str, Tensor]:
-    """As of ``term_statistics``, without what members alone have."""
-    terms = labels != IGNORE
-    uncertainties = {name: value[terms] for name, value in prediction.uncertainties.items()}
-    return {**per_row_statistics(prediction.log_probs[terms], labels[terms]), **uncertainties}
+def _joined(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate dictionaries of tensors; a single one, as in every step of decoding, is not copied."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Tensor:

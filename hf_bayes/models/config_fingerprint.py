@@ -1,4 +1,4 @@
-"""The part of a model's configuration that its answers depend on: what the fingerprint of a base model covers.
+"""The part of a model's configuration that its outputs depend on, which the fingerprint of a base model covers.
 
 A field is left out if a network in evaluation mode cannot depend on it, or if a posterior states it elsewhere:
 
@@ -6,9 +6,9 @@ A field is left out if a network in evaluation mode cannot depend on it, or if a
    ``drop_path_rate``). A switch such as ESM's ``token_dropout``, which rescales embeddings in evaluation, stays in;
 2. other settings of training: noise of a router, masks of SpecAugment, weights of losses, label smoothing,
    checkpointing of activations;
-3. how weights are first drawn (``initializer_range``): weights have a fingerprint of their own;
+3. the distribution of initial weights (``initializer_range``): weights have a fingerprint of their own;
 4. settings of a call (``use_cache``, ``output_attentions``, ``return_dict``) and of a kernel (attention, experts);
-5. names, versions and dtypes, labels and special tokens: the posterior's ``head`` and ``dtype`` state what matters.
+5. names, versions and dtypes, labels and special tokens: the posterior's ``head`` and ``dtype`` record these.
 
 All other fields count, also in nested configurations. An unknown field counts: a refusal can be overridden, a wrong
 answer cannot be seen.
@@ -36,7 +36,7 @@ _STATED = frozenset({
 
 
 def evaluation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``PreTrainedConfig.to_dict()`` that decide what the network computes in evaluation mode."""
+    """Return the fields of ``PreTrainedConfig.to_dict()`` that decide what the network computes in evaluation mode."""
     return {
         str(name): evaluation_fields(value) if isinstance(value, Mapping) else value
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""M models that write text about images as one: ``generate``, ``score`` and training with ``pixel_values``.
+"""M models of text and images as one model: ``generate``, ``score`` and training with ``pixel_values``.
 
 All members see the same images. A model belongs here if its images stand at placeholder tokens among ``input_ids``
 and no token sees a later one, so that the next token is predicted from the tokens and images before it.
@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, GenerationMixin
+from transformers import AutoModelForImageTextToText
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.compat import own_generation_hooks
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Inputs that say of each token whether it is text or an image's placeholder."""
+"""Inputs that mark each token as text or as an image's placeholder."""
 _TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "cache_position", *_TYPES)
 _FOLLOWED = (
     "prepare_inputs_for_generation",
@@ -28,13 +29,13 @@ _FOLLOWED = (
     "_update_model_kwargs_for_generation",
     "_expand_multimodal_outputs",
 )
-"""Steps of ``generate`` that a model may have of its own: they are called, or not needed."""
+"""Methods of ``generate`` that a model may define by itself: we call them, or do not need them."""
 _SEE_ALL = ("paligemma",)
 """Model types in which a prompt's tokens see later ones."""
 
 
 class BayesianModelForImageTextToText(BayesianModelForCausalLM):
-    """M models of text and images as one: ``generate`` writes text from the posterior predictive, token by token."""
+    """M models of text and images as one model. ``generate`` samples text from the posterior predictive."""
 
     task = "image_text_to_text"
     auto_class = AutoModelForImageTextToText
@@ -58,7 +59,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         self.refuse_unknown_inputs(inputs)
-        # positions on several axes follow from the images: the model finds them from the mask
+        # positions on several axes depend on the images: the model computes them from the mask
         return inputs if has_axes(self.config) else super().numbered(inputs)
 
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         return rest | take_pictures(pictures, self._placeholders(inputs["input_ids"]), index)
 
     def _placeholders(self, input_ids: Tensor) -> Tensor:
-        """[B]: placeholder tokens of images in each row."""
+        """Return [B], the number of placeholder tokens of images in each row."""
         return input_ids.eq(_image_token(self.config)).sum(1)  # type: ignore[arg-type]
 
     # -- generate's own hooks -------------------------------------------------------------------------------------
@@ -78,10 +79,12 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         self.core._validate_model_kwargs(model_kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.core._prepare_position_ids_for_generation(*args, **kwargs)
+        positions: Tensor = self.core._prepare_position_ids_for_generation(*args, **kwargs)
+        return positions
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.core._update_model_kwargs_for_generation(*args, **kwargs)
+        updated: dict[str, Any] = self.core._update_model_kwargs_for_generation(*args, **kwargs)
+        return updated
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
@@ -96,29 +99,29 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
             pictures = take_pictures(pictures, self._placeholders(input_ids), index)
         return ids, rest | pictures
 
-    def _beside_sequences(self, kwargs: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
-        prompt = kwargs.get("input_ids")
-        if prompt is None:
+    def inputs_beside(self, prompt: dict[str, Any], sequences: Tensor) -> dict[str, Any]:
+        ids = prompt.get("input_ids")
+        if ids is None:
             return {}
-        index = torch.arange(len(prompt)).repeat_interleave(len(sequences) // len(prompt))
-        given = {name: kwargs[name] for name in (*PICTURES, *_TYPES) if isinstance(kwargs.get(name), Tensor)}
-        found = self.take_rows({"input_ids": prompt, **given}, index)
+        index = torch.arange(len(ids)).repeat_interleave(len(sequences) // len(ids))
+        given = {name: prompt[name] for name in (*PICTURES, *_TYPES) if isinstance(prompt.get(name), Tensor)}
+        found = self.take_rows({"input_ids": ids, **given}, index)
         del found["input_ids"]
-        new = sequences.shape[1] - prompt.shape[1]
-        for name in _TYPES:  # what is written is text
+        new = sequences.shape[1] - ids.shape[1]
+        for name in _TYPES:  # new tokens are text
             if name in found:
                 found[name] = torch.nn.functional.pad(found[name], (0, new))
         return found
 
 
 def _image_token(config: Any) -> int | None:
-    """The id that stands in ``input_ids`` for a part of an image."""
+    """Return the token id of an image's placeholder; None for a model without one."""
     return next((value for name in ("image_token_id", "image_token_index")
                  if (value := getattr(config, name, None)) is not None), None)  # fmt: skip
 
 
 def _reason_to_refuse(core: Any) -> str | None:
-    """What keeps members from sharing a forward or ``generate`` of this model, in words; None if nothing does."""
+    """Return, in words, why members cannot share a forward pass or ``generate`` of this model; None if they can."""
     if not core.can_generate():
         return "writes no text"
     if _image_token(core.config) is None:
@@ -127,8 +130,6 @@ def _reason_to_refuse(core: Any) -> str | None:
         return "lets the tokens of a prompt see later ones, so that a given text has no token-by-token probability"
     if "past_key_values" not in inspect.signature(core.forward).parameters:
         return "takes no past_key_values"
-    hooks = [name for name, value in vars(GenerationMixin).items() if callable(value) and name != "__init__"]
-    own = [name for name in hooks if getattr(type(core), name, None) is not getattr(GenerationMixin, name)]
-    if other := [name for name in own if name not in _FOLLOWED]:
+    if other := [name for name in own_generation_hooks(core) if name not in _FOLLOWED]:
         return f"has a {other[0]} of its own"
     return None

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
@@ -24,16 +25,16 @@ from hf_bayes.posteriors.posterior import Posterior
 logger = logging.getLogger(__name__)
 
 _SCALING = ("lora_alpha", "use_rslora", "alpha_pattern", "use_dora", "fan_in_fan_out")
-"""Fields of a LoRA that decide what a theta means; the others show in names and shapes."""
+"""Fields of a LoRA that change the model of a given theta; other fields change names or shapes."""
 
 
 class Inherited(NamedTuple):
-    """A prior that was a posterior.
+    """A posterior as a prior.
 
     Attributes:
-        gaussian: of one component.
-        record: where it came from, JSON-ready: what the next posterior says of its prior.
-        posterior: itself.
+        gaussian: a Gaussian of one component.
+        record: its origin, as JSON: the ``prior`` entry of the next posterior.
+        posterior: the posterior itself.
     """
 
     gaussian: Gaussian
@@ -41,10 +42,10 @@ class Inherited(NamedTuple):
     posterior: Posterior
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse the tokenizer of the next run if it is another one; warn if there is none to compare.
+        """Raise if the next run has another tokenizer; warn if it has none.
 
         Raises:
-            ValueError: if it is not the one that the prior was made with.
+            ValueError: if the prior was made with another tokenizer.
         """
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             check_tokenizer(self.posterior, tokenizer)
@@ -53,7 +54,7 @@ class Inherited(NamedTuple):
         if expected is not None:
             logger.warning(
                 "the prior (%s) was made with a tokenizer (fingerprint %s), and this run was given none to compare: "
-                "with another one the same ids are other words, and nobody would notice. Give processing_class= to a "
+                "with another tokenizer the same ids are other words, without any error. Give processing_class= to a "
                 "trainer, tokenizer= to fit_laplace",
                 self.record["posterior"] or self.record["method"], expected[:12],
             )  # fmt: skip
@@ -66,59 +67,35 @@ def inherit(
     *,
     data_unit: str,
 ) -> Inherited:
-    """The prior that ``prior`` makes for the random parameters of ``model``.
+    """Return the prior that ``prior`` makes for the random parameters of ``model``.
 
     Draws, and mixtures of Gaussians, become the diagonal Gaussian of their moments.
 
     Args:
         prior: a posterior, its directory or its Hub id.
-        data_unit: what N counts now.
+        data_unit: the unit of N in this run.
     Raises:
         ValueError: if the posterior belongs to another base model, subspace or unit of the data, or the method's config
-            says another prior. (Tokenizers: ``Inherited.check_tokenizer``.)
+            sets another prior. (Tokenizers: ``Inherited.check_tokenizer``.)
     """
     posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
     source = posterior.config.method["name"] if isinstance(prior, Posterior) else str(prior)
     what = f"prior ({source})"
-    if method.prior_std is not None or method.prior_mean != "zero" or method.prior != "gaussian":
-        raise ValueError(
-            f"{method.name}: prior={method.prior!r}, prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} "
-            "and another posterior are two priors: that one has its own mean and covariance. Leave these fields out"
-        )
+    _refuse_second_prior(method)
     _check_subspace(posterior, model, what)
-    problems = base_model.differences(
-        posterior.config.base_model, base_model.describe(model.model, model.core, model.layout)
-    )
-    if problems:
-        raise ValueError(f"{what} belongs to another base model: this one has {'; '.join(problems)}")
-    # a head's rows are its labels': in another order the prior of one would be what was learnt of another
-    if problems := base_model.output_differences(posterior.config.head, model.core.config):
-        raise ValueError(
-            f"{what} is of a head whose outputs stand for something else: this model's config has "
-            f"{'; '.join(problems)}. Give it the labels (id2label, label2id) and the problem_type of the earlier run"
-        )
+    _check_base(posterior, model, what)
     unit = posterior.config.data_unit
     if unit in ("token", "sequence") and unit != data_unit:
         raise ValueError(
             f"{what} counts each {unit} as a datum, this run each {data_unit}: their precisions are on two scales. Set "
             f"data_unit={unit!r}"
         )
-    approximation = posterior.approximation
-    try:
-        gaussian = single(approximation)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-    if isinstance(approximation, Draws) and posterior.adapter_config and len(approximation.chain.unique()) > 1:
-        logger.warning(
-            "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
-            "and B is no model of any. A Gaussian posterior, or draws of one chain, say more",
-            what,
-        )
+    gaussian = _gaussian_of(posterior, what)
     record = {
         "posterior": None if isinstance(prior, Posterior) else str(_absolute(prior)),
         "fingerprint": posterior.fingerprint,
         "method": posterior.config.method["name"],
-        "approximation": approximation.kind,
+        "approximation": posterior.approximation.kind,
         "used_as": gaussian.kind,
         "num_data": posterior.config.num_data,
         "prior": posterior.config.prior,
@@ -126,8 +103,46 @@ def inherit(
     return Inherited(gaussian, record, posterior)
 
 
+def _refuse_second_prior(method: MethodConfig) -> None:
+    """Raise if the method's config sets a prior, too."""
+    if method.prior_std is not None or method.prior_mean != "zero" or method.prior != "gaussian":
+        raise ValueError(
+            f"{method.name}: prior={method.prior!r}, prior_std={method.prior_std!r}, prior_mean={method.prior_mean!r} "
+            "and another posterior are two priors: that one has its own mean and covariance. Leave these fields out"
+        )
+
+
+def _check_base(posterior: Posterior, model: BayesianModel, what: str) -> None:
+    """Raise if the posterior belongs to another base model, or to a head with other outputs."""
+    found = base_model.describe(model.model, model.core, model.layout)
+    if problems := base_model.differences(posterior.config.base_model, found):
+        raise ValueError(f"{what} belongs to another base model: this one has {'; '.join(problems)}")
+    # the rows of a head belong to its labels: in another order one label would inherit the prior of another
+    if problems := base_model.output_differences(posterior.config.head, model.core.config):
+        raise ValueError(
+            f"{what} is of a head whose outputs stand for something else: this model's config has "
+            f"{'; '.join(problems)}. Give it the labels (id2label, label2id) and the problem_type of the earlier run"
+        )
+
+
+def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:
+    """Return one Gaussian with the moments of the posterior."""
+    approximation = posterior.approximation
+    try:
+        gaussian = single(approximation)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if posterior.adapter_config and isinstance(approximation, Draws) and len(torch.unique(approximation.chain)) > 1:
+        logger.warning(
+            "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
+            "and B is not a model of any chain. Take a Gaussian posterior, or draws of one chain",
+            what,
+        )
+    return gaussian
+
+
 def _absolute(prior: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A Hub id stays what it is."""
+    """Return a path as an absolute path, and a Hub id unchanged."""
     return Path(prior).absolute() if Path(prior).exists() else prior
 
 

@@ -1,4 +1,4 @@
-"""Check token ids at a model's entrance: their kind, their range, their mask and their number."""
+"""Check token ids before the model reads them: their dtype, their range, their mask and their number."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WANTED = "expected a tensor of integers [rows, tokens]"
 
 
 class InputCheck:
-    """Refuses inputs of a model that would fail deep inside it, or be answered with numbers that mean nothing.
+    """Refuse inputs that would fail deep inside a model, or for which its outputs would mean nothing.
 
-    Where a table holds the positions (GPT-2, BERT), longer rows are refused; where positions are computed (rotary),
-    they are warned of once: the model was not trained on them.
+    Rows longer than the context are refused if a table holds the positions (GPT-2, BERT). If positions are computed
+    (rotary), there is one warning: the model was not trained on such positions.
 
     Args:
         core: the transformers model.
 
     Attributes:
         num_tokens: rows of the input embedding; None for a model that reads no tokens.
-        longest: tokens of the model's context; None where it has no limit.
+        longest: tokens of the model's context; None if it has no limit.
         has_table: whether positions come from a table of that length.
     """
 
@@ -35,20 +35,20 @@ class InputCheck:
         self._warned = False
 
     def __call__(self, inputs: Mapping[str, Any], *, where: str = "the batch", first: int = 0) -> None:
-        """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot answer.
+        """Raise a ValueError for ``input_ids`` and ``attention_mask`` that the model cannot take.
 
-        Inputs without ``input_ids`` (images, embeddings) are not looked at. The process waits once for the device.
+        Inputs without ``input_ids`` (images, embeddings) are not checked. The process waits once for the device.
 
         Args:
-            inputs: of a forward without a cache.
-            where: what the caller calls the rows.
-            first: number of the first of them.
+            inputs: of a forward pass without a cache.
+            where: the caller's name for the rows.
+            first: number of the first row.
         """
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if ids is None or self.num_tokens is None:
             return
         require_ids(ids)
-        if not isinstance(mask, Tensor) or mask.ndim != 2:  # other masks do not tell of padding
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # other masks do not show padding
             mask = torch.ones_like(ids)
         if mask.shape != ids.shape:
             raise ValueError(
@@ -75,11 +75,11 @@ class InputCheck:
             self._check_lengths(kept, inputs.get("position_ids"), where, first)
 
     def check_generation(self, mask: Tensor, num_new: int) -> None:
-        """Raise, or warn, where prompts and new tokens together are longer than the context.
+        """Raise, or warn, if prompts and new tokens together are longer than the context.
 
         Args:
             mask: [rows, T] of the prompts.
-            num_new: tokens that each of them may get.
+            num_new: the number of new tokens that each prompt may get.
         """
         if self.longest is None or mask.shape[-1] + num_new <= self.longest or mask.ndim != 2:
             return
@@ -108,13 +108,13 @@ class InputCheck:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{what} {context}: it was not trained on such positions, and what it then says of its "
-                f"uncertainty is not known to mean anything. To avoid this, {advice}"
+                f"{what} {context}: it was not trained on such positions, and its uncertainty there may mean nothing. "
+                f"To avoid this, {advice}"
             )
 
 
 def require_ids(ids: Any) -> None:
-    """Raise a ValueError for token ids that are no integers [rows, tokens]."""
+    """Raise a ValueError for token ids that are not integers [rows, tokens]."""
     if not isinstance(ids, Tensor):
         raise ValueError(
             f"input_ids: {_WANTED}, got {type(ids).__name__}: give torch.tensor(ids), or what "
@@ -136,7 +136,7 @@ def check_vocabulary(tokenizer: Any, core: nn.Module) -> None:
     """Raise a ValueError for a tokenizer with ids that the model's embedding does not have.
 
     Args:
-        tokenizer: anything else than a tokenizer is not looked at.
+        tokenizer: an object that is not a tokenizer is not checked.
     """
     num_tokens = _num_tokens(core)
     if num_tokens is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -150,7 +150,7 @@ def check_vocabulary(tokenizer: Any, core: nn.Module) -> None:
 
 
 def _num_tokens(core: Any) -> int | None:
-    """Return the rows of the input embedding; None where it is no table of tokens."""
+    """Return the number of rows of the input embedding; None if it is not a table of tokens."""
     try:
         embedding = core.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -160,13 +160,13 @@ def _num_tokens(core: Any) -> int | None:
 
 
 def _context(core: Any) -> tuple[int | None, bool]:
-    """Return how many tokens a row may have, and whether a table of positions ends there."""
+    """Return the largest number of tokens in a row, and whether a table of positions ends there."""
     longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None, False
     for name, module in core.named_modules():
         if isinstance(module, nn.Embedding) and (name.endswith("wpe") or "pos" in name.rpartition(".")[2]):
-            # OPT's table has rows before the first position, RoBERTa's first position follows the padding token's
+            # OPT's table has rows before the first position; RoBERTa's first position follows the padding token's row
             offset = getattr(module, "offset", 0)
             if module.num_embeddings == longest + offset:
                 return longest - (0 if module.padding_idx is None or offset else module.padding_idx + 1), True

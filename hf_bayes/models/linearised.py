@@ -1,15 +1,15 @@
 """A model linearised in its random parameters: f(x, theta) ~ N(f(x, mean), J V J'), theta ~ N(mean, V).
 
-J [C, d] is the Jacobian of the outputs of a row at the mean, found in the live model showing that one member. Where the
-random parameters are a linear head, J is the head's input and nothing is differentiated; elsewhere there is a
-backward pass for each output, through which taps see the gradient of every row on its own.
+J [C, d] is the Jacobian of a row's outputs at the mean. The live model shows the mean as its one member. If the random
+parameters are a linear head, J is the head's input and nothing is differentiated. Otherwise there is a backward pass
+for each output, in which taps read the gradient of every row on its own.
 
-Language models, whose outputs are words at positions and too many for J, are the matter of ``linearised_lm``.
+A language model has too many outputs for J, one for each word at each position: see ``linearised_lm``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,24 +18,25 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.covariance import Covariance, Diagonal, Kronecker, LowRank, moved
+from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.module_hooks import Share, Tap, Taps, pieces
 from hf_bayes.members.single_member import plain
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.output_covariance import covariance_of_outputs, head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import widened
 
 JACOBIAN_BUDGET = 1 << 26
-"""Numbers of Jacobians held at once; a single row is never split."""
+"""The largest number of elements in the Jacobians that are held at once; a single row is never split."""
 
 
 class Outputs(NamedTuple):
     """K Gaussians over the outputs, of equal weight.
 
     Attributes:
-        mean: [K, B, C], of taggers [K, B, T, C].
-        covariance: [K, B, C, C] or [K, B, T, C, C], or as the mean where outputs are independent.
+        mean: [K, B, C], or [K, B, T, C] for taggers.
+        covariance: [K, B, C, C] or [K, B, T, C, C], or in the shape of the mean if outputs are independent.
     """
 
     mean: Tensor
@@ -44,18 +45,18 @@ class Outputs(NamedTuple):
 
 @dataclass
 class Linearisation:
-    """How a model predicts that is linearised.
+    """The distribution of a linearised model's parameters, and the link that predicts.
 
     Attributes:
-        gaussian: what its parameters are drawn from.
-        link: of ``predictive.LINKS``.
+        gaussian: the distribution.
+        link: a name of ``gaussian_links.LINKS``.
     """
 
     gaussian: Gaussian
     link: str
 
     def gaussian_at(self, theta: Tensor) -> Gaussian:
-        """The Gaussian where ``theta`` is and in its dtype, which it keeps until the model moves on."""
+        """Return the Gaussian on the device and in the dtype of ``theta``; it is moved only if these have changed."""
         means = self.gaussian.means
         if (means.device, means.dtype) != (theta.device, theta.dtype):
             self.gaussian = moved(self.gaussian, theta)
@@ -63,10 +64,10 @@ class Linearisation:
 
 
 def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
-    """Of a model that is to predict linearised, by ``link``.
+    """Return the linearisation of ``model`` at its posterior.
 
     Raises:
-        ValueError: for an unknown link, or a posterior that is no Gaussian.
+        ValueError: for an unknown link, or a posterior that is not Gaussian.
     """
     if link not in LINKS:
         raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
@@ -80,11 +81,10 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
 
 
 def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
-    """The outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
+    """Return the outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
-    Those of a tagger are found position by position: T times C backward passes, and no covariance between positions.
-
-    Memory: Jacobians of as many rows as keep within ``JACOBIAN_BUDGET``.
+    A tagger takes T times C backward passes, position by position, and has no covariance between positions. Memory is
+    that of the Jacobians of as many rows as keep within ``JACOBIAN_BUDGET``.
 
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].
@@ -102,7 +102,7 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
 
 
 def _of_batch(
-    model: BayesianModel, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict
+    model: BayesianModel, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     rows = num_rows_of(inputs)
     taps.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
@@ -123,56 +123,8 @@ def _of_batch(
     return widened(logits.detach()).to(like.dtype), spread
 
 
-def covariance_of_outputs(covariance: Covariance, layout: Layout, jacobian: Mapping[str, Tensor]) -> Tensor:
-    """[B, C, C]: J V J' from {name: [B, C, *shape]}."""
-    flat = layout.flatten(jacobian)
-    return flat @ covariance.product(flat).mT
-
-
-def head_covariance(covariance: Covariance, layout: Layout, features: Tensor, *, weight: str) -> Tensor:
-    """[B, C, C] J V J' of outputs W phi (+ b), or its diagonal [B, C] where elements are independent.
-
-    With a Kronecker-factored V of W, (L (x) R) diag(values) (L (x) R)', it is L diag(values (R' phi)^2) L': for values
-    that are a product, (phi' A phi) B.
-
-    Args:
-        features: [B, n] phi.
-        weight: name of W [C, n]; the other tensor of the layout, if there is one, is b [C].
-    """
-    num_outputs = layout.shapes[layout.names.index(weight)][0]
-    if isinstance(covariance, Diagonal):
-        spread = features.new_zeros(len(features), num_outputs)
-        for name, std in layout.unflatten(covariance.std).items():
-            spread += features.square() @ std.square().mT if name == weight else std.square()
-        return spread
-    if isinstance(covariance, Kronecker):
-        spread = features.new_zeros(len(features), num_outputs, num_outputs)
-        for name, block in zip(layout.names, covariance.blocks, strict=True):
-            if isinstance(block, Tensor):
-                block = block.view(num_outputs, -1)
-                each = features.square() @ block.square().mT if name == weight else block.square().mT
-                spread += torch.diag_embed(each)
-                continue
-            turned = features if block.right is None else features @ block.right
-            values = turned.square() @ block.variances.mT
-            spread += torch.diag_embed(values) if block.left is None else (block.left * values[:, None]) @ block.left.mT
-        return spread
-    if isinstance(covariance, LowRank):
-        # J S (I + Q diag(c - 1) Q') S J': the first part is a diagonal covariance, the second has r columns J S Q
-        spread = torch.diag_embed(head_covariance(Diagonal(covariance.std), layout, features, weight=weight))
-        columns = layout.unflatten((covariance.std[:, None] * covariance.basis).mT)  # {name: [r, *shape]}
-        read: Any = sum(
-            torch.einsum("bn,rcn->bcr", features, part) if name == weight else part.mT for name, part in columns.items()
-        )
-        return spread + (read * (covariance.scale - 1)) @ read.mT
-    eye = torch.eye(num_outputs, dtype=features.dtype, device=features.device)
-    jacobian = {name: eye.expand(len(features), -1, -1) for name in layout.names}
-    outer = eye[None, :, :, None] * features[:, None, None, :]
-    return covariance_of_outputs(covariance, layout, jacobian | {weight: outer})
-
-
 def linear_head(taps: Taps, layout: Layout) -> Tap | None:
-    """The one linear module that owns all random parameters, if there is such a module."""
+    """Return the linear module that owns all random parameters; None if there is no such module."""
     if len(taps.taps) != 1:
         return None
     (tap,) = taps.taps
@@ -180,7 +132,7 @@ def linear_head(taps: Taps, layout: Layout) -> Tap | None:
 
 
 def _features(taps: Taps, logits: Tensor, like: Tensor) -> Tensor | None:
-    """[B, n]: what the linear module was given where its output is the logits; None if the logits are made of it."""
+    """Return [B, n] inputs of the linear module whose outputs are the logits; None if the logits differ from them."""
     found: list[Share] = []
     taps.listen(found.append, first=True)
     weights = torch.arange(1, logits.shape[-1] + 1, dtype=logits.dtype, device=logits.device)
@@ -195,7 +147,7 @@ def _features(taps: Taps, logits: Tensor, like: Tensor) -> Tensor | None:
 
 
 def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
-    """{name: [B, C, *shape]}, by a backward pass for each output."""
+    """Return {name: [B, C, *shape]} by a backward pass for each output."""
     rows, num_outputs = logits.shape
     found = {name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()}
     for output in range(num_outputs):
@@ -212,8 +164,8 @@ def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[
 
 
 def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
-    """The batch in pieces of ``size`` rows; whole if that is None."""
-    # a tensor of inference mode cannot be part of a graph, its copy can
+    """Yield the batch in pieces of ``size`` rows; None yields it whole."""
+    # a tensor of inference mode cannot be part of a graph, but its copy can
     yield from pieces(
         {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in inputs.items()}, size
     )

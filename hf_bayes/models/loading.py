@@ -1,4 +1,4 @@
-"""From a posterior directory to a live model: load the base, check that it is the one, fill the member axis."""
+"""Load a posterior's base model with its adapter and members, its tokenizer and its processors."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hf_bayes.core.text_safety import readable_errors
 from hf_bayes.models import base_model as base
 from hf_bayes.models import lora_layers
 from hf_bayes.models.base_location import locate, reaching, refuse_adapted
+from hf_bayes.models.gradient_flags import GradientFlags
 from hf_bayes.posteriors.posterior import Posterior, require_members
 
 _TOKENIZER = ("tokenizer_config.json",)
@@ -50,17 +51,16 @@ def load(
     base_model: str | os.PathLike[str] | PreTrainedModel | None,
     check_base: bool,
 ) -> tuple[nn.Module, Layout, Tensor, Posterior]:
-    """The base (with its adapter in place, if it has one), the layout, the members [M, d] and the posterior.
+    """Return the base model (with its adapter, if it has one), the layout, the members [M, d] and the posterior.
 
     Args:
-        task: what the posterior has to be for.
-        auto_class: what loads its base.
+        task: the task that the posterior must have.
+        auto_class: the auto class that loads its base model.
         location: of the posterior, as ``Posterior.from_pretrained`` takes it.
-
     Raises:
-        ValueError: if the posterior is of another task, the base model is not the one it was made with (naming what
-            differs; ``check_base=False`` overrides), ``members`` is no number of members, or ``dtype`` is none that a
-            model can have.
+        ValueError: if the posterior is of another task, it was made with another base model (naming the difference;
+            ``check_base=False`` overrides), ``members`` is not a number of members, or ``dtype`` is not a dtype of
+            models.
         OSError: if there is no posterior, or no base model, to be found.
     """
     if members is not None:
@@ -82,22 +82,21 @@ def load(
     return model, posterior.layout, theta.to(next(model.parameters()).device), posterior
 
 
-def _fitted(core: PreTrainedModel, posterior: Posterior, check_base: bool) -> nn.Module:
-    """The base model with the posterior's adapter, found to be the right one; after a refusal it is as it was."""
+def _fitted(core: nn.Module, posterior: Posterior, check_base: bool) -> nn.Module:
+    """Return the base model with the posterior's adapter after all checks; an error leaves it unchanged."""
     what = posterior.source or "this posterior"
     if posterior.adapter_config is None:
         _check_parameters(core, posterior.layout, what)
         _check_base(core, core, posterior, what, check_base)
         return core
-    flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
-    model = lora_layers.build(core, posterior.adapter_config, posterior.layout, posterior.config.task, what)
+    flags = GradientFlags(core)
+    model: nn.Module = lora_layers.build(core, posterior.adapter_config, posterior.layout, posterior.config.task, what)
     try:
         _check_parameters(model, posterior.layout, what)
         _check_base(model, core, posterior, what, check_base)
     except ValueError:
         unwrapped(model)
-        for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)
+        flags.restore()
         raise
     return model
 
@@ -120,10 +119,10 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
 
 
 def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any]) -> Posterior:
-    """The posterior there, or the one that is given.
+    """Read the posterior at a place, or return the given one.
 
     Raises:
-        ValueError: for a place within what is in memory already, and as ``Posterior.from_pretrained``.
+        ValueError: for a revision or subfolder of a posterior in memory, and as ``Posterior.from_pretrained``.
     """
     if not isinstance(directory_or_repo, Posterior):
         return Posterior.from_pretrained(directory_or_repo, **location)
@@ -133,8 +132,8 @@ def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[s
 
 
 def unwrapped(model: PeftModel) -> nn.Module:
-    """The model inside without its adapter, each of its modules the one it had before."""
-    base = model.get_base_model()
+    """Remove the adapter of a peft model and return the model inside, with its original modules."""
+    base: nn.Module = model.get_base_model()
     # peft would leave its copies of modules_to_save in their places
     own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
     model.unload()
@@ -152,19 +151,18 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     **location: Any,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with a posterior, else that of its base model.
+    """Load the tokenizer saved with a posterior, else the base model's tokenizer.
 
     Files that the posterior's manifest does not list are not read, and code in its directory never runs.
 
     Args:
-        posterior: what is there, if it has been read already.
-        base_model: where the base is now; None, or the model itself, takes the name in the posterior.
-        location: of the posterior, as ``Posterior.from_pretrained`` takes it; how it comes from the Hub (the token, the
-            cache) is how the base model does.
+        posterior: the posterior at that place, if it has been read already.
+        base_model: the base model's new place; None, or the model itself, takes the name in the posterior.
+        location: of the posterior, as ``Posterior.from_pretrained`` takes it; the settings of downloads (the token, the
+            cache) apply to the base model, too.
         trust_remote_code: whether code of the base model's repository may run.
     Raises:
-        ValueError: if it is not the tokenizer the posterior was made with, nothing says where it is, or it asks for
-            code.
+        ValueError: if the posterior was made with another tokenizer, its place is unknown, or it needs code.
     """
     posterior = posterior or Posterior.from_pretrained(directory_or_repo, **location)
     context = (base_model, trust_remote_code, location)
@@ -178,17 +176,17 @@ def load_tokenizer(
 
 @readable_errors()
 def load_image_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> BaseImageProcessor:
-    """The image processor saved with a posterior, else that of its base model; arguments as of ``load_tokenizer``.
+    """Load the image processor saved with a posterior, else the base model's; arguments as in ``load_tokenizer``.
 
     Raises:
         OSError: if neither has one.
-        ValueError: if nothing says where it is, or it asks for code.
+        ValueError: if its place is unknown, or it needs code.
     """
     return _load_reader("image processor", AutoImageProcessor, _READERS, directory_or_repo, **options)
 
 
 def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if a tokenizer is not the one that the posterior was made with."""
+    """Raise if the posterior was made with another tokenizer."""
     expected = posterior.config.base_model["fingerprint"]["tokenizer"]
     found = base.fingerprint_tokenizer(tokenizer)
     if expected is not None and found != expected:
@@ -199,12 +197,12 @@ def check_tokenizer(posterior: Posterior, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def load_feature_extractor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
-    """The feature extractor saved with a posterior, else that of its base model; as of ``load_image_processor``."""
+    """Load the feature extractor saved with a posterior, else the base model's, as ``load_image_processor`` does."""
     return _load_reader("feature extractor", AutoFeatureExtractor, _READERS, directory_or_repo, **options)
 
 
 def load_processor(directory_or_repo: str | os.PathLike[str], **options: Any) -> Any:
-    """The processor of images and text saved with a posterior, else that of its base model; as the others."""
+    """Load the processor of images and text saved with a posterior, else the base model's, in the same way."""
     return _load_reader("processor", AutoProcessor, _PROCESSOR, directory_or_repo, **options)
 
 
@@ -241,12 +239,12 @@ def _source(
     trust_remote_code: bool,
     location: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Find where to load a tokenizer or processor from, and how: the posterior's sidecars, or else its base model.
+    """Yield the place of a tokenizer or processor, and the arguments to load it: sidecars, or else the base model.
 
-    Sidecars lie in a private folder while the block runs. Every error of the block is raised in the posterior's name.
+    Sidecars lie in a private folder while the block runs. Errors of the block name the posterior in its place.
 
     Args:
-        names: the files one of which the sidecars must have.
+        names: the sidecars must include one of these files.
     """
     if posterior.sidecars.has(*names):
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -305,7 +303,7 @@ def _load_base(
 
 
 def _dtype_of(given: Any) -> torch.dtype | None:
-    """What a base model is to be turned into; None for the dtype that it has."""
+    """Return the dtype into which a base model is converted; None leaves its own."""
     if given is None or given == "auto":
         return None
     found = getattr(torch, given, None) if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""LoRA layers in a live model: checked against a posterior's tensors, built by peft, and read off again by name."""
+"""LoRA layers in a live model: check them against a posterior's tensors, build them with peft, list their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.|$)")
 
 
 def build(model: nn.Module, config: Mapping[str, Any], layout: Layout, task: str, where: str) -> PeftModel:
-    """Put a posterior's LoRA on its base model, after all names and sizes have been compared.
+    """Add a posterior's LoRA to its base model, after all names and sizes have been compared.
 
     Args:
         model: the base model, changed in place.
@@ -68,10 +68,10 @@ def check_fits(model: nn.Module, layout: Layout, where: str) -> None:
 
 
 def names_of(model: PeftModel) -> dict[str, Any]:
-    """The fields of a live LoRA that say where it is, by full module names: ranks and alphas as peft has resolved them.
+    """Return the fields of a live LoRA that locate it, by full module names, with the ranks and alphas that peft uses.
 
     Raises:
-        ValueError: if names alone cannot say it.
+        ValueError: if names alone cannot locate it.
     """
     adapter, base = model.active_adapter, model.get_base_model()
     config = model.peft_config[adapter]
@@ -98,7 +98,7 @@ def names_of(model: PeftModel) -> dict[str, Any]:
 
 
 def _excluded(model: nn.Module, targets: Any, where: str) -> list[str]:
-    """The modules that peft, which matches endings of names, must be told to leave out."""
+    """Return the modules to exclude by name, since peft matches endings of names."""
     excluded = lora_config.shadowed(targets, _module_names(model))
     if lost := lora_config.shadowed(excluded, targets):
         raise ValueError(
@@ -119,7 +119,7 @@ def _refuse_shadowed_copies(model: nn.Module, saved: Sequence[str], where: str) 
 
 
 def _module_names(model: nn.Module) -> list[str]:
-    """The names of the modules without the parts that peft has put in."""
+    """Return the names of the modules without the parts that peft has added."""
     found = dict.fromkeys(name for name, _ in model.named_modules() if not _ADAPTER_PART.search(name))
     for wrapper in _WRAPPERS:
         found = dict.fromkeys(name.replace(wrapper, "") for name in found)
@@ -127,13 +127,13 @@ def _module_names(model: nn.Module) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """The parameter's name in the base model alone."""
+    """Return the parameter's name in the base model without its adapter."""
     name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.removeprefix(PREFIX))
     return name.replace(".base_layer.", ".")
 
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a layer that a LoRA is put on; None for a kind that peft may know and this function does not."""
+    """Return (in, out) of a layer that gets a LoRA; None for a kind of layer that is unknown here."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
     if isinstance(module, nn.Embedding):
@@ -143,7 +143,7 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _adapter_name(layout: Layout) -> str:
-    """The adapter's name within the parameter names, such as "default"."""
+    """Return the adapter's name within the parameter names, such as "default"."""
     names = {
         match[1] for name in layout.names if (match := re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", name))
     }

@@ -1,4 +1,4 @@
-"""Rows that hold several documents one after the other, told apart by their positions alone."""
+"""Packed rows: several documents one after the other, separated only by their positions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor
 
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.compat import attention_of
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
 
 def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str, Any]) -> None:
-    """Raise if the model lets a packed document see the one before it, so that the likelihood would be another.
+    """Raise if a packed document depends on the document before it, since that would change the likelihood.
 
-    Other tokens in the first document of each row must leave the log-likelihood of the later ones as it is. Attention
-    by masks (sdpa, eager) keeps documents apart; models with a state between tokens, and attention that is given the
-    documents' ends but not of every member's rows, may not.
+    Other tokens in the first document of each row must not change the log-likelihood of the later documents. Attention
+    with masks (sdpa, eager) keeps documents apart. Models with a state between tokens may not, nor attention that is
+    given the documents' ends, but not for the rows of every member.
 
     Args:
         theta: [m, d], members that go through the model together.
-        inputs: a batch with ``labels`` that all of them see; nothing is checked of one that is not packed.
+        inputs: a batch with ``labels`` that all of them see; a batch that is not packed is not checked.
     """
     first = first_documents(inputs)
     if first is None or not model.shifts_labels:
@@ -34,7 +35,7 @@ def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str
     rounding = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-3
     if not torch.allclose(same, changed, rtol=rounding, atol=0):
         raise ValueError(
-            f"{type(model.core).__name__} with attention {model.core.config._attn_implementation!r} lets packed "
+            f"{type(model.core).__name__} with attention {attention_of(model.core.config)!r} lets packed "
             "documents see each other: their likelihood would depend on what they are packed with. Set packing=False "
             "and padding_free=False, or load the model with attn_implementation='sdpa' if it has attention alone"
         )

@@ -1,37 +1,37 @@
-"""The task that a model's head is for, by the mappings from which transformers' auto classes choose.
+"""The task of a model's head, found in the mappings from which transformers' auto classes choose.
 
-A head that is not known is refused: trained under another likelihood it would mean something else, and no class could
+An unknown head is refused: trained under another likelihood its outputs would mean something else, and no class could
 load the posterior.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from hf_bayes.models import compat
 from hf_bayes.posteriors.tasks import SUPPORTED, TASKS, Task
 
 _FIRST = ("image_text_to_text", "audio_classification")
-"""Looked up before the others: some models that take images stand among the causal language models, too."""
+"""Tasks that are looked up first: some models that take images are listed as causal language models, too."""
 
 
 def mappings() -> dict[str, str | None]:
-    """Name of each mapping of model classes in transformers -> name of its auto class, None where it has none."""
+    """Return {name of a mapping of model classes in transformers: name of its auto class, None without one}."""
     content = vars(modeling_auto)
     names = [name for name in content if name.startswith("MODEL_") and name.endswith("MAPPING")]
-    loaders = {id(getattr(value, "_model_mapping", None)): key for key, value in content.items() if "Auto" in key}
+    loaders = compat.loaders_of_mappings()
     return {name: loaders.get(id(content[name])) for name in names}
 
 
 def task_of(model: nn.Module) -> Task:
-    """The task of a transformers model.
+    """Return the task of a transformers model.
 
-    A class of transformers, or a subclass of one, is looked up in the mappings of the auto classes. Another class is
-    what it was registered as (``AutoModel....register``), what its ``config.auto_map`` says, or what its name ends in.
+    A class of transformers, or a subclass of one, is looked up in the mappings of the auto classes. The task of another
+    class follows from its registration (``AutoModel....register``), its ``config.auto_map``, or the end of its name.
 
     Raises:
         ValueError: for a head of another kind, naming it and what is supported.
@@ -55,12 +55,16 @@ def task_of(model: nn.Module) -> Task:
 
 
 def _loaders_of(kind: type, config: Any) -> list[str]:
-    """Names of the auto classes that load models of this class; of a mapping that has none, its own name."""
+    """Return the names of the auto classes that load this class; a mapping without one stands under its own name."""
     native = kind.__module__.startswith("transformers.")
     found = []
     for name, loader in mappings().items():
         mapping = getattr(modeling_auto, name)
-        known = kind.__name__ in _class_names(mapping) if native else kind in mapping._extra_content.values()
+        known = (
+            kind.__name__ in compat.names_in_mapping(mapping)
+            if native
+            else kind in compat.registered_in_mapping(mapping)
+        )
         if known:
             found.append(loader or name)
     if native:
@@ -68,9 +72,3 @@ def _loaders_of(kind: type, config: Any) -> list[str]:
     auto_map = getattr(config, "auto_map", None) or {}
     found += [name for name, code in auto_map.items() if str(code).split(".")[-1] == kind.__name__ and "Model" in name]
     return found or [task.auto_class for task in TASKS.values() if kind.__name__.endswith(task.suffix)]
-
-
-def _class_names(mapping: Any) -> Iterator[str]:
-    """Names of the classes of a mapping, none of which is imported for it."""
-    for names in mapping._model_mapping.values():
-        yield from (names,) if isinstance(names, str) else names

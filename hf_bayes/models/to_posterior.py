@@ -28,12 +28,12 @@ def to_posterior(
     trace: dict[str, Any] | None = None,
     sidecars: Sidecars | None = None,
 ) -> Posterior:
-    """The posterior of a method over the random parameters of ``model``, with all that is needed to use it.
+    """Return the posterior of a method over the random parameters of ``model``, complete for saving.
 
     Args:
-        tokenizer: the tokenizer or processor that is saved with it; None keeps that of the posterior that ``model``
-            was loaded from.
-        sidecars: the files of the tokenizer or processor, if they are known already.
+        tokenizer: the tokenizer or processor that is saved with it; None keeps the tokenizer of the posterior that
+            ``model`` was loaded from.
+        sidecars: the files of the tokenizer or processor, if they have been collected already.
     """
     layout = model.layout
     description = base_model.describe(model.model, model.core, layout, tokenizer)
@@ -70,10 +70,10 @@ def to_posterior(
 
 
 def sidecars_of(model: BayesianModel, tokenizer: Any, known: Sidecars | None = None) -> Sidecars:
-    """The files of a tokenizer or processor, and of the generation config if the model has one.
+    """Return the files of a tokenizer or processor, and of the generation config if the model has one.
 
     Args:
-        tokenizer: None keeps the files that are ``known``, or those of the posterior that ``model`` was loaded from.
+        tokenizer: None keeps the ``known`` files, or the files of the posterior that ``model`` was loaded from.
     """
     if tokenizer is None and known is None and model.posterior is not None:
         known = model.posterior.sidecars

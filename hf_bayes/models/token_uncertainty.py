@@ -1,4 +1,4 @@
-"""Uncertainty of every token that is generated or scored, collected while the mixture is at hand."""
+"""The uncertainty of every token that is generated or scored, recorded while its mixture exists."""
 
 from __future__ import annotations
 
@@ -7,44 +7,17 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteriaList
+from torch import Tensor
+from transformers import StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.likelihoods import widened
 
-_ASSISTED = "drafted tokens are checked several at a time, and uncertainty is recorded token by token"
-_OTHER_LOOP = "it runs a decoding loop of its own, whose steps are not recorded"
-_SECOND_PROMPT = "it calls the model a second time in every step, with another prompt"
-_REFUSED = {
-    **dict.fromkeys(
-        ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type"),
-        _ASSISTED,
-    ),
-    **dict.fromkeys(
-        ("custom_generate", "penalty_alpha", "dola_layers", "num_beam_groups", "constraints", "force_words_ids"),
-        _OTHER_LOOP,
-    ),
-    **dict.fromkeys(("guidance_scale", "negative_prompt_ids"), _SECOND_PROMPT),
-    "inputs_embeds": "records are of tokens, and such a prompt has none: give input_ids, or call the model itself",
-    "prefill_chunk_size": "pieces of the prompt would be recorded as tokens",
-    "token_healing": "it generates the end of the prompt anew, and that would be recorded, too",
-}
-"""Settings of generate that are refused, and why."""
-_NEUTRAL = {"num_beam_groups": 1, "guidance_scale": 1}
-"""What old generation configs say where nothing is asked for."""
-_READ_AGAIN = "beams are read once more when they have ended, as input_ids and their mask alone: give the whole text"
-"""A mask is longer where a cache holds what is not among the ``input_ids``."""
-_CACHE = "this cache is not known to keep the rows of members apart"
-_CACHES = ("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
-"""The last three are transformers' former names of static caches for layers that slide."""
-_SUPPORTED = "Supported are greedy search, sampling and beam search, with dynamic or static caches"
-
 
 class Scores(NamedTuple):
-    """Per token and per sequence, in nats, of the raw mixture. NaN where a token is padding.
+    """Numbers of the raw mixture in nats, per token and per sequence. NaN at tokens that are padding.
 
     Attributes:
         total: [rows, tokens] entropy of the mixture at the token's position.
@@ -52,7 +25,7 @@ class Scores(NamedTuple):
         epistemic: [rows, tokens] total - aleatoric.
         logprobs: [rows, tokens] log-probability of the token under the mixture.
         sequence_logprob: [rows] log mean_m prod_t p_m(token t): the posterior predictive of the sequence.
-        sequence_logprob_tokenwise: [rows] the sum of ``logprobs``, which is another number (docs/uncertainty.md).
+        sequence_logprob_tokenwise: [rows] the sum of ``logprobs``, a different quantity (docs/uncertainty.md).
     """
 
     total: Tensor
@@ -74,10 +47,10 @@ class TokenRecord(NamedTuple):
 
 
 def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecord:
-    """What is kept of n positions once their tokens are known.
+    """Return the record of n positions whose tokens are known.
 
     Args:
-        prediction: of ``logits``.
+        prediction: the mixture of ``logits``.
         logits: [M, n, V] of the members.
         tokens: [n].
     """
@@ -88,7 +61,7 @@ def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecor
 
 
 def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Scores:
-    """Lay tokens out in rows.
+    """Return the scores of tokens, arranged in rows.
 
     Args:
         tokens: the n tokens at the True places of ``valid``, row by row.
@@ -109,13 +82,13 @@ def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Score
 
 
 class GenerationTrace:
-    """Watches one ``generate`` call: its forwards, its stopping criteria and, through a streamer, its tokens.
+    """The record of one ``generate`` call: its forward passes, its stopping criteria and, with a streamer, its tokens.
 
-    The token of a step is known one step later, at the next forward; a ``TraceStreamer`` knows it at once.
+    A forward pass shows the token of the step before it. A ``TraceStreamer`` receives a token as soon as it is drawn.
 
     Attributes:
         steps: one record per token drawn so far.
-        lengths: [rows] how many tokens each row has until it stopped, that one included.
+        lengths: [rows] number of tokens of each row until it stopped, the last one included.
         prompt_mask: the prompt's attention mask, as given to generate or inferred by it.
     """
 
@@ -128,20 +101,20 @@ class GenerationTrace:
         self._stopped = torch.zeros(0, dtype=torch.bool)
 
     def step(self, index: int, tokens: Tensor) -> TokenRecord:
-        """The record of a step whose ``tokens`` [rows] are known: the step that is pending, or one before it."""
+        """Return the record of a step whose ``tokens`` [rows] are known: the pending step, or an earlier one."""
         if index == len(self.steps):
             self.chosen(tokens.to(self.pending[0][1].device))
         return self.steps[index]
 
     def judged(self, stopped: Tensor) -> None:
-        """What the stopping criteria say of each row after a token: [rows] bool."""
+        """Record which rows the stopping criteria end after a token, [rows] bool."""
         if not len(self.lengths):
             self._stopped, self.lengths = torch.zeros_like(stopped), torch.zeros_like(stopped, dtype=torch.long)
         self.lengths += ~self._stopped
         self._stopped = self._stopped | stopped
 
     def chosen(self, tokens: Tensor) -> None:
-        """The tokens [rows] that were drawn from the positions observed last."""
+        """Record the tokens [rows] that were drawn at the positions observed last."""
         if self.pending:
             pieces, start = [], 0
             for prediction, logits in self.pending:
@@ -151,14 +124,14 @@ class GenerationTrace:
         self.pending = []
 
     def observe(self, prediction: Prediction, logits: Tensor) -> None:
-        """A chunk of the rows of the current step: its prediction, and its members' logits [M, n, V]."""
+        """Record a chunk of the current step's rows: its prediction, and its members' logits [M, n, V]."""
         self.pending.append((prediction, logits))
 
     def scores(self, new_tokens: Tensor, ends: Tensor) -> Scores | None:
-        """Scores of [rows, steps] new tokens of which row r has ``ends[r]``; None where rows and steps do not match."""
+        """Return scores of [rows, steps] new tokens, ``ends[r]`` in row r; None if rows or steps do not match."""
         if new_tokens.shape[1] == 0 or any(len(step.total) != len(new_tokens) for step in self.steps):
             return None
-        if len(self.steps) < new_tokens.shape[1]:  # on CUDA generate runs one forward too many, and forgets it
+        if len(self.steps) < new_tokens.shape[1]:  # on CUDA generate runs one forward pass too many, without its token
             self.chosen(new_tokens[:, -1])
         if len(self.steps) != new_tokens.shape[1]:
             return None
@@ -168,22 +141,22 @@ class GenerationTrace:
 
 
 class WatchedCriteria(StoppingCriteriaList):
-    """Stopping criteria that tell a trace when rows stop: at an end token, a stop string, whatever was given."""
+    """Stopping criteria that record in a trace when rows stop, for any criteria that were given."""
 
     def __init__(self, criteria: Iterable[Any], trace: GenerationTrace) -> None:
         super().__init__(criteria)
         self.trace = trace
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        stopped = super().__call__(input_ids, scores, **kwargs)
+        stopped: Tensor = super().__call__(input_ids, scores, **kwargs)
         self.trace.judged(stopped)
         return stopped
 
 
 class TraceStreamer(BaseStreamer):
-    """A streamer of ``generate`` that sees tokens together with their numbers, as soon as they are drawn.
+    """A streamer of ``generate`` that receives each token with its record as soon as the token is drawn.
 
-    Subclasses define ``on_step`` and, if they like, ``end``. One instance serves one call.
+    Subclasses define ``on_step`` and may define ``end``. One instance serves one call.
     """
 
     def __init__(self) -> None:
@@ -191,10 +164,10 @@ class TraceStreamer(BaseStreamer):
         self._num_steps = -1  # generate puts the prompt first
 
     def watch(self, trace: GenerationTrace) -> None:
-        """Called by ``generate``.
+        """Connect the streamer with the trace of a ``generate``, which calls this method.
 
         Raises:
-            ValueError: where it was called before.
+            ValueError: if it was called before.
         """
         if self._trace is not None:
             raise ValueError(f"{type(self).__name__} serves one call: make another for the next")
@@ -208,63 +181,13 @@ class TraceStreamer(BaseStreamer):
         self._num_steps += 1
 
     def on_step(self, tokens: Tensor, record: TokenRecord) -> None:
-        """Tokens [rows] that were drawn, and their record."""
+        """Take the tokens [rows] that were drawn, and their record."""
         raise AssertionError("a TraceStreamer defines on_step")
 
     def end(self) -> None:
-        """There are no more tokens."""
+        """Take the end of the stream."""
 
 
 def join(records: list[TokenRecord]) -> TokenRecord:
-    """Records of consecutive tokens as one."""
+    """Return records of consecutive tokens as one record."""
     return TokenRecord(*(torch.cat(values, -1) for values in zip(*records, strict=True)))
-
-
-def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt: Tensor | None = None) -> None:
-    """Raise for ways of generating whose caches or loops know nothing of members, and where nothing is to continue.
-
-    Args:
-        kwargs: of generate.
-        default: the model's own configuration, which holds where the call says nothing.
-        prompt: [rows, T], if there is one.
-    """
-    if isinstance(prompt, Tensor) and prompt.shape[-1:] == (0,):
-        raise ValueError(
-            f"generate continues prompts of one token or more, got {list(prompt.shape)}: leave input_ids out to begin "
-            "with the bos token"
-        )
-    config = kwargs.get("generation_config")
-
-    def setting(name: str) -> Any:
-        values = (kwargs.get(name), getattr(config, name, None), getattr(default, name, None))
-        return next((value for value in values if value is not None), None)
-
-    for name, reason in _REFUSED.items():
-        value = setting(name)
-        if isinstance(value, (Tensor, nn.Module)) or value not in (None, False, _NEUTRAL.get(name)):
-            refuse(f"{name}={type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)}", reason)
-    if (beams := setting("num_beams") or 1) > 1:
-        if isinstance(kwargs.get("streamer"), TraceStreamer):
-            refuse(f"num_beams={beams} of a stream", "beams are chosen among when all of them have ended")
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("position_ids") is not None:
-            refuse(f"num_beams={beams}, position_ids", _READ_AGAIN)
-        if mask is not None and isinstance(prompt, Tensor) and mask.shape[-1] != prompt.shape[-1]:
-            refuse(f"num_beams={beams}, attention_mask of {mask.shape[-1]} positions", _READ_AGAIN)
-    implementation = setting("cache_implementation")
-    if implementation not in (None, *_CACHES):
-        refuse(f"cache_implementation={implementation!r}", _CACHE)
-    cache = kwargs.get("past_key_values")
-    if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or cache.offloading):
-        offloaded = " that is offloaded" if type(cache) in (DynamicCache, StaticCache) else ""
-        refuse(f"past_key_values={type(cache).__name__}{offloaded}", _CACHE)
-    if cache is not None and setting("use_cache") is False:
-        refuse(
-            f"past_key_values={type(cache).__name__}, use_cache=False",
-            "every token would put the whole text into the cache once more",
-        )
-
-
-def refuse(asked: str, reason: str) -> None:
-    """Raise for something asked of generate."""
-    raise ValueError(f"generate({asked}) is not supported for an ensemble: {reason}. {_SUPPORTED}")

@@ -40,7 +40,7 @@ class HeldOutRows:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hide: bool | None = None,
     ) -> None:
-        if getattr(model, "_linearised", None) is not None:
+        if model.is_linearised:
             raise ValueError("held-out rows judge draws, and a linearised model has none: call linearise(None) first")
         self.model, self.batches, self.num_rows = model, batches, num_rows
         self.mesh, self.context = mesh, context

@@ -1,4 +1,5 @@
-"""Pipelines of transformers whose records carry uncertainty, and how these records are shown.
+"""Pipelines of transformers whose records carry uncertainty, and pictures of these records.
 
-``factory.pipeline`` makes them; ``registration`` makes them known to ``transformers.pipeline``.
+``factory.pipeline`` makes a pipeline from a saved posterior. ``registration`` registers our pipelines with
+``transformers.pipeline``. ``rendering`` shows records in HTML or in a terminal.
 """

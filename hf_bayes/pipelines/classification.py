@@ -1,14 +1,14 @@
 """Classification of texts, images and audio whose records carry total, aleatoric and epistemic uncertainty.
 
-A record is what transformers returns, {"label", "score"}, and one key more, "uncertainty": {"total", "aleatoric",
-"epistemic"} of the input in nats (those that are defined, of a linearised model); with ``top_k``, each of its
-records has it. Scores are probabilities of the mixture. For regression they are predictive means, and "uncertainty"
-holds {"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. Multi-label heads have no
-uncertainties, their records are those of transformers.
+A record is transformers' own, {"label", "score"}, with one more key, "uncertainty": {"total", "aleatoric",
+"epistemic"} of the input in nats (a linearised model may not define all of them). With ``top_k`` each record has the
+key. Scores are probabilities of the mixture. For regression they are predictive means, and "uncertainty" holds
+{"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. Records of multi-label heads are
+transformers' own, without uncertainties.
 
-``function_to_apply`` is "softmax" for classes, "sigmoid" for labels of their own, "none" for numbers. "none" gives the
-mixture's log-probabilities of classes, and for labels of their own the logits of the mean probabilities. What would
-give no quantity of the posterior is refused.
+``function_to_apply`` is "softmax" for classes, "sigmoid" for several labels, "none" for numbers. "none" gives the
+mixture's log-probabilities of classes, and for several labels the logits of the mean probabilities. A function that
+gives no quantity of the posterior is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import Any
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
-from hf_bayes.models.classification import (
-    BayesianModelForAudioClassification,
-    BayesianModelForImageClassification,
-    BayesianModelForSequenceClassification,
-    Deviations,
-)
+from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
+from hf_bayes.models.predictives import Deviations
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
@@ -32,7 +30,7 @@ _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
     Bernoulli: ("sigmoid", "none"),
     Normal: ("none",),
 }
-"""What may be applied to a head's answers; the first gives its scores."""
+"""Functions that may be applied to a head's outputs; the first gives the scores."""
 
 
 _TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
@@ -40,7 +38,7 @@ _TEXTS = ("text", "text_pair", "text_target", "text_pair_target")
 
 
 class _ScoredPipeline(BayesianPipeline):
-    """Of whole inputs: one answer each, ``top_k`` records of it."""
+    """A pipeline with one output for each input, and ``top_k`` records of it."""
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, list) and not inputs:
@@ -64,14 +62,14 @@ class _ScoredPipeline(BayesianPipeline):
         return super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
 
     def postprocess(self, model_outputs: Any, function_to_apply: str | None = None, **kwargs: Any) -> Any:
-        # transformers goes by the configuration, and takes a single output for a logit
+        # transformers decides by the configuration, and treats a single output as a logit
         applied = function_to_apply or self._functions()[0]
         result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
         for record in [result] if isinstance(result, dict) else result:
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
             if "predictive_std" in model_outputs:
-                # as transformers names outputs; label2id may say otherwise, or nothing
+                # transformers names outputs by id2label; label2id may differ or be missing
                 output = next(i for i, name in self.model.config.id2label.items() if name == record["label"])
                 record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
         return result
@@ -97,7 +95,7 @@ class BayesianImageClassificationPipeline(_ScoredPipeline, ImageClassificationPi
     """transformers' image classification with a Bayesian model; records as in the module's docstring.
 
     Takes what ``ImageClassificationPipeline`` takes: images, arrays, paths and addresses of images, lists, generators
-    and data sets of them, ``batch_size``, ``top_k`` (5 unless told) and ``timeout``.
+    and data sets of them, ``batch_size``, ``top_k`` (5 by default) and ``timeout``.
     """
 
     model_class = BayesianModelForImageClassification

@@ -1,4 +1,4 @@
-"""What all pipelines have in common: the model they take, and where it stays."""
+"""The common part of all pipelines: checks of the model and the inputs, and the model's device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_bayes.posteriors.tasks import TASKS
 
 
 class BayesianPipeline(Pipeline):
-    """A pipeline of transformers with a Bayesian model; to be named before the pipeline of transformers it is one of.
+    """A pipeline of transformers with a Bayesian model. A subclass names it before the pipeline of transformers.
 
     Attributes:
-        task_name: what ``hf_bayes.pipeline`` and ``transformers.pipeline`` call it, by ``hf_bayes.posteriors.tasks``.
-        model_class: what its model has to be.
-        reads: what it reads its inputs with: "tokenizer", "image_processor", "feature_extractor" or "processor".
+        task_name: its name in ``hf_bayes.pipeline`` and ``transformers.pipeline``, from ``posteriors.tasks``.
+        model_class: the class of its model.
+        reads: the object that reads inputs: "tokenizer", "image_processor", "feature_extractor" or "processor".
     """
 
     task_name: ClassVar[str]
@@ -34,7 +34,7 @@ class BayesianPipeline(Pipeline):
     def __init__(self, model: BayesianModel, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any) -> None:
         self.check_model(model)
         if kwargs.get("device") is None and getattr(model.core, "hf_device_map", None):
-            # accelerate has placed the model, and transformers looks for its map on the outer model only
+            # accelerate has placed the model, but transformers reads the map of the outer model only
             kwargs["device"] = model.device
         if tokenizer is not None:
             check_vocabulary(tokenizer, model.core)
@@ -42,7 +42,7 @@ class BayesianPipeline(Pipeline):
 
     @classmethod
     def check_model(cls, model: Any) -> None:
-        """Raise if a model is of another kind than this pipeline's."""
+        """Raise if a model is not of this pipeline's kind."""
         task, expected = cls.task_name, cls.model_class
         if not isinstance(model, expected):
             raise ValueError(
@@ -53,9 +53,9 @@ class BayesianPipeline(Pipeline):
 
     @classmethod
     def check_texts(cls, inputs: Any) -> None:
-        """Raise a ValueError for inputs that are no texts: nothing, numbers, an empty list.
+        """Raise a ValueError for inputs that are not texts: None, numbers, an empty list.
 
-        Generators and data sets are not looked into: they are read once.
+        Generators and data sets are not checked, since they can be read only once.
         """
         given = inputs if isinstance(inputs, list | tuple) else [inputs]
         odd = [each for each in given if each is None or isinstance(each, bytes | bool | int | float) or each == {}]
@@ -67,10 +67,10 @@ class BayesianPipeline(Pipeline):
 
     @classmethod
     def check_tokenizer_arguments(cls, tokenizer: Any, given: Mapping[str, Any], *, taken: Collection[str]) -> None:
-        """Raise a ValueError for keywords that a tokenizer would leave out without a word.
+        """Raise a ValueError for keywords that a tokenizer would ignore silently.
 
         Args:
-            taken: names that it knows and that are not the caller's to set.
+            taken: keywords of the tokenizer that the caller may not set.
         """
         known = [
             name
@@ -84,10 +84,10 @@ class BayesianPipeline(Pipeline):
             )
 
     def check_model_type(self, supported_models: Any) -> None:
-        """Done at construction: transformers would look the class up in a list of its own models."""
+        """Do nothing: ``check_model`` has checked the model, and transformers' check accepts only its own classes."""
 
     def call_without_cache(self, inputs: Any) -> Any:
-        """The model's answer to whole texts. A causal backbone would keep the keys and values of all members."""
+        """Return the model's output for whole texts, without the cache in which a causal backbone keeps all members."""
         if "use_cache" in inspect.signature(self.model.core.forward).parameters:
             inputs = {**inputs, "use_cache": False}
         return self.model(**inputs)

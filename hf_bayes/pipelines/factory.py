@@ -1,9 +1,9 @@
-"""Text, images or audio in, records out: pipelines of transformers whose records carry uncertainty."""
+"""``hf_bayes.pipeline``: make a pipeline of transformers with a saved posterior or a Bayesian model."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -50,7 +50,7 @@ _READERS: dict[str, tuple[Any, Any]] = {
     "feature_extractor": (load_feature_extractor, AutoFeatureExtractor),
     "processor": (load_processor, AutoProcessor),
 }
-"""What pipelines read inputs with: how a posterior's is loaded, and another one."""
+"""Name of a tokenizer or processor -> function that loads a posterior's own, auto class that loads any other."""
 
 
 def pipeline(
@@ -77,83 +77,116 @@ def pipeline(
     prediction: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A pipeline with a saved posterior or a Bayesian model.
+    """Return a pipeline with a saved posterior or a Bayesian model.
 
     Args:
         task: "bayesian-text-generation", "bayesian-text-classification", "bayesian-token-classification",
             "bayesian-image-classification", "bayesian-audio-classification" or "bayesian-image-text-to-text"; None
-            takes that of the posterior.
+            takes the posterior's task.
         model: a posterior directory, a repository of the Hub, or a Bayesian model.
-        tokenizer: a tokenizer or where to load one; None takes the posterior's.
-        image_processor, feature_extractor, processor: likewise, where the inputs are images, audio, or images and text.
+        tokenizer: a tokenizer or its place; None takes the posterior's tokenizer.
+        image_processor, feature_extractor, processor: likewise, for images, audio, or images and text.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
             trust_remote_code, base_model, check_base, prediction: for loading, as in
             ``BayesianModelForCausalLM.from_pretrained``.
         device: as in transformers: None takes the first accelerator if there is one.
-        kwargs: for the pipeline: ``batch_size`` or any argument of a call.
+        kwargs: ``batch_size`` of the pipeline, or any argument of a call.
     Raises:
         ValueError: for an unknown task, a model of another kind, or a tokenizer that is not the posterior's.
     """
+    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
+                                "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
+    loading: dict[str, Any] = {"members": members, "dtype": dtype, "device_map": device_map, "prediction": prediction,
+                               "base_model": base_model, "check_base": check_base}  # fmt: skip
+    readers = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
+               "processor": processor}  # fmt: skip
+    _check_request(task, model)
+    if isinstance(model, str | os.PathLike):
+        found = _from_posterior(task, model, readers, location, loading, trust_remote_code)
+    else:
+        _refuse_loading(location | loading)
+        found = _from_model(task, model, readers, trust_remote_code)
+    kwargs |= {found.kind.reads: found.reader} | ({} if device is None else {"device": device})
+    return found.kind(model=found.model, task=found.kind.task_name, **kwargs)
+
+
+class _Parts(NamedTuple):
+    """The parts of a pipeline: its class, its model, and the object that reads its inputs."""
+
+    kind: type[BayesianPipeline]
+    model: BayesianModel
+    reader: Any
+
+
+def _from_posterior(
+    task: str | None,
+    place: str | os.PathLike[str],
+    readers: dict[str, Any],
+    location: dict[str, Any],
+    loading: dict[str, Any],
+    trust_remote_code: bool,
+) -> _Parts:
+    """Load a posterior, and the tokenizer or processor beside it unless one is given."""
+    posterior = Posterior.from_pretrained(place, **location)
+    kind = _TASKS[task] if task is not None else _of_task(posterior.config.task)
+    load, _ = _READERS[kind.reads]
+    reader = _only(kind, readers)
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code, "base_model": loading["base_model"]}
+    if reader is None:
+        reader = load(place, posterior=posterior, **remote, **location)
+    download = {name: location[name] for name in DOWNLOAD}
+    model = kind.model_class.from_pretrained(posterior, trust_remote_code=trust_remote_code, **download, **loading)
+    return _checked(kind, model, reader, trust_remote_code)
+
+
+def _from_model(task: str | None, model: Any, readers: dict[str, Any], trust_remote_code: bool) -> _Parts:
+    """Take a model in memory, and the tokenizer or processor that is given."""
+    if task is None and not isinstance(model, BayesianModel):
+        raise ValueError(
+            f"a pipeline needs a posterior's directory or repository, or a Bayesian model, got {type(model).__name__}"
+        )
+    kind = _TASKS[task] if task is not None else _of_task(model.task)
+    return _checked(kind, model, _only(kind, readers), trust_remote_code)
+
+
+def _checked(kind: type[BayesianPipeline], model: BayesianModel, reader: Any, trust_remote_code: bool) -> _Parts:
+    """Check that the model and its tokenizer belong together, after loading a tokenizer that is given by its place."""
+    kind.check_model(model)
+    if reader is None:
+        raise ValueError(f"a model in memory comes without its {kind.reads.replace('_', ' ')}: give {kind.reads}=")
+    if isinstance(reader, str | os.PathLike):
+        _, auto_class = _READERS[kind.reads]
+        reader = auto_class.from_pretrained(reader, trust_remote_code=trust_remote_code)
+    if model.posterior is not None and kind.reads in ("tokenizer", "processor"):
+        check_tokenizer(model.posterior, getattr(reader, "tokenizer", reader))
+    return _Parts(kind, model, reader)
+
+
+def _check_request(task: str | None, model: Any) -> None:
+    """Raise for an unknown task, and without a model."""
     if task is not None and task not in _TASKS:
         names = ", ".join(map(repr, _TASKS))
         raise ValueError(f"unknown task {task!r}: expected one of {names}, or none: pipeline(model=...) finds its task")
     if model is None:
         raise ValueError(f"a pipeline needs a posterior: give model=, its directory or repository (got {task=} alone)")
-    location: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
-                                "force_download": force_download, "local_files_only": local_files_only}  # fmt: skip
-    loading: dict[str, Any] = {
-        "members": members, "dtype": dtype, "device_map": device_map, "prediction": prediction,
-    }  # fmt: skip
-    all_given = location | loading | {"base_model": base_model}
-    given = [name for name, value in all_given.items() if value is not None and value is not False]
+
+
+def _refuse_loading(settings: dict[str, Any]) -> None:
+    """Raise if settings for loading are given with a model that is loaded already."""
+    check_base = settings.pop("check_base")
+    given = [name for name, value in settings.items() if value is not None and value is not False]
     given += [] if check_base else ["check_base"]
-    if given and not isinstance(model, str | os.PathLike):
+    if given:
         raise ValueError(f"{', '.join(given)}: the model is loaded already, give this to its from_pretrained")
-    posterior = Posterior.from_pretrained(model, **location) if isinstance(model, str | os.PathLike) else None
-    pipeline_class = _find(model, posterior) if task is None else _TASKS[task]
-    reads, model_class = pipeline_class.reads, pipeline_class.model_class
-    load, auto_class = _READERS[reads]
-    reader = _only(
-        pipeline_class,
-        tokenizer=tokenizer,
-        image_processor=image_processor,
-        feature_extractor=feature_extractor,
-        processor=processor,
-    )
-    bayesian: Any = model
-    if posterior is not None:
-        remote: dict[str, Any] = {"trust_remote_code": trust_remote_code, "base_model": base_model}
-        if reader is None:
-            reader = load(model, posterior=posterior, **remote, **location)
-        download = {name: location[name] for name in DOWNLOAD}
-        bayesian = model_class.from_pretrained(posterior, check_base=check_base, **remote, **download, **loading)
-    pipeline_class.check_model(bayesian)
-    if reader is None:
-        raise ValueError(f"a model in memory comes without its {reads.replace('_', ' ')}: give {reads}=")
-    if isinstance(reader, str | os.PathLike):
-        reader = auto_class.from_pretrained(reader, trust_remote_code=trust_remote_code)
-    if bayesian.posterior is not None and reads in ("tokenizer", "processor"):
-        check_tokenizer(bayesian.posterior, getattr(reader, "tokenizer", reader))
-    kwargs |= {reads: reader} | ({} if device is None else {"device": device})
-    return pipeline_class(model=bayesian, task=pipeline_class.task_name, **kwargs)
 
 
-def _find(model: Any, posterior: Posterior | None) -> type[BayesianPipeline]:
-    """The pipeline of a posterior's, or a model's, task."""
-    if posterior is not None:
-        found = posterior.config.task
-    elif isinstance(model, BayesianModel):
-        found = model.task
-    else:
-        raise ValueError(
-            f"a pipeline needs a posterior's directory or repository, or a Bayesian model, got {type(model).__name__}"
-        )
-    return next(each for each in _PIPELINES if each.model_class.task == found)
+def _of_task(task: str) -> type[BayesianPipeline]:
+    """Return the pipeline of a task of ``posteriors.tasks``."""
+    return next(each for each in _PIPELINES if each.model_class.task == task)
 
 
-def _only(pipeline_class: type[BayesianPipeline], **processors: Any) -> Any:
-    """What is given of the one that the pipeline reads its inputs with."""
-    task, reads = pipeline_class.task_name, pipeline_class.reads
-    if others := [name for name, given in processors.items() if given is not None and name != reads]:
-        raise ValueError(f"{task} reads its inputs with {reads}=, got {others[0]}=: leave that out")
-    return processors[reads]
+def _only(kind: type[BayesianPipeline], readers: dict[str, Any]) -> Any:
+    """Return the given tokenizer or processor of the kind that the pipeline uses."""
+    if others := [name for name, given in readers.items() if given is not None and name != kind.reads]:
+        raise ValueError(f"{kind.task_name} reads its inputs with {kind.reads}=, got {others[0]}=: leave that out")
+    return readers[kind.reads]

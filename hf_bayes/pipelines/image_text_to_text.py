@@ -1,6 +1,6 @@
 """Text about images whose records carry total, aleatoric and epistemic uncertainty.
 
-A record is what transformers returns, {"input_text", "generated_text"}, with the keys "tokens" and "uncertainty" of
+A record is transformers' own, {"input_text", "generated_text"}, with the keys "tokens" and "uncertainty" of
 "bayesian-text-generation" (``pipelines.text_generation``).
 """
 
@@ -33,23 +33,26 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
         output = self.model.generate(**model_inputs, **self._settings(dict(generate_kwargs or {})))
 
         def by_prompt(values: Tensor) -> Tensor:
-            """[rows, ...], or [prompts, sequences of each, ...] where there are several."""
-            return values if len(values) == len(ids) else values.unflatten(0, (len(ids), -1))
+            """Return [rows, ...] as [prompts, sequences of each, ...] if there are several sequences of a prompt."""
+            if len(values) == len(ids):
+                return values
+            return values.reshape(len(ids), len(values) // len(ids), *values.shape[1:])
 
         scores = {name: by_prompt(output[name]) for name in Scores._fields}
         return {"generated_sequence": by_prompt(output.sequences), "prompt_text": prompt, "input_ids": ids, **scores}
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``generate``."""
+        """Return the arguments of ``generate``."""
         if hasattr(self, "_prepare_generate_kwargs"):
-            return self._prepare_generate_kwargs(given, return_dict_in_generate=True)
+            prepared: dict[str, Any] = self._prepare_generate_kwargs(given, return_dict_in_generate=True)
+            return prepared
         config: Any = copy.copy(given.get("generation_config", self.generation_config))  # transformers 5.17
         config.return_dict_in_generate = True
         return {**given, "generation_config": config}
 
     def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
         rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
-        records = super().postprocess(rest, *args, **kwargs)
+        records: list[Record] = super().postprocess(rest, *args, **kwargs)
         nested = model_outputs["generated_sequence"].ndim == 3
 
         def flat(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Records of tokens, as plain Python: each token's text beside its log-probability, TU, AU and EU."""
+"""Records of tokens as plain Python values: each token's text, its log-probability, TU, AU and EU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how decoding shows the bytes of hal
 
 
 class TokenRecords:
-    """Builds the records of a row's tokens in order, each as soon as its share of the text is known.
+    """Build the records of a row's tokens in order, each as soon as its part of the text is known.
 
     Args:
         tokenizer: decodes the tokens.
@@ -35,7 +35,7 @@ class TokenRecords:
         self._held: Record | None = None  # the last record, if its text may still grow
 
     def add(self, token: int, logprob: float, total: float, aleatoric: float, epistemic: float) -> Iterator[Record]:
-        """The records that are complete now that one more token is known."""
+        """Yield the records that are complete with one more token."""
         numbers = {"logprob": logprob, "total": total, "aleatoric": aleatoric, "epistemic": epistemic}
         if token in self._special:
             yield from self.close()
@@ -56,7 +56,7 @@ class TokenRecords:
             yield from self.close()
 
     def close(self) -> Iterator[Record]:
-        """The record that was held back, if any, with what is left of the text."""
+        """Yield the record that was held back, if there is one, with the rest of the text."""
         if self._held is not None:
             self._held["token"] += self._text[self._num_shown :]
             yield self._held
@@ -71,11 +71,11 @@ class TokenRecords:
 def scored(
     tokenizer: PreTrainedTokenizerBase, tokens: Tensor, scores: Mapping[str, Tensor], context: Sequence[int]
 ) -> Record:
-    """``tokens`` and ``uncertainty`` of one row.
+    """Return the keys ``tokens`` and ``uncertainty`` of one row's record.
 
     Args:
         tokens: [n] ids.
-        scores: the fields of ``Scores``, four of them [n] (NaN at places that are no token of the row), two [].
+        scores: the fields of ``Scores``, four of them [n] (NaN at places without a token of the row), two [].
         context: ids of the tokens before.
     """
     kept = ~scores["logprobs"].isnan()
@@ -91,7 +91,7 @@ def scored(
 
 
 class UncertaintyStreamer(TraceStreamer):
-    """A streamer for ``generate``: hands each token's record to ``on_record`` as soon as the token is drawn.
+    """A streamer for ``generate`` that calls ``on_record`` with each token's record as soon as the token is drawn.
 
     A token that leaves a character unfinished waits for the next one.
 

@@ -1,9 +1,9 @@
-"""Our pipelines under their names in ``transformers.pipeline``, also for the directory of a posterior.
+"""Register our pipelines with ``transformers.pipeline``, which then loads the directory of a posterior, too.
 
 Importing hf_bayes must not import transformers. The pipelines are registered at once if ``transformers.pipelines`` is
 loaded already, and otherwise as soon as it is. transformers reads a configuration and a tokenizer before it makes a
 pipeline. A posterior has no ``config.json``, and transformers would take the tokenizer of the base model in place of
-the posterior's. For our tasks ``hf_bayes.pipeline`` does all of it.
+the posterior's tokenizer. For our tasks ``hf_bayes.pipeline`` loads everything.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any, ClassVar
 from hf_bayes.posteriors.tasks import TASKS
 
 _HOST = "transformers.pipelines"
+_FROM_PIPELINE = "_from_pipeline"
+"""The private argument with which ``transformers.pipeline`` calls ``from_pretrained`` (``models.compat``)."""
 
 
 class PosteriorToLoad:
-    """A directory or repository of a posterior, and how to load it: what ``transformers.pipeline`` loads as a model."""
+    """The place of a posterior and the settings to load it, which ``transformers.pipeline`` loads as a model."""
 
     def __init__(self, source: str, settings: dict[str, Any]) -> None:
         self.source, self.settings = source, settings
@@ -31,16 +33,16 @@ class PosteriorToLoad:
     @classmethod
     def from_pretrained(cls, source: str, **settings: Any) -> PosteriorToLoad:
         """Keep the arguments of ``transformers.pipeline``, without those for the repository of the base model."""
-        for name in ("config", "code_revision", "_from_pipeline"):
+        for name in ("config", "code_revision", _FROM_PIPELINE):
             settings.pop(name, None)
         revision = settings.pop("revision", None)
-        if revision is not None:  # transformers has resolved it in another repository: the name is what was given
+        if revision is not None:  # transformers has resolved it in another repository: its name is the given revision
             settings["revision"] = str(revision)
         return cls(source, {name: value for name, value in settings.items() if value is not None})
 
 
 class RegisteredPipeline:
-    """A pipeline for transformers' registry: calling the class makes the one that ``hf_bayes.pipeline`` makes."""
+    """A pipeline for transformers' registry. Calling the class returns the pipeline of ``hf_bayes.pipeline``."""
 
     # transformers would load these from the base model, and not from the posterior
     _load_tokenizer: ClassVar[bool] = False
@@ -63,16 +65,16 @@ def register(host: ModuleType) -> None:
     names = [task.pipeline for task in TASKS.values()]
     empty = importlib.import_module("transformers").PreTrainedConfig
     for name in names:
-        # a class of its own: the registry writes the task on it
+        # each task needs its own class, since the registry writes the task on it
         kind = type("RegisteredPipeline", (RegisteredPipeline,), {})
         host.PIPELINE_REGISTRY.supported_tasks[name] = {"impl": kind, "pt": (PosteriorToLoad,), "type": "multimodal"}
 
     class AutoConfig(host.AutoConfig):  # type: ignore[name-defined]
-        """transformers' own, but for our pipelines, whose models bring the configuration of their base."""
+        """Return an empty configuration for our pipelines, whose models have the configuration of their base."""
 
         @classmethod
         def from_pretrained(cls, source: Any, **settings: Any) -> Any:
-            if settings.get("_from_pipeline") in names:
+            if settings.get(_FROM_PIPELINE) in names:
                 return empty()
             return super().from_pretrained(source, **settings)
 
@@ -80,7 +82,7 @@ def register(host: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``transformers.pipelines`` as others do, and registers our pipelines when it has been executed."""
+    """Find ``transformers.pipelines`` as the other finders do, and register our pipelines after its execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -102,7 +104,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def register_when_loaded() -> None:
-    """Register our pipelines now or when transformers' are loaded; at most once."""
+    """Register our pipelines now, or when transformers' pipelines are loaded; at most once."""
     host = sys.modules.get(_HOST)
     if host is not None and hasattr(host, "PIPELINE_REGISTRY"):
         if TASKS["causal_lm"].pipeline not in host.PIPELINE_REGISTRY.supported_tasks:

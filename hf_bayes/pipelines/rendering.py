@@ -1,9 +1,9 @@
 """Records of the generation pipeline as a picture: tokens coloured by their uncertainty, in HTML or in a terminal.
 
-The colours are ColorBrewer's YlOrBr: one hue family, lightness strictly monotone, so that they keep their order for
-colour-blind eyes, on a grey printer and, turned round, on a dark background. Texts come from a model and are not
-trusted: HTML is escaped by the template engine and forbids scripts besides, characters that act or that are not seen
-become visible codes.
+The colours are ColorBrewer's YlOrBr: one hue family with strictly monotone lightness. They keep their order for
+colour-blind readers, on a grey printer and, reversed, on a dark background. Texts come from a model and are not
+trusted: the template engine escapes HTML, the page forbids scripts, and characters that are invisible or control a
+terminal become visible codes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CAPTIONS = {
 _STOPS = ("#fff7bc", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506")
 _INKS = ("#000000", "#ffffff")  # of these two, one has a contrast of 4.5 or more with any colour (WCAG AA)
 _LARGEST = sys.float_info.max
-_ROUNDING = 1e-3  # may leave a log-probability of 0 a little above it
+_ROUNDING = 1e-3  # rounding may leave a log-probability slightly above 0
 _MINUS = "\N{MINUS SIGN}"
 # One space before a word or between two needs no mark.
 _PIECES = re.compile(f"(?P<newline>\n)|(?P<tab>\t)|(?P<control>{HIDDEN.pattern})|(?P<space>  +|^ +$| +(?=[\n\t])| +$)")
@@ -84,11 +84,11 @@ LIGHT = _theme("#ffffff", "#ec7014", _STOPS)
 DARK = _theme("#17181c", "#fe9929", _STOPS[::-1])
 
 
-# -- what both renderings share -------------------------------------------------------------------------------------
+# -- common to both renderings --------------------------------------------------------------------------------------
 
 
 def _flat(records: Any) -> list[Record]:
-    """The records of any nesting that pipelines return."""
+    """Return the records of any nesting that pipelines return as one list."""
     if isinstance(records, Mapping):
         if not records.get("tokens"):
             raise ValueError(
@@ -109,9 +109,9 @@ def _flat(records: Any) -> list[Record]:
 
 
 def _check(record: Record) -> None:
-    """Raise for a token without its text, and for numbers that no colour and no height stands for.
+    """Raise for a token without its text, and for numbers that have no colour and no height.
 
-    A NaN is neither above nor below another number: the scale of all tokens would depend on where it stands.
+    A NaN is neither above nor below another number: the scale of all tokens would depend on its place.
     """
     for index, token in enumerate(record["tokens"]):
         if not isinstance(token, Mapping) or not isinstance(token.get("token"), str):
@@ -140,7 +140,7 @@ def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
 
 
 class Context(NamedTuple):
-    """What stands before the tokens: a chat's earlier messages, the role that speaks, the beginning of the text."""
+    """The context of the tokens: a chat's earlier messages, the role of the message, the beginning of the text."""
 
     messages: list[dict[str, str]]
     role: str
@@ -161,7 +161,7 @@ def _context(record: Record) -> Context:
 
 
 def _said(turn: Mapping[str, Any]) -> str:
-    """The text of a message; of one that has none, such as a call of a tool, what it holds."""
+    """Return the text of a message, or its other fields if it has none, as a tool call."""
     content = turn.get("content")
     return content if isinstance(content, str) else str({name: turn[name] for name in turn if name != "role"})
 
@@ -181,16 +181,16 @@ def _readable(text: str) -> str:
 def to_html(
     record_or_records: Any, *, measure: str = "epistemic", title: str | None = None, vmax: float | None = None
 ) -> str:
-    """A page that needs nothing but itself: no network, no script. Pointing at a token shows its numbers.
+    """Return a page of HTML without network access or scripts. Pointing at a token shows its numbers.
 
     Args:
         record_or_records: a record of the generation pipeline or of its ``score``, or lists of them, on one scale.
-        measure: what colours show: "epistemic", "aleatoric" or "total".
+        measure: the quantity that colours show: "epistemic", "aleatoric" or "total".
         title: of the page.
         vmax: nats at the dark end of the scale; None takes a fixed reference (``colour_scale.REFERENCES``): 1 nat of
             epistemic, 4 nats of aleatoric or total uncertainty. The legend states it.
     Raises:
-        ValueError: for records without tokens or with numbers that are none, an unknown measure, or a vmax that is not
+        ValueError: for records without tokens or with invalid numbers, an unknown measure, or a vmax that is not
             positive.
     """
     records = _flat(record_or_records)
@@ -242,7 +242,7 @@ def _shown(token: Record) -> dict[str, Any]:
 
 
 def _parts(token: str) -> list[tuple[str, str]]:
-    """A token as (kind, text): "text" as it is, or white space and controls, which need a mark to be seen."""
+    """Split a token into (kind, text): visible "text", or white space and controls, which need a mark."""
     if not token:
         return [("part", "")]
     parts, start = [], 0
@@ -255,7 +255,7 @@ def _parts(token: str) -> list[tuple[str, str]]:
 
 
 def _steps(heights: Sequence[float]) -> str:
-    """An SVG path: one step of width 1 per height, from below; 1 is the top."""
+    """Return an SVG path with one step of width 1 for each height, from below; 1 is the top."""
     steps = "".join(f"V{1 - max(0.0, height):.4f}h1" for height in heights)
     return f"M0 1{steps}V1Z"
 
@@ -266,7 +266,7 @@ def _steps(heights: Sequence[float]) -> str:
 def to_terminal(
     record_or_records: Any, *, measure: str = "epistemic", vmax: float | None = None, dark: bool = True
 ) -> Text:
-    """Text for ``rich``: the tokens in the colours of ``to_html``, a scale, and the means.
+    """Return text for ``rich``: the tokens in the colours of ``to_html``, a scale, and the means.
 
     Args:
         record_or_records: as in ``to_html``.

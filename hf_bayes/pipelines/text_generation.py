@@ -1,6 +1,6 @@
 """Text generation whose records carry total, aleatoric and epistemic uncertainty.
 
-A record of "bayesian-text-generation" is what transformers returns, and three keys more::
+A record of "bayesian-text-generation" is transformers' own, with three more keys::
 
     {"generated_text": ..., "tokens": [{"token", "id", "logprob", "total", "aleatoric", "epistemic"}, ...],
      "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"},
@@ -9,9 +9,9 @@ A record of "bayesian-text-generation" is what transformers returns, and three k
 ``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm.
 ``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
 raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
-token's share of the text: joined, the tokens that are not special are the generated text. A character that is spread
-over several tokens belongs to the one that completes it, the others have "". Special tokens go by name ("</s>"); where
-a tokenizer cleans up spaces, ``token`` still has them.
+token's part of the text: joined, the tokens that are not special are the generated text. A character that is spread
+over several tokens belongs to the token that completes it; the earlier tokens have "". Special tokens stand under their
+names ("</s>"). Spaces that a tokenizer cleans up are still in ``token``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.compat import batch_size_of
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored
 
 _OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors")
-"""Arguments of a tokenizer that ``score`` sets itself, or has no use for."""
+"""Arguments of a tokenizer that ``score`` sets itself or does not use."""
 
 
 class _Abandoned(Exception):
-    """Nobody reads the stream any more."""
+    """The reader of the stream has stopped."""
 
 
 class _Finished(NamedTuple):
-    """The last thing in a stream's queue."""
+    """The last entry in a stream's queue."""
 
     records: list[Record]
 
@@ -71,14 +72,17 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         return super().__call__(text_inputs, **kwargs)
 
     def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-        return super()._prepare_generate_kwargs(generate_kwargs, return_dict_in_generate=True, **overrides)
+        prepared: dict[str, Any] = super()._prepare_generate_kwargs(
+            generate_kwargs, return_dict_in_generate=True, **overrides
+        )
+        return prepared
 
     def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:
         if not hasattr(TextGenerationPipeline, "_prepare_generate_kwargs"):  # transformers 5.17 has no such hook
             config: Any = copy.copy(generate_kwargs.get("generation_config", self.generation_config))
             config.return_dict_in_generate = True
             generate_kwargs["generation_config"] = config
-        outputs = super()._forward(model_inputs, **generate_kwargs)
+        outputs: dict[str, Any] = super()._forward(model_inputs, **generate_kwargs)
         outputs.update(outputs.pop("additional_outputs", {}))  # there, the scores are inside
         outputs.pop("beam_indices", None)
         return outputs
@@ -86,7 +90,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
         scores = {name: model_outputs[name][0] for name in Scores._fields}
         rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
-        records = super().postprocess(rest, *args, **kwargs)
+        records: list[Record] = super().postprocess(rest, *args, **kwargs)
         num_new = scores["logprobs"].shape[-1]
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):
@@ -97,8 +101,8 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
         """Generate and yield each token's record as soon as the token is drawn; the generator's value is the record.
 
-        The same numbers as from calling the pipeline with the same state of torch's generator. Generation runs in a
-        thread and ends when the iteration is abandoned.
+        The numbers are the same as from calling the pipeline with the same state of torch's generator. Generation runs
+        in a thread and ends when the iteration stops.
 
         Args:
             prompt: a string or a chat.
@@ -133,18 +137,18 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         return item.records[0]
 
     def score(self, texts: str | Iterable[str], *, batch_size: int | None = None, **tokenizer_kwargs: Any) -> Any:
-        """What the posterior says of given texts, teacher-forced: a record for a string, a list of them for several.
+        """Score given texts, teacher-forced: return a record for a string, a list of records for several.
 
-        A record has "text" in place of "generated_text". Its tokens are all but the text's first, of which a causal
-        model says nothing; with a tokenizer that begins texts with a token of its own that is all of them.
+        A record has "text" in place of "generated_text". Its tokens are all tokens of the text but the first, which a
+        causal model does not predict. That is the whole text if the tokenizer begins it with a token of its own.
 
         Args:
             texts: strings of two tokens or more.
-            batch_size: texts at a time; None takes the pipeline's, else 1.
+            batch_size: texts at a time; None takes the pipeline's batch size, else 1.
             tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
         Raises:
-            ValueError: for a text of fewer than two tokens, for what is no text, and for keywords that the tokenizer
-                does not take.
+            ValueError: for a text of fewer than two tokens, for an object that is not a text, and for keywords that the
+                tokenizer does not take.
         """
         if "prompt" in tokenizer_kwargs:
             raise ValueError(
@@ -165,7 +169,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
         if not texts:
             raise ValueError("score takes a string or strings, got an empty list: give one text or more")
-        size, records = batch_size or self._batch_size or 1, []
+        size, records = batch_size or batch_size_of(self) or 1, []
         for start in range(0, len(texts), size):
             records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
         return records

@@ -1,12 +1,12 @@
-"""Taggers whose records carry total, aleatoric and epistemic uncertainty.
+"""Token classification whose records carry total, aleatoric and epistemic uncertainty.
 
-A record of a token is what transformers returns, and one key more::
+A record of a token is transformers' own, with one more key::
 
     {"entity", "score", "index", "word", "start", "end", "uncertainty": {"total", "aleatoric", "epistemic"}}
 
-in nats (those that are defined, of a linearised model). ``score`` is the mixture's probability of the token's label.
-With an ``aggregation_strategy`` a record is an entity's, and each uncertainty a mean over the entity's tokens: over all
-tokens of its words, whichever of them the strategy takes its label from.
+in nats (a linearised model may not define all of them). ``score`` is the mixture's probability of the token's label.
+With an ``aggregation_strategy`` a record describes an entity, and each uncertainty is a mean over all tokens of the
+entity's words, also over tokens that the strategy ignores for the label.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerBase, TokenClassificationPipeline
 from transformers.pipelines.token_classification import AggregationStrategy
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.classification import BayesianModelForTokenClassification
+from hf_bayes.models.compat import preprocess_settings_of
+from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS, Record
 
 _TOKENS = "tokens"
-"""Where an entity that is being put together keeps the places of its tokens."""
+"""Key under which an unfinished entity keeps the places of its tokens."""
 
 
 class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationPipeline):
@@ -53,7 +54,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
             if not isinstance(inputs, str) and not (isinstance(inputs, list) and len(inputs) == 1):
                 # transformers would read the first text's offsets for all of them
                 raise ValueError("offset_mapping is that of one text, got several texts: give one text at a time")
-            if kwargs.get("stride") is not None or "tokenizer_params" in self._preprocess_params:
+            if kwargs.get("stride") is not None or "tokenizer_params" in preprocess_settings_of(self):
                 raise ValueError(
                     "offset_mapping is that of a whole text, and with stride= every chunk would read it from its "
                     "start: leave out one of them"
@@ -64,9 +65,9 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
         return super().__call__(inputs, **kwargs)
 
     def preprocess(self, sentence: Any, offset_mapping: Any = None, **kwargs: Any) -> Any:
-        # transformers writes into these, which are the pipeline's own, that one input came in words
+        # transformers writes into these settings of the pipeline that one input came in words
         for chunk in super().preprocess(sentence, offset_mapping, **copy.deepcopy(kwargs)):
-            if chunk["input_ids"].numel() == 0:  # of a tokenizer that adds no tokens of its own
+            if chunk["input_ids"].numel() == 0:  # the tokenizer adds no tokens of its own
                 raise ValueError(f"a text needs a token or more to be tagged, got none in {sentence!r:.100}")
             yield chunk
 
@@ -93,7 +94,7 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
     def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = {name: model_inputs[name] for name in self.tokenizer.model_input_names if name in model_inputs}
         output = self.call_without_cache(inputs)
-        # the answers first: by the first entry transformers counts the rows of a batch
+        # logits first: transformers counts the rows of a batch by the first entry
         return {name: output[name] for name in ("logits", *PARTS) if name in output} | model_inputs
 
     def postprocess(self, all_outputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[Record]:
@@ -107,10 +108,12 @@ class BayesianTokenClassificationPipeline(BayesianPipeline, TokenClassificationP
         return self.aggregate_overlapping_entities(entities) if len(all_outputs) > 1 else entities
 
     def aggregate_word(self, entities: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().aggregate_word(entities, *args, **kwargs) | {_TOKENS: _places(entities)}
+        word: dict[str, Any] = super().aggregate_word(entities, *args, **kwargs)
+        return word | {_TOKENS: _places(entities)}
 
     def group_sub_entities(self, entities: list[dict[str, Any]]) -> dict[str, Any]:
-        return super().group_sub_entities(entities) | {_TOKENS: _places(entities)}
+        group: dict[str, Any] = super().group_sub_entities(entities)
+        return group | {_TOKENS: _places(entities)}
 
 
 def _places(entities: list[dict[str, Any]]) -> list[int]:

@@ -22,7 +22,7 @@ from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 from hf_bayes.distributed.member_sums import SpreadMembers
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.metrics import summarise
-from hf_bayes.models.classification import Deviations
+from hf_bayes.models.predictives import Deviations
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.decomposition import Uncertainty

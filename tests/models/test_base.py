@@ -18,8 +18,9 @@ from hf_bayes.core.layout import initial, select
 from hf_bayes.distributed import member_sums as spread
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.base import COMPILE_LAYERS, BayesianModel
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.refusals import COMPILE_LAYERS
 from hf_bayes.uncertainty.decomposition import Prediction, predict
 from hf_bayes.uncertainty.likelihoods import Normal
 from tests import runs

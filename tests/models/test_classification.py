@@ -18,11 +18,9 @@ import hf_bayes
 from hf_bayes.core.layout import select
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.classification import (
-    BayesianModelForImageClassification,
-    BayesianModelForSequenceClassification,
-    BayesianModelForTokenClassification,
-)
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
+from hf_bayes.models.image_classification import BayesianModelForImageClassification
+from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.members.reference import entropies, mixture, scattered, separate_logits
@@ -246,7 +244,7 @@ def test_predictive_std_is_that_of_draws_of_labels() -> None:
     theta = scattered(model, select(model, "last_layer"), num_members=8)
     with torch.no_grad(), attach(model, theta, subspace="last_layer", noise_std=0.5) as bayesian:
         output = bayesian(**batch())
-        means = bayesian._member_logits(batch())
+        means = bayesian.member_logits(batch())
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn((8, 20_000, 3, 1), generator=generator, dtype=torch.float64)
     drawn = (means[:, None] + 0.5 * noise).flatten(0, 1)

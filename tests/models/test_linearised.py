@@ -224,7 +224,7 @@ def test_small_posteriors_spread_members_as_linearised() -> None:
         gaussian = Gaussian.diagonal(mean, torch.full_like(mean, 1e-4))
         found = gaussian_outputs(bayesian, gaussian, inputs).covariance[0]
         bayesian.show(gaussian.sample(2000, torch.Generator().manual_seed(0)))
-        away = bayesian._member_logits(inputs).detach() - bayesian._member_logits(inputs).detach().mean(0)
+        away = bayesian.member_logits(inputs).detach() - bayesian.member_logits(inputs).detach().mean(0)
     drawn = torch.einsum("mbi,mbj->bij", away, away) / 2000
     scale = found.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
     assert bool(((drawn - found).abs() < 5 * scale * (2 / 2000) ** 0.5).all())
@@ -442,7 +442,7 @@ def test_a_pipeline_predicts_as_stored_or_as_asked(prediction: str | None, class
     options: dict[str, Any] = {"base_model": tiny_bert(), "tokenizer": models.tiny_tokenizer()}
     classify = pipeline(model=str(classifier / "kronecker"), prediction=prediction, **options)
     link = {None: "monte_carlo", "members": None, "linearised_probit": "probit"}[prediction]
-    assert classify.model._linearised == link or classify.model._linearised.link == link
+    assert classify.model.predictor.link == link
     assert len(classify("a chain")) == 1
 
 

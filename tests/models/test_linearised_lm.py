@@ -17,8 +17,8 @@ from hf_bayes.core.layout import Layout, initial, select
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import COVARIANCES, dense
-from hf_bayes.models import linearised, linearised_lm
-from hf_bayes.models.linearised import head_covariance
+from hf_bayes.models import linearised_lm, output_covariance
+from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.decomposition import predict
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from tests import tiny_models as models
@@ -93,12 +93,8 @@ def attached(model: nn.Module, subspace: str, means: Tensor, theta: Tensor) -> A
 def linear_logits(bayesian: BayesianModelForCausalLM, inputs: dict[str, Tensor]) -> Tensor:
     """[M, B, T, V] that a linearised model hands to the mixture."""
     rows, length = inputs["input_ids"].shape
-    seen = []
-    with bayesian._tangents():
-        hidden, output, _ = bayesian._hidden(bayesian.numbered({**inputs, "use_cache": False}), None)
-        for _, logits in bayesian._logits(hidden, output, rows, torch.arange(rows * length)):
-            seen.append(logits)
-    return torch.cat(seen, 1).unflatten(1, (rows, length))
+    chunks = bayesian.member_logits({**inputs, "use_cache": False}, torch.arange(rows * length))
+    return torch.cat([logits for _, logits in chunks], 1).unflatten(1, (rows, length))
 
 
 def brute_force(model: nn.Module, layout: Layout, inputs: dict[str, Tensor], mean: Tensor, theta: Tensor) -> Tensor:
@@ -218,9 +214,9 @@ def test_slices_of_rows_leave_room_for_tangents(monkeypatch: pytest.MonkeyPatch)
     with attached(model, "trainable", means, theta) as bayesian:
         of_two_rows = 2 * 3 * 60 * 8 * 8  # rows, members, positions, hidden states, bytes
         monkeypatch.setattr("hf_bayes.models.causal_members.HIDDEN_BYTES", of_two_rows)
-        members = [len(piece["input_ids"]) for piece in bayesian._row_slices(inputs)]
-        monkeypatch.setattr(bayesian, "_linearised", linearised.linearisation_of(bayesian, "monte_carlo"))
-        linear = [len(piece["input_ids"]) for piece in bayesian._row_slices(inputs)]
+        members = [len(piece["input_ids"]) for piece in bayesian.row_slices(inputs)]
+        bayesian.linearise()
+        linear = [len(piece["input_ids"]) for piece in bayesian.row_slices(inputs)]
     assert (members, linear) == ([2, 2], [1, 1, 1, 1])
 
 
@@ -277,10 +273,11 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
     with attached(model, "trainable", means, theta) as bayesian:
         whole = linear_logits(bayesian.linearise(), inputs)
         # as spread_members leaves it
-        bayesian.theta, bayesian._spread = nn.Parameter(theta[1:2].clone()), (spread := LocalMembers())
+        bayesian.theta = nn.Parameter(theta[1:2].clone())
+        bayesian.current_members.own_spread = spread = LocalMembers()
         spread.rank = 1
         assert torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-12)
-        with bayesian._tangents():
+        with bayesian.predictor.open(bayesian):
             assert bayesian.spread is spread  # which asks the other processes for their sums
         spread.rank = 0
         assert not torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-2)
@@ -291,13 +288,13 @@ def test_members_of_a_mixture_are_paired_with_their_components_or_refused() -> N
     means, theta = draws_of(model, select(model), 4)
     with attached(model, "trainable", means, theta) as bayesian:
         expected = bayesian.linearise()(**inputs).logits
-        with pytest.raises(ValueError, match=r"a mixture of 2 Gaussians.*which members that are shown do not tell"):
+        with pytest.raises(ValueError, match=r"a mixture of 2 Gaussians.*which is unknown for shown members"):
             bayesian.show(theta.roll(1, 0))
         assert torch.equal(bayesian(**inputs).logits, expected)
         bayesian.linearise(None).show(theta.roll(1, 0))
         with pytest.raises(ValueError, match=r"show\(None\)"):
             bayesian.linearise()
-        assert bayesian._linearised is None
+        assert not bayesian.is_linearised
         bayesian.show(None)
         assert torch.equal(bayesian.linearise()(**inputs).logits, expected)
 
@@ -390,9 +387,9 @@ def test_the_closed_form_and_many_draws_agree() -> None:
         output = bayesian.linearise("bridge")(**inputs)
         logits = linear_logits(bayesian.linearise(), inputs)
         mean, spread = logits.mean(0), logits.var(0)
-        closed = bayesian.linearise("bridge")._closed
-        hidden, out, _ = bayesian._hidden(bayesian.numbered({**inputs, "use_cache": False}), None)
-        ((_, exact),) = closed.outputs(narrow, hidden, out, 3, torch.arange(15))
+        closed = bayesian.linearise("bridge").predictor.head
+        states = bayesian.causal.hidden(bayesian, bayesian.numbered({**inputs, "use_cache": False}))
+        ((_, exact),) = closed.outputs(narrow, states.hidden, states.output, 3, torch.arange(15))
     std = exact.covariance[0].sqrt()
     # 180 numbers: 4.5 standard errors of a mean, and of a Gaussian's variance
     assert bool(((mean.flatten(0, 1) - exact.mean[0]).abs() < 4.5 * std / num_draws**0.5).all())
@@ -412,7 +409,7 @@ def test_the_covariance_of_a_heads_outputs_is_no_larger_object_than_it_has_to_be
         def never(*args: Any) -> None:
             raise AssertionError("a Jacobian of all outputs and parameters")
 
-        monkeypatch.setattr(linearised, "covariance_of_outputs", never)
+        monkeypatch.setattr(output_covariance, "covariance_of_outputs", never)
     layout = Layout(("w", "b"), ((5, 3), (5,)))
     covariance = random_covariance(kind, layout)
     features = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -465,8 +462,8 @@ def test_a_closed_form_is_of_a_head_alone(link: str) -> None:
         bayesian.linearise()
         with pytest.raises(ValueError, match=r"whose linear head alone is random, got \d+ random tensors"):
             bayesian.linearise(link)
-        assert bayesian._linearised is not None  # and stays what it was
-        assert bayesian._closed is None
+        assert bayesian.is_linearised  # and stays what it was
+        assert not bayesian.is_closed_form
 
 
 def test_a_head_whose_logits_are_capped_has_no_closed_form() -> None:
@@ -490,7 +487,7 @@ def test_a_whole_text_has_no_closed_form() -> None:
     with head_model() as bayesian:
         bayesian.linearise("bridge")
         for what in (lambda: bayesian.score(**inputs), lambda: bayesian.generate(**inputs, max_new_tokens=2)):
-            with pytest.raises(ValueError, match=r"a mean over draws, of which link 'bridge' has none"):
+            with pytest.raises(ValueError, match=r"a mean over draws, and link 'bridge' has no draws"):
                 what()
 
 
@@ -517,7 +514,7 @@ def test_an_operation_without_a_derivative_forwards_is_refused() -> None:
     with attached(model, "last_block", means, theta) as bayesian:
         with pytest.raises(ValueError, match=r"BloomForCausalLM forwards, and one of its operations cannot be"):
             bayesian.linearise()
-        assert bayesian._linearised is None
+        assert not bayesian.is_linearised
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -344,7 +344,7 @@ def test_classes_have_the_probabilities_of_the_mixture(classify: Any) -> None:
     records = classify(models.TEXTS[0], top_k=None)
     inputs = classify.tokenizer(models.TEXTS[0], return_tensors="pt")
     output = classify.model(**inputs)
-    members = classify.model._member_logits(dict(inputs)).double().softmax(-1).mean(0)[0]
+    members = classify.model.member_logits(dict(inputs)).double().softmax(-1).mean(0)[0]
     found = {record["label"]: record["score"] for record in records}
     # 1e-6: softmax of log-probabilities in float32
     assert found == {f"LABEL_{index}": pytest.approx(p, abs=1e-6) for index, p in enumerate(members.tolist())}

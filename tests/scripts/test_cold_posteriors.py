@@ -72,7 +72,7 @@ def test_members_of_the_cnn_lstm_are_models_of_their_own(folder: str) -> None:
     with attach(model, subspace="all", num_members=3) as bayesian:
         theta = torch.randn(bayesian.theta.shape, dtype=torch.float64)
         bayesian.show(theta)
-        folded = bayesian._member_logits(dict(batch))
+        folded = bayesian.member_logits(dict(batch))
         layout = bayesian.layout
     for row, logits in zip(theta, folded, strict=True):
         model.load_state_dict(layout.unflatten(row))

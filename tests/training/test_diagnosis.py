@@ -153,7 +153,7 @@ def _member(model: Any, theta: Tensor, batch: dict[str, Tensor]) -> Tensor:
     model.show(theta[None])
     try:
         with torch.no_grad():
-            return model._member_logits({name: value for name, value in batch.items() if name != "labels"})[0]
+            return model.member_logits({name: value for name, value in batch.items() if name != "labels"})[0]
     finally:
         model.show(None)
 

@@ -1,0 +1,65 @@
+"""The members that predictions see: the model's own, others that are shown, or one process's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.distributed.member_sums import LocalMembers, SpreadMembers
+
+
+class CurrentMembers:
+    """The members that evaluation and generation see.
+
+    Attributes:
+        shown: [M', d] members in place of the model's own; None for its own.
+        own_spread: where the other members are while the model's own are seen.
+        shown_spread: where the other members are while ``shown`` is seen.
+    """
+
+    def __init__(self) -> None:
+        self.shown: Tensor | None = None
+        self.own_spread = self.shown_spread = LocalMembers()
+
+    @property
+    def spread(self) -> LocalMembers:
+        """The processes that hold the members."""
+        return self.own_spread if self.shown is None else self.shown_spread
+
+    def show(self, theta: Tensor | None, spread: LocalMembers | None) -> None:
+        """See ``theta`` from now on; None goes back to the model's own members."""
+        self.shown, self.shown_spread = theta, spread or LocalMembers()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """See the same members after the block as before it."""
+        before = self.shown, self.shown_spread
+        try:
+            yield
+        finally:
+            self.shown, self.shown_spread = before
+
+
+def share_of(theta: Tensor, group: Any) -> tuple[Tensor, SpreadMembers]:
+    """Return this process's share of ``theta`` [M, d], and where the other members are.
+
+    Args:
+        group: a process group; None means all processes.
+    Raises:
+        ValueError: if the members cannot be dealt out evenly, or this process was not launched with others.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise ValueError(
+            "members are spread over the processes of a launch, and this one has no process group: start it with "
+            "accelerate launch or torchrun, and make an accelerate PartialState() first"
+        )
+    spread = SpreadMembers(group)
+    if len(theta) % spread.size:
+        raise ValueError(
+            f"{len(theta)} members cannot be dealt to {spread.size} processes evenly: load another number of members"
+        )
+    return theta.detach().chunk(spread.size)[spread.rank].clone(), spread

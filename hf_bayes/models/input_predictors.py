@@ -1,0 +1,68 @@
+"""Predictors of classifiers and regressions: by members, or by Gaussian outputs of the linearised model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_bayes.models import predictives
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
+from hf_bayes.models.predictors import Predictive, Predictor
+
+
+class InputPredictor(Predictor, Protocol):
+    """A way to predict one answer for each input, or one for each of its tokens."""
+
+    def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
+        """Return the posterior predictive of a batch without labels."""
+        ...
+
+
+class MemberPredictor:
+    """Average the probabilities of the members."""
+
+    link: str | None = None
+    averages_members = True
+
+    def check_shown(self) -> None:
+        """Accept any members."""
+
+    def member_logits(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
+        """Return [M, B, ..., C] logits of the current members."""
+        pieces = []
+        with model.members.trunk.once():
+            for theta in model.passes(inputs):
+                with model.members.bind(theta):
+                    pieces.append(model.members.logits(inputs))
+        return torch.cat(pieces)
+
+    def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
+        """Return the mixture of the members."""
+        return predictives.of_members(self.member_logits(model, inputs), model.likelihood, model.spread)
+
+
+class LinearisedPredictor:
+    """Predict by outputs that are linear in theta, N(f(x, mean), J V J').
+
+    Args:
+        link: from Gaussian logits to probabilities; regressions need none.
+    Raises:
+        ValueError: for an unknown link, or a posterior that is not Gaussian.
+    """
+
+    averages_members = False
+
+    def __init__(self, model: BayesianModel, link: str) -> None:
+        self.link: str | None = link
+        self.linearisation = linearisation_of(model, link)
+
+    def check_shown(self) -> None:
+        """Accept any members, since predictions do not read them."""
+
+    def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
+        """Return the prediction by Gaussian outputs."""
+        outputs = gaussian_outputs(model, self.linearisation.gaussian_at(model.theta), inputs)
+        return predictives.of_gaussian(*outputs, model.likelihood, self.linearisation.link)

@@ -1,0 +1,212 @@
+"""Posterior predictive distributions of classes, of several labels and of numbers.
+
+Each is made from the logits of members, or from Gaussian outputs N(mean, covariance) of a linearised model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.metrics import per_row_statistics
+from hf_bayes.models.predictors import Predictive
+from hf_bayes.uncertainty.decomposition import Prediction
+from hf_bayes.uncertainty.gaussian_links import LINKS, GaussianPrediction, log_density, moments
+from hf_bayes.uncertainty.likelihoods import IGNORE, Bernoulli, Categorical, Likelihood, Normal, widened
+
+
+class Deviations(NamedTuple):
+    """Standard deviations of a regression's prediction, in units of the labels.
+
+    Attributes:
+        predictive_std: of the label, sqrt(noise_std^2 + Var_m f_m): the law of total variance for the mixture.
+        epistemic_std: of the members' means, sqrt(Var_m f_m).
+    """
+
+    predictive_std: Tensor
+    epistemic_std: Tensor
+
+
+# -- from the logits of members -------------------------------------------------------------------------------------
+
+
+class MemberPredictive:
+    """A mixture of members, of equal weights.
+
+    Args:
+        logits: [M, ..., C] of the members in this process.
+        spread: where the other members are.
+    """
+
+    logits: Tensor
+    parts: dict[str, Tensor]
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
+        self.member_logits, self.likelihood, self.spread = logits, likelihood, spread
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean over terms of -log mean_m p_m(label)."""
+        terms = self.likelihood.is_term(labels)
+        logits, labels = self.member_logits[:, terms], labels[terms]
+        per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
+        return -self.spread.log_mean_exp(per_member).sum() / terms.sum().clamp_min(1)
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the NLL of the mixture and of the members."""
+        logits = self.member_logits
+        per_member = self.likelihood.log_prob(logits, labels.expand(len(logits), *labels.shape))
+        return {
+            "nll": -self.spread.log_mean_exp(per_member),
+            "member_nll": -self.spread.mean(per_member),
+            "member_log_lik": self.spread.every(per_member).T,
+        }
+
+
+class MemberClasses(MemberPredictive):
+    """The log of the members' mean probabilities."""
+
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        prediction = spread.predict(logits)
+        self.logits, self.parts = prediction.log_probs, prediction.uncertainty._asdict()
+        self.members = prediction, logits
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return scores of the mixture, uncertainties, and the NLL of the members."""
+        terms = labels != IGNORE
+        log_probs, labels = self.logits[terms], labels[terms]
+        members = widened(self.member_logits[:, terms])
+        chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
+        uncertainty = {name: value[terms] for name, value in self.parts.items()}
+        own = {"member_nll": -self.spread.mean(chosen), "member_log_lik": self.spread.every(chosen).T}
+        return {**per_row_statistics(log_probs, labels), **uncertainty, **own}
+
+
+class MemberLabels(MemberPredictive):
+    """The logits of the members' mean probabilities, one for each label."""
+
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        wide = widened(logits)
+        # as logarithms, since a probability rounds to 1
+        yes, no = (spread.log_mean_exp(nn.functional.logsigmoid(sign * wide)) for sign in (1, -1))
+        self.logits, self.parts = yes - no, {}
+
+
+class MemberNumbers(MemberPredictive):
+    """The members' mean and the standard deviations around it."""
+
+    def __init__(self, logits: Tensor, likelihood: Normal, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        self.logits = spread.mean(widened(logits))
+        epistemic = spread.mean((widened(logits) - self.logits).square())
+        self.parts = Deviations((epistemic + likelihood.noise_std**2).sqrt(), epistemic.sqrt())._asdict()
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
+        squares = (self.logits - labels.to(self.logits.dtype).reshape(self.logits.shape)).square()
+        covered = (squares.sqrt() <= self.parts["predictive_std"]).to(self.logits.dtype)
+        numbers = {"mse": squares, "covered": covered, **self.parts}
+        return super().statistics(labels) | {name: value.mean(-1) for name, value in numbers.items()}
+
+
+_BY_MEMBERS: dict[type[Likelihood], Callable[..., Predictive]] = {
+    Categorical: MemberClasses,
+    Bernoulli: MemberLabels,
+    Normal: MemberNumbers,
+}
+
+
+def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> Predictive:
+    """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of the task."""
+    return _BY_MEMBERS[type(likelihood)](logits, likelihood, spread)
+
+
+# -- from Gaussian outputs ------------------------------------------------------------------------------------------
+
+
+class GaussianClasses:
+    """The probabilities of classes with Gaussian logits."""
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, prediction: GaussianPrediction, likelihood: Likelihood) -> None:
+        self.logits, self.parts, self.likelihood = prediction.log_probs, prediction.uncertainties, likelihood
+
+    def loss(self, labels: Tensor) -> Tensor:
+        terms = self.likelihood.is_term(labels)
+        return (-self.likelihood.log_prob(self.logits[None, terms], labels[None, terms])[0]).mean()
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        terms = labels != IGNORE
+        uncertainties = {name: value[terms] for name, value in self.parts.items()}
+        return {**per_row_statistics(self.logits[terms], labels[terms]), **uncertainties}
+
+
+class GaussianLabels:
+    """The probabilities of several labels, each a choice between the logits 0 and z.
+
+    The NLL of an example adds up the NLL of each label. The dependence of labels through the weights is left out.
+    """
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> None:
+        variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
+        zero = torch.zeros_like(mean)
+        found = LINKS[link](torch.stack([zero, mean], -1), torch.stack([zero, variance], -1))
+        no, yes = found.log_probs.unbind(-1)
+        self.logits, self.likelihood = yes - no, likelihood
+        self.parts: dict[str, Tensor] = {}
+
+    def loss(self, labels: Tensor) -> Tensor:
+        return self.statistics(labels)["nll"].mean()
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"nll": -self.likelihood.log_prob(self.logits[None], labels[None])[0]}
+
+
+class GaussianNumbers:
+    """A regression with Gaussian outputs and Gaussian noise of the labels."""
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Normal) -> None:
+        self.mean, self.covariance, self.noise_std = mean, covariance, likelihood.noise_std
+        self.logits, variance = moments(mean, covariance)
+        self.parts = Deviations((variance + self.noise_std**2).sqrt(), variance.sqrt())._asdict()
+
+    def loss(self, labels: Tensor) -> Tensor:
+        return self._nll(labels).mean()
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        squares = (self.logits - labels.to(self.logits).reshape(self.logits.shape)).square()
+        numbers = {"mse": squares, **self.parts}
+        return {"nll": self._nll(labels)} | {name: value.mean(-1) for name, value in numbers.items()}
+
+    def _nll(self, labels: Tensor) -> Tensor:
+        numbers = labels.to(self.mean).reshape(self.logits.shape)
+        return -log_density(numbers, self.mean, self.covariance, self.noise_std)
+
+
+_BY_GAUSSIAN: dict[type[Likelihood], Callable[..., Predictive]] = {
+    Categorical: lambda mean, covariance, likelihood, link: GaussianClasses(LINKS[link](mean, covariance), likelihood),
+    Bernoulli: GaussianLabels,
+    Normal: lambda mean, covariance, likelihood, link: GaussianNumbers(mean, covariance, likelihood),
+}
+
+
+def of_gaussian(mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> Predictive:
+    """Return the prediction of K Gaussians over the outputs, of equal weights, under the likelihood of the task.
+
+    Args:
+        mean: [K, ..., C].
+        covariance: [K, ..., C, C], or its diagonal [K, ..., C].
+        link: a name of ``gaussian_links.LINKS``; regressions need none.
+    """
+    return _BY_GAUSSIAN[type(likelihood)](mean, covariance, likelihood, link)

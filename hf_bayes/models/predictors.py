@@ -1,0 +1,65 @@
+"""The ways in which a Bayesian model predicts: by its members, by linearised members, or by a closed form.
+
+A model holds one predictor, and ``BayesianModel.linearise`` exchanges it. Models of whole inputs take an
+``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is
+given the model in each call and keeps no reference to it, so that a model is freed as soon as it is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hf_bayes.uncertainty.decomposition import Prediction
+
+
+class MemberLogLik(NamedTuple):
+    """The log-likelihood of a batch, summed over its terms, for each member.
+
+    Attributes:
+        loss: [M] minus the sum of log-likelihoods in nats, differentiable.
+        num_terms: [M] number of terms.
+    """
+
+    loss: Tensor
+    num_terms: Tensor
+
+
+class Predictive(Protocol):
+    """The posterior predictive distribution of a batch.
+
+    Attributes:
+        logits: [..., C] in the shape of the wrapped model's logits.
+        parts: name -> [...] uncertainties, or standard deviations, as far as they are defined.
+        members: the mixture of the members and their logits [M, ..., C]; None where no members are averaged.
+    """
+
+    logits: Tensor
+    parts: dict[str, Tensor]
+    members: tuple[Prediction, Tensor] | None
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood of the likelihood terms among ``labels`` [...]."""
+        ...
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return [n] numbers of the n likelihood terms among ``labels`` [...], by name."""
+        ...
+
+
+class Predictor(Protocol):
+    """A way to predict.
+
+    Attributes:
+        link: how Gaussian logits become probabilities, a name of ``gaussian_links.LINKS``; None if nothing is
+            linearised.
+        averages_members: False if predictions integrate over the Gaussian itself, so that no number of members enters.
+    """
+
+    link: str | None
+    averages_members: bool
+
+    def check_shown(self) -> None:
+        """Raise a ValueError if the model cannot predict by members other than its own."""
+        ...

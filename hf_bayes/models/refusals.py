@@ -1,0 +1,84 @@
+"""Errors of Bayesian models: wrong shapes, compiling, saving as an ordinary model, unsupported language models."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_bayes.core.layout import Layout
+
+COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
+_ANSWER_NO_CACHE = ("recurrent_gemma",)
+"""Model types that take ``past_key_values`` and keep what counts in their layers."""
+
+
+def refuse_theta(layout: Layout, theta: Tensor) -> None:
+    """Raise if ``theta`` is not a matrix [M, d] of float32 or float64."""
+    wide = theta.dtype in (torch.float32, torch.float64)
+    if not wide or theta.ndim != 2 or len(theta) == 0 or theta.shape[1] != layout.dim:
+        raise ValueError(
+            f"theta must be float32 or float64 [members, {layout.dim}] ({len(layout.names)} random tensors), "
+            f"got {theta.dtype} {list(theta.shape)}"
+        )
+
+
+def refuse_compiling() -> None:
+    """Raise if torch compiles the calling model as a whole."""
+    if torch.compiler.is_compiling():
+        _raise_outside_of_the_graph()
+
+
+def _raise_compiling() -> None:
+    raise ValueError(
+        "a model with a member axis cannot be compiled as a whole: members, trunk and head exchange forwards while it "
+        f"runs. Compile its layers in place: {COMPILE_LAYERS}"
+    )
+
+
+_disable: Any = torch.compiler.disable  # untyped in torch
+_raise_outside_of_the_graph = _disable(_raise_compiling)
+
+
+def refuse_saving(model: object, *args: object, **kwargs: object) -> NoReturn:
+    """Raise: ``save_pretrained`` of the model would save none of its members."""
+    raise ValueError(
+        "a BayesianModel is saved as a posterior: BayesianTrainer.save_model(), or Posterior.save_pretrained()"
+    )
+
+
+def refuse_pushing(model: object, *args: object, **kwargs: object) -> NoReturn:
+    """Raise: ``push_to_hub`` of the model would create a repository before it calls ``save_pretrained``."""
+    raise ValueError(
+        "a BayesianModel is pushed as a posterior: BayesianTrainer.push_to_hub(), or Posterior.push_to_hub(), of a "
+        "loaded model model.posterior.push_to_hub()"
+    )
+
+
+def refuse_bidirectional(core: nn.Module) -> None:
+    """Raise for an encoder with the head of a language model, whose positions see the tokens that they predict."""
+    config: Any = getattr(core, "config", None)
+    if getattr(config, "is_decoder", True) is False and not config.model_type.startswith("gpt_neox"):
+        raise ValueError(
+            f"{type(core).__name__} has is_decoder=False, so that each position sees the tokens it predicts: as a "
+            "causal language model load it with is_decoder=True"
+        )
+
+
+def refuse_hidden_state(core: nn.Module) -> None:
+    """Raise for models whose state between tokens is not in a cache that can be dealt to members."""
+    if not isinstance(core, PreTrainedModel):
+        return
+    if "past_key_values" not in inspect.signature(core.forward).parameters:
+        what = "takes no past_key_values"
+    elif core.config.model_type in _ANSWER_NO_CACHE:
+        what = "answers no past_key_values"
+    else:
+        return
+    raise ValueError(
+        f"{type(core).__name__} {what}: models that keep their state elsewhere (Mamba's cache_params, RecurrentGemma's "
+        "own layers) or nowhere are not supported as causal language models. Take one with a cache (docs/models.md)"
+    )
