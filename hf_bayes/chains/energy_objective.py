@@ -23,7 +23,7 @@ from hf_bayes.chains.sampling_plan import Energy
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Info
 
-OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)
+OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
 """Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
 
 MAX_COUPLING = 0.01

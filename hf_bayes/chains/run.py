@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import Objective, UpdateObjective
-from hf_bayes.core.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule
+from hf_bayes.core.types import Approximation, Evaluation, Info, Kernel, Problem, Rngs, Rule, State
 
 NOISE_PERIOD = 97
 """Updates between two estimates of the gradient's variance from halves of a batch. An estimate costs half a gradient,
@@ -22,7 +22,7 @@ NOISE_PERIOD = 97
 all estimates."""
 
 
-class StepRecord(NamedTuple):
+class StepRecord(NamedTuple, Generic[State]):
     """The values of one update of all chains of a run; nothing in it is changed later.
 
     Attributes:
@@ -37,7 +37,7 @@ class StepRecord(NamedTuple):
     step: int
     learning_rate: float | None
     before: Tensor
-    state: Any
+    state: State
     info: Info
     loss: Tensor | None
 
@@ -47,7 +47,7 @@ class StepRecord(NamedTuple):
         return bool(self.learning_rate) and self.state.theta is not self.before
 
 
-class Run:
+class Run(Generic[State]):
     """Chains of one method on one objective, advanced update by update.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(
         self,
-        method: Rule | Kernel,
+        method: Rule[State] | Kernel[State],
         objective: Objective,
         theta: Tensor,
         rngs: Rngs,
@@ -78,7 +78,7 @@ class Run:
         self.method, self.objective, self.problem = method, objective, problem
         self.rngs = list(rngs)
         self.chains = range(len(theta)) if chains is None else chains
-        self.state: Any = None
+        self.state: State | None = None
         self.num_updates = 0
         self.draws: list[Tensor] = []
         self.loss: Tensor | None = None
@@ -91,7 +91,7 @@ class Run:
         return self._start if self.state is None else self.state.theta
 
     @torch.no_grad()
-    def update(self, batches: list[Any], learning_rate: float | None = None) -> StepRecord:
+    def update(self, batches: list[Any], learning_rate: float | None = None) -> StepRecord[State]:
         """Advance all chains by one update.
 
         Args:
@@ -108,6 +108,7 @@ class Run:
         self.num_updates += 1
         if self.num_updates in self.problem.draw_steps:
             self.take_draw()
+        assert self.state is not None
         return StepRecord(self.num_updates, learning_rate, before, self.state, info, self.loss)
 
     def take_draw(self) -> None:
@@ -117,11 +118,15 @@ class Run:
     @torch.no_grad()
     def finish(self) -> Approximation:
         """Return what the method makes of its draws."""
+        if self.state is None:
+            raise ValueError("the run has no update yet, so it has no state to finish: call update first")
         return self.method.finish(self.state, torch.stack(self.draws, 1))
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def _follow_rule(self, rule: Rule, batches: list[Any], learning_rate: float | None) -> tuple[Tensor, Any, Info]:
+    def _follow_rule(
+        self, rule: Rule[State], batches: list[Any], learning_rate: float | None
+    ) -> tuple[Tensor, State, Info]:
         if learning_rate is None or not 0 <= learning_rate < math.inf:
             raise ValueError(
                 f"the learning rate of step {self.num_updates + 1} is {learning_rate}, it must be a finite number "
@@ -140,7 +145,7 @@ class Run:
         self.loss = evaluation.loss
         return before, state, {**info, **evaluate.info()}
 
-    def _follow_kernel(self, kernel: Kernel, batches: list[Any]) -> tuple[Tensor, Any, Info]:
+    def _follow_kernel(self, kernel: Kernel[State], batches: list[Any]) -> tuple[Tensor, State, Info]:
         state, inside, known = self.state, self.theta, self.loss
         if state is None:
             evaluate = _Watched(self.objective.for_update(batches, step=self.num_updates, inside=inside))
@@ -230,7 +235,7 @@ class Run:
         self.loss = None if held is None else held.to(device)
         self.num_updates = num_updates
 
-    def template(self) -> Any:
+    def template(self) -> State:
         """Return a State of this method for its fields; throwaway generators draw its values."""
         theta = self._start.clone()
         rngs = [torch.Generator(device=rng.device) for rng in self.rngs]

@@ -52,6 +52,9 @@ class ChainState(Protocol):
     @property
     def theta(self) -> Tensor: ...
 
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
     def _asdict(self) -> dict[str, Any]: ...
 
 

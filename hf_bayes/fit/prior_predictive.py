@@ -112,7 +112,7 @@ def prior_predictive(
 def _histogram(model: BayesianModel, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """[C] float64: probabilities of the classes at ``theta`` [d], summed over rows, and over positions but padding."""
     model.show(theta[None])  # one draw at a time: its log-probabilities are those of a mixture of one
-    probs = model(**inputs).logits.double().exp()
+    probs: Tensor = model(**inputs).logits.double().exp()
     if probs.ndim == 3 and "attention_mask" in inputs:
         probs = probs[inputs["attention_mask"].bool()]
     return probs.flatten(0, -2).sum(0)

@@ -158,7 +158,7 @@ class CausalPass(Pass):
                     accumulator.end_pull()
 
     def _pull_head(
-        self, flat: Tensor, output: Any, index: Tensor, terms: Terms, group: list, cotangents: list[Tensor],
+        self, flat: Tensor, output: Any, index: Tensor, terms: Terms, group: list[Any], cotangents: list[Tensor],
         *, first: bool, row: int | None,
     ) -> None:  # fmt: skip
         """Logits of some positions, their log-likelihood, and the pulls of ``group`` down to the hidden states."""

@@ -14,7 +14,7 @@ from hf_bayes.core.types import Problem, Rule
 
 
 def map_estimate(
-    rule: Rule,
+    rule: Rule[Any],
     objective: Objective,
     theta: Tensor,
     problem: Problem,

@@ -33,7 +33,7 @@ class StartedRun(NamedTuple):
         prior: log p(theta).
     """
 
-    run: Run
+    run: Run[Any]
     objective: ModelObjective
     prior: IndependentPrior | Gaussian
 

@@ -141,7 +141,7 @@ class ActiveRun:
         if main_input is None:
             return 0
         copies = len(self.run.chains) if self.rows.shared else 1
-        return 6 * copies * main_input.numel() * model.core.num_parameters(exclude_embeddings=True)
+        return int(6 * copies * main_input.numel() * model.core.num_parameters(exclude_embeddings=True))
 
     def show_chains(self) -> None:
         """Let evaluation and generation see where the chains are."""
@@ -158,11 +158,12 @@ class ActiveRun:
         if isinstance(approximation, Draws):
             chain = approximation.chain + mesh.chains.start
             return Finished(dataclasses.replace(approximation, chain=chain), {}, self.setup.spread)
+        assert run.state is not None
         state = type(run.state)(**{name: mesh.gather_chains(value) for name, value in run.state._asdict().items()})
         # on the CPU, as draws are, whatever device the chains are on
         return Finished(moved(method.finish(state, draws), "cpu"), {}, LocalMembers())
 
-    def _revise(self, rule: Rule, draws: Tensor) -> Finished:
+    def _revise(self, rule: Rule[Any], draws: Tensor) -> Finished:
         """Let a method pass over the data once more.
 
         A method with a pass for each chain makes it for the chains of this process. Processes that share chains share

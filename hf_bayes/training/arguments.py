@@ -109,7 +109,7 @@ class BayesianTrainingArguments(TrainingArguments):
                 "are sampled and is not supported: leave it out of accelerate's flags and config file, and quantise a "
                 "base that does not fit one device"
             )
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         for name, choices in (("data_unit", ("token", "sequence")), ("minibatch", ("independent", "shared"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.training import checkpoints
+from hf_bayes.training.arguments import BayesianTrainingArguments
 
 OVERRIDDEN = {
     "_save_checkpoint": ("self", "model", "trial"),
@@ -47,9 +48,14 @@ class TrainerHost:
         self._trainer = cast(Any, trainer)
 
     @property
-    def args(self) -> Any:
+    def args(self) -> BayesianTrainingArguments:
         """The training arguments."""
-        return self._trainer.args
+        return cast(BayesianTrainingArguments, self._trainer.args)
+
+    @property
+    def directory(self) -> str:
+        """The output directory."""
+        return str(self._trainer.args.output_dir)
 
     @property
     def train_dataset(self) -> Any:
@@ -74,17 +80,17 @@ class TrainerHost:
     @property
     def log_history(self) -> list[dict[str, Any]]:
         """The logs so far."""
-        return self._trainer.state.log_history
+        return list(self._trainer.state.log_history)
 
     @property
     def is_first_process(self) -> bool:
         """Whether this is the first process of all."""
-        return self._trainer.is_world_process_zero()
+        return bool(self._trainer.is_world_process_zero())
 
     @property
     def mixed_precision(self) -> str:
         """The precision of autocast, "no" or "bf16"."""
-        return self._trainer.accelerator.mixed_precision
+        return str(self._trainer.accelerator.mixed_precision)
 
     def prepare(self, batch: Any) -> Any:
         """Move a batch to the device, as Trainer does."""
@@ -92,7 +98,7 @@ class TrainerHost:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward in training."""
-        return self._trainer.compute_loss_context_manager()
+        return cast(AbstractContextManager[Any], self._trainer.compute_loss_context_manager())
 
     @property
     def gradient_state(self) -> Any:
@@ -101,7 +107,7 @@ class TrainerHost:
 
     def evaluation_autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward in evaluation."""
-        return self._trainer.accelerator.autocast()
+        return cast(AbstractContextManager[Any], self._trainer.accelerator.autocast())
 
     def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable[..., Any]]:
         """Return a data set and its collator without columns that the model does not take, as Trainer leaves them out.

@@ -64,7 +64,7 @@ def describe_stream(
 
 def fingerprint_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> str:
     """Return the fingerprint alone."""
-    return describe_rows(dataset, collate, seed=seed)["fingerprint"]
+    return str(describe_rows(dataset, collate, seed=seed)["fingerprint"])
 
 
 def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable[..., Any], seed: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def measure(trainer: Trainer, prefix: str) -> dict[str, float]:
                 prediction_loss_only=True,
                 metric_key_prefix=prefix if name is None else f"{prefix}_{name}",
             )
-            metrics |= output.metrics
+            metrics |= output.metrics or {}
             # ends the bar
             trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, output.metrics)
     finally:

@@ -69,7 +69,7 @@ class Monitor:
         self.probe_logits: list[Tensor] = []
 
     @torch.no_grad()
-    def observe(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord[Any]) -> None:
         """Take in one update."""
         self.info = record.info
         if record.learning_rate is not None and record.moved and record.step > self.warm_start:
@@ -86,7 +86,7 @@ class Monitor:
             self.probes.append(values.log_lik.cpu())
             self.probe_logits.append(values.logits.cpu())
 
-    def _observe_move(self, record: StepRecord, learning_rate: float) -> None:
+    def _observe_move(self, record: StepRecord[Any], learning_rate: float) -> None:
         theta = record.state.theta
         if "unmoved" not in self.totals:
             self.totals["unmoved"] = (theta == record.before).double().mean(1)

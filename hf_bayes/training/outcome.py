@@ -151,8 +151,8 @@ class Outcome:
                 whether a new repository is (``args.hub_private_repo`` by default).
         """
         args, whole = active.host.args, active.setup.mesh.chain_size == 1
-        posterior = self.required() if whole else Posterior.from_pretrained(args.output_dir)
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        posterior = self.required() if whole else Posterior.from_pretrained(active.host.directory)
+        name = args.hub_model_id or Path(active.host.directory).absolute().name
         defaults = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
         given = {key: value for key, value in settings.items() if value is not None}
         push = partial(posterior.push_to_hub, name, **{**defaults, **given}, **(self.card or CardFields()))
@@ -164,8 +164,8 @@ class Outcome:
         A run that has not ended has no posterior and gets no card; TRL asks for one at every checkpoint.
         """
         self.card, args = author_fields(self.card, fields), host.args
-        if args.should_save and (Path(args.output_dir) / storage.MANIFEST).exists():
-            write_card(args.output_dir, repo_id=args.hub_model_id, **self.card)
+        if args.should_save and (Path(host.directory) / storage.MANIFEST).exists():
+            write_card(host.directory, repo_id=args.hub_model_id, **self.card)
 
     def _with_metrics(self, posterior: Posterior, active: ActiveRun, measure: Measure) -> Posterior:
         """Add held-out metrics of the posterior, beside the NLL of a MAP estimate."""

@@ -112,7 +112,7 @@ def _halves(values: Tensor) -> Tensor:
     chains, the chains."""
     if len(values) > 1:
         return values
-    return values[0, len(values[0]) % 2 :].unflatten(0, (2, -1))
+    return values[0, len(values[0]) % 2 :].view(2, -1, *values.shape[2:])
 
 
 def _quantile(values: Tensor, probability: float) -> float | None:

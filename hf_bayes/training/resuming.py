@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class RunCheckpoints:
     def check(self, folder: str) -> int:
         """Refuse a checkpoint of another run, by name; return the number of updates of one of this run."""
         _, saved = checkpoints.load(folder, self.settings(), chains=self._active.setup.mesh.chains)
-        return saved["num_updates"]
+        return int(saved["num_updates"])
 
     def load(self, folder: str) -> None:
         """Go on where a checkpoint was taken."""
@@ -66,7 +66,7 @@ class RunCheckpoints:
         """Load a checkpoint that is the end of the run, and return Trainer's state there."""
         self.load(folder)
         Messages(self._active.host).say("checkpoint %s is the end of this run: nothing is left to train", folder)
-        return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+        return cast(TrainerState, TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)))
 
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
         """Return {chain: all tensors that it needs to go on}."""

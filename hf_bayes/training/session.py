@@ -56,8 +56,8 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     setup.model.members.require_attached()
     if rows is None:
         raise ValueError("training needs a train_dataset, got None")
-    check_writable(args.output_dir, overwrite=True)
-    checkpoint = checkpoints.required_newest(args.output_dir) if resume is True else resume or None
+    check_writable(host.directory, overwrite=True)
+    checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
     active = ActiveRun(host, setup, rows)
     saves = checkpoint is not None or args.save_strategy != SaveStrategy.NO
     diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))

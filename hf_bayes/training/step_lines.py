@@ -55,11 +55,11 @@ class ShortPrinterCallback(PrinterCallback):
     """transformers' ``PrinterCallback`` with short lines."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, logs=short_line(logs or {}), **kwargs)
+        super().on_log(args, state, control, logs=short_line(logs or {}), **kwargs)  # type: ignore[no-untyped-call]
 
 
 class ShortProgressCallback(ProgressCallback):
     """transformers' ``ProgressCallback`` with short lines."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, logs=short_line(logs or {}), **kwargs)
+        super().on_log(args, state, control, logs=short_line(logs or {}), **kwargs)  # type: ignore[no-untyped-call]

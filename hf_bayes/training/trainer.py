@@ -89,7 +89,7 @@ class BayesianTrainerMixin(_Host):
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
         refuse_arguments(args, method, model, kwargs)
-        check_writable(args.output_dir, overwrite=True)
+        check_writable(str(args.output_dir), overwrite=True)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
         self.diagnosis: Diagnosis | None = None
@@ -129,7 +129,7 @@ class BayesianTrainerMixin(_Host):
         return _required(self.rows).num_data
 
     @property
-    def run(self) -> Run:
+    def run(self) -> Run[Any]:
         """The chains of the last ``train``."""
         return _required(self.active).run
 
@@ -170,16 +170,16 @@ class BayesianTrainerMixin(_Host):
         active.pending.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        return active.update(float(self.optimizer.param_groups[0]["lr"]))
+        return active.update(float(_required(self.optimizer).param_groups[0]["lr"]))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the holder of the learning rate: ``Run.update`` moves the chains."""
-        return self.optimizer
+        return _required(self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the method's schedule if it has one; else Trainer's, checked to its end."""
         if self.method.schedule is not None:
-            self.lr_scheduler = method_schedule(self.optimizer, _required(self.active))
+            self.lr_scheduler = method_schedule(self.create_optimizer(), _required(self.active))
             return self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         require_schedule_below_peak(scheduler, num_training_steps, self.args)
@@ -223,7 +223,7 @@ class BayesianTrainerMixin(_Host):
         return metrics
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        loop = partial(super().evaluation_loop, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loop = partial(super().evaluation_loop, *args, **{**kwargs, "metric_key_prefix": metric_key_prefix})
         return self.outcome.evaluator.run(loop, metric_key_prefix)
 
     def prediction_step(
@@ -243,7 +243,7 @@ class BayesianTrainerMixin(_Host):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the posterior directory (``Outcome.save``); checkpoints (``_internal_call``) have their own files."""
-        directory = output_dir or self.args.output_dir
+        directory = str(output_dir or self.args.output_dir)
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
             return
