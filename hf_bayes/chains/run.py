@@ -242,7 +242,8 @@ class Run(Generic[State]):
         if isinstance(self.method, Rule):
             return self.method.init(theta, rngs)
         zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
-        return self.method.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
+        kernel: Kernel[State] = self.method
+        return kernel.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
 
 
 class _Watched:

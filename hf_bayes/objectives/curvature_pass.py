@@ -202,11 +202,9 @@ def _hessian(
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             for batch in batches(_share(range(num_rows), mesh)):
-                inputs = (
-                    model.numbered({**batch, "use_cache": False})
-                    if isinstance(model, BayesianModelForCausalLM)
-                    else {**batch}
-                )
+                inputs = dict(batch)
+                if isinstance(model, BayesianModelForCausalLM):
+                    inputs = model.numbered({**batch, "use_cache": False})
                 labels = inputs.pop("labels")
                 labels = next_tokens(labels, inputs.get("attention_mask")) if causal else labels
                 with context():

@@ -59,6 +59,7 @@ class TrainingRows:
         require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
         if is_stream(dataset):
             self.stream = Stream(host, model, mesh)
+            assert args.num_data is not None  # require_rows
             self.num_data = float(args.num_data)
             return
         self._count(own)
@@ -227,7 +228,8 @@ class TrainingRows:
             return self.stream.first()
         dataset, collate = self.data()
         count = min(len(dataset), self.host.args.per_device_train_batch_size)
-        return self.host.prepare(collate([dataset[row] for row in range(count)]))
+        batch: dict[str, Any] = self.host.prepare(collate([dataset[row] for row in range(count)]))
+        return batch
 
     def first_terms(self, num_terms: int, most_rows: int) -> list[dict[str, Any]]:
         """Return the first rows until they hold ``num_terms`` likelihood terms, at most ``most_rows`` of them."""

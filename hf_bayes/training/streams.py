@@ -93,7 +93,8 @@ class Stream:
         with torch.random.fork_rng(devices=[]):  # a collator may be random
             batch = in_words(collate, self._name)(rows)
         self.check(batch)
-        return self.host.prepare(batch)
+        prepared: dict[str, Any] = self.host.prepare(batch)
+        return prepared
 
     @property
     def _name(self) -> str:

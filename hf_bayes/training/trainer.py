@@ -250,7 +250,7 @@ class BayesianTrainerMixin(_Host):
         self.outcome.required()
         self.outcome.save(_required(self.active), directory, partial(measure, self))
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]
         self,
         commit_message: str | None = "End of training",
         blocking: bool = True,
