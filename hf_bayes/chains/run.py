@@ -243,7 +243,8 @@ class Run(Generic[State]):
             return self.method.init(theta, rngs)
         zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
         kernel: Kernel[State] = self.method
-        return kernel.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
+        state: State = kernel.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)
+        return state
 
 
 class _Watched:
