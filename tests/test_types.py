@@ -24,9 +24,6 @@ PLACES = {
 STATE = ("hf_bayes/methods/sgmcmc/sghmc.py", "update", "{}.misspeled_momentum")
 """A misspelled attribute of the sampler's state opens the first function of this name; {} is its first parameter."""
 
-LOOSE_TRAINER = pytest.mark.xfail(strict=True, reason="pyproject.toml disables attr-defined in hf_bayes.training")
-LOOSE_STATE = pytest.mark.xfail(strict=True, reason="the samplers' states are Any")
-
 
 def plant(file: Path, function: ast.FunctionDef, slips: Iterable[str]) -> None:
     """Insert lines before the first statement of a function, after its docstring."""
@@ -81,13 +78,12 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slip", SLIPS, ids=["method", "attribute"])
-@pytest.mark.parametrize("what", [pytest.param("trainer", marks=LOOSE_TRAINER), "model", "sampler"])
+@pytest.mark.parametrize("what", ["trainer", "model", "sampler"])
 def test_the_type_checker_finds_a_slip(what: str, slip: str, findings: Findings) -> None:
     file, _ = PLACES[what]
     assert slip in findings.lines.get(file, []), findings.output
 
 
-@LOOSE_STATE
 @pytest.mark.timeout(600)
 def test_the_type_checker_finds_a_slip_in_a_samplers_state(findings: Findings) -> None:
     file, _, _ = STATE
