@@ -6,7 +6,8 @@ below. ``tests/models/test_compat.py`` compares the lists with the installed ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -145,10 +146,10 @@ def loaders_of_mappings() -> dict[int, str]:
     return {id(getattr(value, "_model_mapping", None)): key for key, value in content.items() if "Auto" in key}
 
 
-def names_in_mapping(mapping: Any) -> Iterator[str]:
-    """Yield the names of the classes in a mapping. None of them is imported."""
-    for names in mapping._model_mapping.values():
-        yield from (names,) if isinstance(names, str) else names
+def names_in_mapping(mapping: Any) -> set[str]:
+    """Return the names of the classes in a mapping. None of them is imported."""
+    entries = ((names,) if isinstance(names, str) else names for names in mapping._model_mapping.values())
+    return set(itertools.chain.from_iterable(entries))
 
 
 def registered_in_mapping(mapping: Any) -> list[type]:
