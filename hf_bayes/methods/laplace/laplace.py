@@ -41,6 +41,7 @@ from hf_bayes.methods.laplace.evidence import SCOPES, Expansion, groups, maximis
 from hf_bayes.methods.laplace.gradient_estimate import Slope
 from hf_bayes.methods.laplace.heldout_prior import fit_by_heldout, groups_by_expression
 from hf_bayes.methods.laplace.noise_std import with_fitted_noise
+from hf_bayes.methods.laplace.pass_result import PassResult
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 
 
@@ -203,21 +204,21 @@ class LaplaceConfig(MethodConfig):
     def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
         """Return the same as ``revise`` without a warning."""
         self._check_prior(problem)
-        surveys = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
+        results: list[PassResult] = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
             assert problem.noise_std is not None
             assert problem.root_columns is not None  # one column for each number of a label
-            surveys, noise_std = with_fitted_noise(
-                surveys,
+            results, noise_std = with_fitted_noise(
+                results,
                 lambda number, one: self.expand(theta[number], one, problem),
                 noise_std=problem.noise_std,
                 count=problem.num_data * problem.root_columns,
             )
         if self.fit_prior == "heldout":
-            fitted, more["heldout_nll"] = self._by_heldout(theta, surveys, look, problem)
+            fitted, more["heldout_nll"] = self._by_heldout(theta, results, look, problem)
         covariances, notes = [], []
-        for row, found in zip(theta, surveys, strict=True):
+        for row, found in zip(theta, results, strict=True):
             covariance, note = self._around(row, found, problem, fitted)
             covariances.append(covariance)
             notes.append(note | more)
@@ -241,7 +242,7 @@ class LaplaceConfig(MethodConfig):
             )
 
     def _by_heldout(
-        self, theta: Tensor, surveys: Sequence[Any], look: Look, problem: Problem
+        self, theta: Tensor, results: Sequence[PassResult], look: Look, problem: Problem
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
@@ -251,7 +252,7 @@ class LaplaceConfig(MethodConfig):
             index = groups_by_expression(list(self.prior_std), problem.shapes)
 
         def deviations(number: int, precision: Tensor, noise: Tensor) -> Tensor:
-            curvature = surveys[number].curvature
+            curvature = results[number].curvature
             return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
 
         def score(theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
@@ -266,11 +267,11 @@ class LaplaceConfig(MethodConfig):
         """The exponent of the likelihood."""
         return 1 / self.temperature if self.temper == "likelihood" else 1.0
 
-    def _slope(self, found: Any) -> Slope | None:
+    def _slope(self, found: PassResult) -> Slope | None:
         """Return the gradient of the tempered log-likelihood."""
         return None if found.slope is None else found.slope.scaled(self._power)
 
-    def expand(self, theta: Tensor, found: Any, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
+    def expand(self, theta: Tensor, found: PassResult, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
         """Return the log posterior around ``theta`` [d] and the prior's precision; ``found`` is the pass's result."""
         mean, precision = prior_moments(problem.prior, theta)
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
@@ -281,7 +282,7 @@ class LaplaceConfig(MethodConfig):
         return expansion, precision
 
     def _around(
-        self, theta: Tensor, found: Any, problem: Problem, fitted: Tensor | None
+        self, theta: Tensor, found: PassResult, problem: Problem, fitted: Tensor | None
     ) -> tuple[Covariance, dict[str, Any]]:
         """Return the covariance around one row [d] and its report; ``fitted`` is the precision from held-out rows."""
         expansion, precision = self.expand(theta, found, problem)

@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 from hf_bayes.methods.laplace.evidence import Expansion
+from hf_bayes.methods.laplace.pass_result import PassResult
 
 
 def with_fitted_noise(
-    surveys: Sequence[Any],
-    expand: Callable[[int, Any], tuple[Expansion, Any]],
+    results: Sequence[PassResult],
+    expand: Callable[[int, PassResult], tuple[Expansion, Any]],
     *,
     noise_std: float,
     count: float,
-) -> tuple[list[Any], float]:
-    """Return the surveys at the fitted noise, and the fitted noise, which all members share.
+) -> tuple[list[PassResult], float]:
+    """Return the results at the fitted noise, and the fitted noise, which all members share.
 
     Args:
-        surveys: the results of a curvature pass for y = f + N(0, ``noise_std``^2), one for each member.
-        expand: (index of a member, its survey) -> (the log posterior around it, the prior's precision).
+        results: the results of a curvature pass for y = f + N(0, ``noise_std``^2), one for each member.
+        expand: (index of a member, its result) -> (the log posterior around it, the prior's precision).
         count: number of observed numbers, for each member.
     """
     constant = 0.5 * math.log(2 * math.pi)
-    squares = [-2 * noise_std**2 * (one.log_lik + count * (math.log(noise_std) + constant)) for one in surveys]
+    squares = [-2 * noise_std**2 * (one.log_lik + count * (math.log(noise_std) + constant)) for one in results]
 
-    def at(sigma: float) -> list[Any]:
+    def at(sigma: float) -> list[PassResult]:
         ratio = (noise_std / sigma) ** 2
         return [
             one._replace(
@@ -37,13 +38,13 @@ def with_fitted_noise(
                 log_lik=-0.5 * square / sigma**2 - count * (math.log(sigma) + constant),
                 slope=None if one.slope is None else one.slope.scaled(ratio),
             )
-            for one, square in zip(surveys, squares, strict=True)
+            for one, square in zip(results, squares, strict=True)
         ]
 
     def expanded(sigma: float) -> list[tuple[Expansion, Any]]:
         return [expand(number, one) for number, one in enumerate(at(sigma))]
 
-    sigma = fit_noise(expanded, sum(squares), count * len(surveys))
+    sigma = fit_noise(expanded, sum(squares), count * len(results))
     return at(sigma), sigma
 
 
