@@ -240,7 +240,8 @@ class Run(Generic[State]):
         theta = self._start.clone()
         rngs = [torch.Generator(device=rng.device) for rng in self.rngs]
         if isinstance(self.method, Rule):
-            return self.method.init(theta, rngs)
+            started: State = self.method.init(theta, rngs)
+            return started
         zeros = Evaluation(torch.zeros(len(theta), dtype=theta.dtype, device=theta.device), torch.zeros_like(theta))
         kernel: Kernel[State] = self.method
         state: State = kernel.init(theta, lambda theta, *, gradient=True, batches=None: zeros, rngs)

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.quantizers import AutoQuantizationConfig
+from transformers.quantizers import AutoQuantizationConfig  # type: ignore[attr-defined]
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.text_safety import readable_errors

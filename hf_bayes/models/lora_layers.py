@@ -90,9 +90,10 @@ def names_of(model: PeftModel) -> dict[str, Any]:
         "layers_to_transform": None,
         "layers_pattern": None,
         "modules_to_save": saved or None,
-        "rank_pattern": lora_config.patterns({name: layer.r[adapter] for name, layer in layers.items()}, config.r),
+        "rank_pattern": lora_config.patterns({name: layer.r[adapter] for name, layer in layers.items()}, config.r),  # type: ignore[attr-defined]
         "alpha_pattern": lora_config.patterns(
-            {name: layer.lora_alpha[adapter] for name, layer in layers.items()}, config.lora_alpha
+            {name: layer.lora_alpha[adapter] for name, layer in layers.items()},
+            config.lora_alpha,  # type: ignore[attr-defined]
         ),
     }
 

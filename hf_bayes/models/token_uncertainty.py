@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer  # type: ignore[attr-defined]
 
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.uncertainty.decomposition import Prediction

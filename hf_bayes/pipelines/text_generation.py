@@ -79,7 +79,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
 
     def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:
         if not hasattr(TextGenerationPipeline, "_prepare_generate_kwargs"):  # transformers 5.17 has no such hook
-            config: Any = copy.copy(generate_kwargs.get("generation_config", self.generation_config))
+            config: Any = copy.copy(generate_kwargs.get("generation_config", self.generation_config))  # type: ignore[attr-defined]
             config.return_dict_in_generate = True
             generate_kwargs["generation_config"] = config
         outputs: dict[str, Any] = super()._forward(model_inputs, **generate_kwargs)
