@@ -46,7 +46,7 @@ from hf_bayes.uncertainty.decomposition import predict
 from tests import pretend_device, runs
 from tests import tiny_models as models
 from tests.members.subjects import bert_tagger
-from tests.pipelines.test_images import picture, processor
+from tests.pipelines.test_classification import picture, processor
 from tests.training.test_trainer import SAMPLER, SETTINGS
 
 PATHS: dict[str, Callable[[Path], None]] = {}

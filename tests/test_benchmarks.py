@@ -26,7 +26,7 @@ def test_the_document_shows_the_scaling_that_was_measured() -> None:
     assert document == table.replaced(document, "scaling", text), "run python -m benchmarks.scaling"
 
 
-def test_the_document_shows_the_comparison_with_laplace_torch_that_was_measured() -> None:
+def test_the_document_shows_the_measured_laplace_torch_results() -> None:
     document, file = laplace_torch.DOCUMENT.read_text(), table.RESULTS / "laplace_torch.json"
     text = laplace_torch.render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
     assert document == table.replaced(document, "laplace-torch", text), "run python -m benchmarks.laplace_torch"
@@ -47,7 +47,7 @@ def test_a_changed_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert document != table.replaced(document, "cpu", table.block("cpu").replace("1.5", "1.6"))
 
 
-def test_the_breakdown_counts_every_operation_once_and_the_rest_as_python() -> None:
+def test_the_breakdown_counts_each_operation_once() -> None:
     x = torch.randn(256, 256)
 
     def work() -> float:

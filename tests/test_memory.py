@@ -26,7 +26,7 @@ def within_bound(found: dict[str, int]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.reliability("F9")
-def test_64_members_on_a_long_batch_take_at_most_a_model_and_a_member_more() -> None:
+def test_64_members_on_a_long_batch_stay_within_the_memory_bound() -> None:
     found = measured("peak", "pieces")
     assert found["hidden"] > 3 * found["model"]  # what would be held at once does not fit the bound
     assert within_bound(found)
@@ -34,7 +34,7 @@ def test_64_members_on_a_long_batch_take_at_most_a_model_and_a_member_more() -> 
 
 @pytest.mark.slow
 @pytest.mark.reliability("F9", twin=True)
-def test_the_bound_catches_a_batch_whose_hidden_states_are_held_at_once() -> None:
+def test_the_bound_catches_hidden_states_held_at_once() -> None:
     assert not within_bound(measured("peak", "whole"))
 
 

@@ -61,7 +61,7 @@ def test_every_mapping_of_transformers_is_supported_or_refused() -> None:
     assert sum(cells[1] == "supported" for cells in rows.values()) == len(TASKS)
 
 
-def test_every_cache_of_transformers_is_supported_or_refused_as_the_page_says() -> None:
+def test_every_cache_is_supported_or_refused_as_documented() -> None:
     verdicts = {
         name: cells[0]
         for names, cells in table("`cache_implementation`").items()

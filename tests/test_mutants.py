@@ -68,7 +68,7 @@ def test_a_fault_survives_unless_each_of_its_tests_fails() -> None:
     assert row(fault, caught._replace(errors=["no such test"]))["survived"] == ["no such test"]
 
 
-def test_the_page_shows_the_record_and_the_record_every_fault_caught() -> None:
+def test_the_page_shows_the_record_and_every_fault_is_caught() -> None:
     record, page = json.loads(RECORD.read_text()), PAGE.read_text()
     assert page == replaced(page, "mutants", markdown(record)), "run make mutants"
     kept = {found["fault"]: tuple(found["tests"]) for found in record["faults"] if not found["survived"]}

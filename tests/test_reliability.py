@@ -27,7 +27,7 @@ def test_the_page_shows_the_record() -> None:
     assert rendered(DOCUMENT, RESULTS) == DOCUMENT
 
 
-def test_every_row_of_the_campaign_was_run_and_reached_its_number() -> None:
+def test_every_campaign_row_was_run_and_reached_its_number() -> None:
     assert list(RESULTS["rows"]) == list(ROWS) == [*(f"F{number}" for number in range(1, 14)), "B30", "B31"]
     assert shortfalls(RESULTS["rows"]) == []
     assert set(re.findall(r"^\| ([BF]\d+) \|", DOCUMENT, flags=re.MULTILINE)) == set(ROWS)
@@ -76,7 +76,7 @@ def collected(words: list[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_the_makefiles_line_of_the_campaign_collects_its_tests_and_keeps_its_record() -> None:
+def test_make_reliability_finds_its_tests_and_keeps_the_record() -> None:
     before = (DOCS / "reliability.json").read_bytes()
     (pytest_line, report_line) = commands("reliability")
     assert len(collected(pytest_line)) == 1

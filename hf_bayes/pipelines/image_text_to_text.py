@@ -46,7 +46,7 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
         if hasattr(self, "_prepare_generate_kwargs"):
             prepared: dict[str, Any] = self._prepare_generate_kwargs(given, return_dict_in_generate=True)
             return prepared
-        config: Any = copy.copy(given.get("generation_config", self.generation_config))  # transformers 5.17  # type: ignore[attr-defined]
+        config: Any = copy.copy(given.get("generation_config", self.generation_config))  # type: ignore[attr-defined]  # transformers 5.17
         config.return_dict_in_generate = True
         return {**given, "generation_config": config}
 

@@ -46,7 +46,7 @@ def test_draws_are_taken_at_their_steps_and_stay() -> None:
     assert torch.equal(run.draws[1], seen[4])
 
 
-def test_a_zero_learning_rate_moves_nothing_a_negative_one_raises() -> None:
+def test_zero_learning_rate_moves_nothing_a_negative_one_raises() -> None:
     run = normal_run(SGHMCConfig())
     before = run.theta.clone()
     assert not run.update([None], 0.0).moved

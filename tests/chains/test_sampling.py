@@ -49,7 +49,7 @@ def test_draws_are_taken_after_every_thin_updates_past_burn_in(
     assert torch.equal(draws, everything[:, [update - 1 for update in taken_after]])
 
 
-def test_the_approximation_holds_all_draws_in_the_order_of_chains() -> None:
+def test_approximation_holds_all_draws_ordered_by_chain() -> None:
     result = run(thin=2)
     assert isinstance(result.approximation, Draws)
     assert torch.equal(result.approximation.theta, result.draws.flatten(0, 1))
@@ -111,7 +111,7 @@ def test_the_last_draw_is_the_last_state() -> None:
     assert result.state.step.tolist() == [10, 10]
 
 
-def test_a_single_theta_becomes_the_centre_of_num_chains_jittered_starts() -> None:
+def test_one_theta_is_the_centre_of_jittered_starts() -> None:
     centre = torch.tensor([30.0, 40.0])
     spread = []
     for jitter in (0.0, 0.1, 0.2):
@@ -131,7 +131,7 @@ def test_a_zero_theta_is_jittered_on_the_scale_of_one_hundredth() -> None:
     assert draws.std() == pytest.approx(0.005, rel=0.05)
 
 
-def test_a_matrix_theta_is_the_chains_starts_whatever_num_chains_says() -> None:
+def test_rows_of_theta_are_the_starts_and_override_num_chains() -> None:
     with pytest.warns(UserWarning, match=r"theta has 7 rows, .* so num_chains=2 of sgld is not used"):
         assert run(theta=torch.ones(7, 3), method=SGLDConfig(num_chains=2)).draws.shape == (7, 10, 3)
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def test_a_constant_schedule_is_the_number() -> None:
     assert torch.equal(run(learning_rate=lambda step: 0.1, method=SGHMCConfig()).draws, run(method=SGHMCConfig()).draws)
 
 
-def test_a_schedule_is_asked_for_steps_from_zero_and_its_peak_fixes_the_friction() -> None:
+def test_a_schedule_starts_at_step_0_and_its_peak_sets_friction() -> None:
     asked = []
 
     def schedule(step: int) -> float:
@@ -181,7 +181,7 @@ def test_a_schedule_is_asked_for_steps_from_zero_and_its_peak_fixes_the_friction
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.1, math.nan, math.inf, None])
-def test_a_schedule_that_is_not_positive_is_refused_with_its_step(bad: object) -> None:
+def test_a_schedule_value_that_is_not_positive_is_refused(bad: object) -> None:
     calls = []
 
     def energy(theta: Tensor, batch: object) -> Tensor:
@@ -391,7 +391,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
 
 
 @pytest.mark.statistics
-def test_unbiased_batches_with_a_small_learning_rate_give_the_full_posterior() -> None:
+def test_unbiased_batches_with_small_steps_give_the_posterior() -> None:
     rows, order = torch.randn(64, generator=generator("rows"), dtype=torch.float64), generator("order")
 
     def energy(theta: Tensor, batch: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def test_unbiased_batches_with_a_small_learning_rate_give_the_full_posterior() -
 
 @pytest.mark.parametrize("method", [SGLDConfig(), SGHMCConfig(), MAPConfig(), MeanFieldConfig()])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_energy_stops_the_run_and_names_update_and_chain(method: MethodConfig, bad: float) -> None:
+def test_a_non_finite_energy_stops_and_names_update_and_chain(method: MethodConfig, bad: float) -> None:
     calls = itertools.count()
 
     def energy(theta: Tensor, batch: object) -> Tensor:
@@ -445,7 +445,7 @@ def test_huge_but_finite_energies_go_on() -> None:
 
 
 @pytest.mark.parametrize("method", [MetropolisConfig(), HMCConfig()])
-def test_a_kernel_rejects_what_lies_outside_the_support_but_must_start_inside(method: MethodConfig) -> None:
+def test_kernels_start_inside_the_support_and_never_leave_it(method: MethodConfig) -> None:
     def half_normal(theta: Tensor, batch: object) -> Tensor:
         return torch.where((theta > 0).all(1), bowl(theta, batch), torch.inf)
 
@@ -602,7 +602,7 @@ def test_posterior_of_a_logistic_regression_agrees_with_long_hmc(config: MethodC
 
 
 @pytest.mark.statistics
-def test_the_comparison_with_hmc_catches_a_wrong_temperature_and_wrong_data(reference: Tensor) -> None:
+def test_the_hmc_comparison_catches_wrong_temperature_and_data(reference: Tensor) -> None:
     assert errors(SGHMCConfig(temperature=0.8), reference)[1] > STD_TOLERANCE
     spoilt = torch.cat([torch.zeros(20), LABELS[20:]])
     assert errors(SGHMCConfig(), reference, spoilt)[0] > MEAN_TOLERANCE

@@ -23,15 +23,13 @@ def counted(windows: list[Window]) -> Counter[int]:
 
 @pytest.mark.parametrize(("length", "overlap"), LENGTHS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 15, 16, 17, 100])
-def test_every_token_counts_once_when_the_loss_is_as_long_as_the_step(
-    num_tokens: int, length: int, overlap: int
-) -> None:
+def test_every_token_counts_once_when_loss_and_step_are_equal(num_tokens: int, length: int, overlap: int) -> None:
     windows = window_spans(num_tokens, length=length, overlap=overlap)
     assert counted(windows) == Counter(range(num_tokens))
 
 
 @pytest.mark.parametrize("num_tokens", [299, 300, 301, 500, 501, 2345])
-def test_windows_of_the_paper_give_every_counted_token_250_tokens_of_context(num_tokens: int) -> None:
+def test_windows_give_each_counted_token_250_tokens_of_context(num_tokens: int) -> None:
     windows = window_spans(num_tokens, length=300, overlap=100, loss_tokens=50, score_start=False)
     whole = [window for window in windows if window.end - window.start == 300]
     assert len(whole) == len(windows) or num_tokens < 300

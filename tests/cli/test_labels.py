@@ -107,7 +107,7 @@ def test_words_are_no_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
         labelled_text(columns(label=["4", "5"]), tokenizer, numbers=True)
 
 
-def test_a_list_that_is_missing_or_of_an_unknown_class_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_missing_list_or_an_unknown_class_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     data = columns(label=[["a"], ["b"]])
     for label in (None, ["a", "c"], [None]):
         features = Features({"text": Value("string"), "label": List(Value("string"))})
@@ -116,7 +116,7 @@ def test_a_list_that_is_missing_or_of_an_unknown_class_is_refused(tokenizer: Pre
             labelled_text(data, tokenizer)
 
 
-def test_pairs_are_encoded_together_and_say_which_text_a_token_is_of() -> None:
+def test_text_pairs_are_encoded_together_with_token_types() -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
     tokenizer = BertTokenizerFast(vocab={word: place for place, word in enumerate(words)}, model_max_length=6)
     data = columns(other=["c", "c d", "d d d d d d d"], label=[0, 1, 0])

@@ -132,7 +132,7 @@ def test_choices_hold_in_files_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "invalid choice: 'bogus'" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_mapping_and_a_null_without_meaning_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_mapping_and_stray_nulls_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- model\n")
     (tmp_path / "null.yaml").write_text("model: tiny\nmethod: null\n")
     with pytest.raises(ValueError, match="must hold a mapping"):

@@ -160,14 +160,14 @@ def test_quantised_parameters_are_refused_by_name(dtype: torch.dtype) -> None:
     select(model, "last_block")  # elsewhere it may stay
 
 
-def test_four_bit_parameters_are_refused_whatever_dtype_they_show() -> None:
+def test_four_bit_parameters_are_refused_at_any_dtype() -> None:
     model = tiny_llama()
     model.lm_head.weight.quant_state = object()  # bitsandbytes may pack four bits into bfloat16
     with pytest.raises(ValueError, match=r"lm_head\.weight is quantised"):
         select(model, "last_layer")
 
 
-def test_tensors_that_are_no_plain_ones_are_refused_whatever_dtype_they_show() -> None:
+def test_packed_tensors_are_refused_at_any_dtype() -> None:
     class Packed(torch.Tensor):
         """A weight in torchao's storage format."""
 

@@ -30,13 +30,13 @@ def test_an_unset_measurement_is_made_where_it_is_cheap() -> None:
     assert [need_of_gradient_variance(measure) for measure in (True, None, False)] == ["needed", "useful", "none"]
 
 
-def test_a_correction_needs_the_gradient_variance_that_is_not_reported() -> None:
+def test_a_correction_needs_a_gradient_variance() -> None:
     config = SGHMCConfig(correct_gradient_noise=True, measure_gradient_noise=False)
     assert config.requirements.gradient_variance == "needed"
     assert SGHMCConfig(measure_gradient_noise=False).requirements.gradient_variance == "none"
 
 
-def test_a_prior_for_each_tensor_needs_two_halves_of_heldout_rows() -> None:
+def test_a_prior_for_each_tensor_needs_two_heldout_halves() -> None:
     scopes = {"model": "whole", "tensor": "halves", "element": "halves"}
     for scope, heldout in scopes.items():
         requirements = LaplaceConfig(fit_prior="heldout", prior_scope=scope).requirements

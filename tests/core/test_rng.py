@@ -55,7 +55,7 @@ def test_noise_of_chains_and_seeds_is_uncorrelated_at_every_lag(
 
 
 @pytest.mark.reliability("F13", twin=True)
-def test_chains_that_share_a_stream_or_follow_each_other_in_it_are_caught() -> None:
+def test_chains_with_a_shared_or_shifted_stream_are_caught() -> None:
     one = torch.randn(LENGTH + 1000, generator=torch.Generator().manual_seed(0)).double()
     assert largest_correlations(torch.stack([one[:LENGTH], one[:LENGTH]]))[0] > 4
     assert largest_correlations(torch.stack([one[:LENGTH], one[1000:]]))[1] > 6.5

@@ -33,7 +33,7 @@ def cosine(step: int, length: int) -> float:
 # ---------------------------------------------------------------------------------------------------- the schedules
 
 
-def test_thirty_cycles_of_which_three_are_burn_in_are_those_of_the_paper() -> None:
+def test_thirty_cycles_with_three_of_burn_in_match_the_paper() -> None:
     """The run of cold_posteriors app. A.1: 1500 epochs, cycles of 50, sampling begins at epoch 150, 27 draws."""
     draws = draw_steps(1500, burn_in=150, draws=27, thin=None)
     assert list(draws) == list(range(200, 1501, 50))
@@ -58,7 +58,7 @@ def test_temperature_ramps_up_from_zero_within_each_cycle() -> None:
     assert {Cyclical().temperature(step, draws) for step in range(16)} == {1.0}
 
 
-def test_robbins_monro_is_a_power_of_the_step_with_its_peak_at_the_start() -> None:
+def test_robbins_monro_is_a_power_law_with_its_peak_at_the_start() -> None:
     schedule = RobbinsMonro(offset=20.0, exponent=0.7)
     scale = 20.0**0.7  # a / l_0
     for step in (0, 1, 50, 10_000):
@@ -84,7 +84,7 @@ def rates_of(schedule: Schedule, *, num_steps: int, **changes: Any) -> list[floa
     return [1 - after / before for before, after in itertools.pairwise(seen)]
 
 
-def test_sample_follows_the_schedule_and_draws_at_the_end_of_each_cycle() -> None:
+def test_sample_follows_the_schedule_and_draws_at_cycle_ends() -> None:
     assert rates_of(Cyclical(), num_steps=20, thin=10) == pytest.approx([0.1 * cosine(s, 10) for s in range(20)])
     assert rates_of(RobbinsMonro(offset=3.0), num_steps=5) == pytest.approx(
         [0.1 * (1 + s / 3) ** -0.55 for s in range(5)]
@@ -141,7 +141,7 @@ def law_of(config: MethodConfig, rates: list[float], variance: float) -> float:
 @pytest.mark.parametrize("schedule", [Cyclical(), RobbinsMonro(offset=5.0, exponent=0.9)], ids=lambda s: s.name)
 @pytest.mark.parametrize("config", [SGLDConfig(), SGHMCConfig(momentum=0.8)], ids=lambda c: c.name)
 @pytest.mark.parametrize("variance", [0.0, 20.0])
-def test_variance_at_the_end_is_that_of_the_scheduled_discretisation(
+def test_final_variance_is_that_of_the_scheduled_discretisation(
     config: MethodConfig, schedule: Schedule, variance: float
 ) -> None:
     peak, num_steps, noise = 0.8, 60, generator("gradient")
@@ -181,9 +181,7 @@ def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in KERNELS])
 @pytest.mark.parametrize("schedule", [Cyclical(), Cyclical(ramp_up=0.5), RobbinsMonro(offset=10.0)], ids=str)
-def test_a_rule_runs_under_every_schedule_or_says_that_it_has_no_zero_temperature(
-    name: str, schedule: Schedule
-) -> None:
+def test_rules_run_under_any_schedule_or_refuse_zero_temperature(name: str, schedule: Schedule) -> None:
     config = METHODS[name](schedule=schedule)
     if name in ("sgnht", "mean_field", "laplace", "agps") and schedule.has_ramp:
         with pytest.raises(ValueError, match=f"starts its cycles at T = 0, but {name}: temperature must be > 0"):
@@ -210,7 +208,7 @@ class Rates(TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
-def test_the_trainer_follows_the_schedule_and_draws_at_the_end_of_each_cycle(tmp_path: Any) -> None:
+def test_trainer_follows_the_schedule_and_draws_at_cycle_ends(tmp_path: Any) -> None:
     rates = Rates()
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, burn_in=0.2, schedule=Cyclical(ramp_up=0.5))
     trainer = runs.trainer(tmp_path, method, max_steps=10, callbacks=[rates])
@@ -221,7 +219,7 @@ def test_the_trainer_follows_the_schedule_and_draws_at_the_end_of_each_cycle(tmp
     assert from_dict(trainer.posterior.config.method) == method
 
 
-def test_a_run_resumed_in_the_middle_of_a_cycle_is_the_same_run_to_the_bit(tmp_path: Any) -> None:
+def test_a_run_resumed_within_a_cycle_is_bitwise_the_same(tmp_path: Any) -> None:
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, burn_in=0.2, schedule=Cyclical(ramp_up=0.5))
     whole = runs.trainer(tmp_path, method, max_steps=10, save_strategy="steps", save_steps=4)
     whole.train()

@@ -25,7 +25,7 @@ def autoregressive(coefficient: float, num_draws: int) -> Tensor:
     return torch.stack(draws, 1)
 
 
-def test_rhat_is_one_for_equal_chains_and_catches_a_shifted_or_a_wider_one() -> None:
+def test_rhat_is_one_for_equal_chains_and_catches_unequal_ones() -> None:
     draws = noise(4, 1000, 3)
     draws[0, :, 1] += 1
     draws[0, :, 2] *= 5
@@ -73,7 +73,7 @@ def test_draws_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("num_values", [10, 60])
 @pytest.mark.statistics
-def test_chains_of_one_law_exceed_the_rhat_of_chance_as_seldom_as_promised(num_values: int) -> None:
+def test_rhat_by_chance_is_exceeded_at_its_promised_rate(num_values: int) -> None:
     limit = rhat_by_chance(4, num_values, probability=0.9)
     draws = noise(4, num_values, 1500)
 

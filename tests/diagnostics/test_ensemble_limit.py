@@ -32,7 +32,7 @@ def test_the_asymptote_is_the_risk_of_infinitely_many_members() -> None:
     assert abs(found.risks[-1] - truth) > 4 * found.std_error  # the twin: C(M) taken for C(infinity)
 
 
-def test_the_error_of_the_asymptote_counts_chains_not_their_equal_draws() -> None:
+def test_the_error_of_the_asymptote_counts_chains_not_draws() -> None:
     log_lik, _ = members(8, terms=1000)
     one = risk_asymptote(log_lik.repeat_interleave(4, 1), [k for k in range(8) for _ in range(4)])
     wrong = risk_asymptote(log_lik.repeat_interleave(4, 1), list(range(32)))

@@ -13,7 +13,7 @@ from hf_bayes.diagnostics.temperatures import kinetic_temperature_interval, shar
 from hf_bayes.diagnostics.verdict import Diagnostics
 
 
-def test_kinetic_temperature_lies_in_its_interval_as_often_as_promised() -> None:
+def test_kinetic_temperature_interval_has_its_promised_coverage() -> None:
     law = 2 / 1.9
     kinetic = law * torch.randn(20_000, 30, generator=generator("draws"), dtype=torch.float64).square().mean(1)
     error = math.sqrt(0.9 * 0.1 / 20_000)  # standard error of the share
@@ -150,14 +150,14 @@ def test_chains_that_stand_still_are_not_told_to_burn_in_longer(change: dict[str
     assert "burn-in" not in verdict
 
 
-def test_a_small_kinetic_error_is_not_reported_though_a_million_coordinates_could_tell() -> None:
+def test_a_small_kinetic_error_is_not_reported_at_any_size() -> None:
     warm = [1.05 * 2 / 1.9] * 4
     assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
     # with ten coordinates even twice the expected temperature is within chance
     assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
 
 
-def test_temperatures_of_tensors_and_positions_may_be_off_by_chance() -> None:
+def test_tensor_and_position_temperatures_may_vary_by_chance() -> None:
     for outside, expected in ((3, "converged"), (5, "the kinetic temperature of 5 of 80")):  # P: 4.7 %, 0.1 %
         share = [1 - outside / 20, 1.0, 1.0, 1.0]
         found = dataclasses.replace(GOOD, kinetic_share=share, num_tensors=20).verdict
@@ -194,7 +194,7 @@ def test_a_run_where_nothing_fits_has_not_converged() -> None:
     assert [part.split(" temperature")[0] for part in found.split("; ")] == ["the kinetic", "configurational"]
 
 
-def test_tensors_of_the_wrong_temperature_are_counted_beyond_a_tolerance() -> None:
+def test_tensors_of_wrong_temperature_count_beyond_a_tolerance() -> None:
     sizes, law = (10, 1_000_000), torch.tensor([2.0])
     for relative, share in (([0.9, 1.05], 1.0), ([0.9, 1.2], 0.5), ([5.0, 1.05], 0.5)):
         temperatures = 2 * torch.tensor([relative])

@@ -120,7 +120,7 @@ def test_columns_on_a_diagonal_are_what_they_add_up_to() -> None:
     assert float(steep.log_det) == pytest.approx(4 * math.log(1e-8) + math.log(5 + 1e-8), rel=1e-6)
 
 
-def test_truncation_keeps_the_steepest_directions_and_the_diagonal_of_the_precision() -> None:
+def test_truncation_keeps_steepest_directions_and_the_diagonal() -> None:
     precision, columns = numbers(6).exp(), numbers(6, 4) * torch.tensor([3.0, 0.1, 2.0, 0.2]).double()
     whole = LowRank.less(precision, columns)
     exact = torch.diag(precision) + columns @ columns.T
@@ -142,7 +142,7 @@ def test_truncation_keeps_the_steepest_directions_and_the_diagonal_of_the_precis
 
 
 @kinds
-def test_a_mixture_has_the_density_and_gradient_of_torch_distributions(kind: str) -> None:
+def test_a_mixture_matches_torch_distributions(kind: str) -> None:
     parts = [make(kind, seed) for seed in (0, 1)]
     gaussian = Gaussian(numbers(2, LAYOUT.dim), tuple(covariance for covariance, _ in parts))
     components = [

@@ -147,7 +147,7 @@ def test_draws_from_a_prior_have_its_law(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace"])
 @pytest.mark.statistics
-def test_where_the_likelihood_is_flat_a_sampler_has_the_law_of_the_prior(name: str) -> None:
+def test_samplers_follow_the_prior_where_the_likelihood_is_flat(name: str) -> None:
     std, rate = math.sqrt(2), 0.04  # h = 0.2 where the double exponential has b = 1
     prior = PRIORS[name](torch.tensor(0.0), torch.tensor(std))
     rule = build(BAOABConfig(momentum=0.8), Problem(1.0, prior, rate, num_steps=300, burn_in=0, shapes={"": (4096,)}))
@@ -183,7 +183,7 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
 
 
 @pytest.mark.statistics
-def test_the_trainer_samples_under_the_prior_that_is_named_and_says_which(tmp_path: object) -> None:
+def test_the_trainer_uses_and_records_the_named_prior(tmp_path: object) -> None:
     run = runs.trainer(f"{tmp_path}/out", SGHMCConfig(prior="laplace", prior_std=0.5, num_chains=2), max_steps=2)
     run.train()
     assert isinstance(run.problem.prior, LaplacePrior)

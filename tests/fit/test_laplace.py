@@ -76,7 +76,7 @@ LAST = {"subspace": "last_layer", "noise_std": NOISE, "prior_std": STD}
 
 
 @pytest.mark.parametrize("num_samples", [None, 4000])
-def test_full_laplace_of_linear_regression_is_exact_bayesian_regression(num_samples: int | None) -> None:
+def test_full_laplace_is_exact_bayesian_linear_regression(num_samples: int | None) -> None:
     model, data, phi, y = regression()
     posterior = fit(model, data, structure="full", num_samples=num_samples, **LAST)
     precision = phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2
@@ -94,7 +94,7 @@ def test_full_laplace_of_linear_regression_is_exact_bayesian_regression(num_samp
         assert note["log_evidence"] == pytest.approx(float(evidence), abs=1e-9)
 
 
-def test_the_regression_check_catches_a_wrong_n_and_a_prior_per_example() -> None:
+def test_the_regression_check_catches_wrong_n_and_wrong_prior() -> None:
     model, data, phi, _ = regression()
     expected = torch.linalg.inv(phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2)
     for change in ({"num_data": 24.0}, {"prior_std": STD / 12**0.5}):
@@ -128,7 +128,7 @@ def test_evidence_finds_the_prior_that_exact_regression_finds() -> None:
     assert float(tau * best.square().sum()) == pytest.approx(float(gamma), rel=1e-4)
 
 
-def test_learnt_noise_and_prior_are_those_of_regression_with_the_largest_evidence(tmp_path: Path) -> None:
+def test_learnt_noise_and_prior_maximise_the_evidence(tmp_path: Path) -> None:
     model, data, phi, _ = regression()
     rng = torch.Generator().manual_seed(3)
     y = phi @ torch.tensor([3.0, -2, 1, 0, 2]).double() + 0.3 * torch.randn(12, generator=rng, dtype=torch.float64)
@@ -196,7 +196,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("structure", ["kronecker", "kronecker_corrected"])
-def test_what_kfac_keeps_by_its_diagonal_is_told_once_with_counts_and_reasons(structure: str) -> None:
+def test_diagonal_parts_of_kfac_are_reported_once_with_reasons(structure: str) -> None:
     model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
     with attach(model, subspace="last_block") as bayesian:
         sizes = bayesian.layout.sizes
@@ -218,7 +218,7 @@ def test_what_kfac_keeps_by_its_diagonal_is_told_once_with_counts_and_reasons(st
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_search_for_the_prior_does_not_repeat_what_is_kept_by_its_diagonal() -> None:
+def test_a_prior_search_does_not_repeat_the_diagonal_report() -> None:
     model, rows = tiny_bert(num_labels=3, hidden_size=4), label_rows(4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -229,7 +229,7 @@ def test_a_search_for_the_prior_does_not_repeat_what_is_kept_by_its_diagonal() -
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_nothing_is_told_where_a_structure_holds_all_or_is_the_diagonal(structure: str) -> None:
+def test_complete_and_diagonal_structures_report_nothing(structure: str) -> None:
     part = "last_layer" if not structure.startswith("kronecker") else "classifier.weight"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -239,7 +239,7 @@ def test_nothing_is_told_where_a_structure_holds_all_or_is_the_diagonal(structur
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_finished_adapter_becomes_a_posterior_that_saves_loads_and_predicts(structure: str, tmp_path: Path) -> None:
+def test_a_finished_adapter_becomes_a_usable_posterior(structure: str, tmp_path: Path) -> None:
     model = with_lora(tiny_llama())
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -277,7 +277,7 @@ def test_around_the_draws_of_a_posterior_it_is_a_mixture(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:.*1 member", "ignore:.*did not converge")
-def test_the_directory_of_an_ensemble_becomes_a_mixture_around_its_draws(tmp_path: Path) -> None:
+def test_a_saved_ensemble_becomes_a_mixture_around_its_draws(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")
     base = type(tiny_llama()).from_pretrained(tmp_path / "base")
     run = trainer(tmp_path / "out", EnsembleConfig(num_chains=2, prior_std=0.3), model=with_lora(base), max_steps=4)
@@ -301,7 +301,7 @@ def text_rows(labels: list[int] | None) -> list[dict[str, Any]]:
     (tiny_vit, [{"pixel_values": image, "labels": 1} for image in models.images()["pixel_values"]]),
     (tiny_llama, token_rows(3)),
 ], ids=["classifier", "tagger", "images", "language model"])  # fmt: skip
-def test_a_posteriors_directory_is_fitted_again_whatever_its_task(build: Any, rows: Any, tmp_path: Path) -> None:
+def test_a_posterior_directory_can_be_fitted_again_for_any_task(build: Any, rows: Any, tmp_path: Path) -> None:
     build().save_pretrained(tmp_path / "base")
     model = type(build()).from_pretrained(tmp_path / "base")
     first = fit(model, rows, subspace="last_layer", prior_std=0.1)
@@ -312,7 +312,7 @@ def test_a_posteriors_directory_is_fitted_again_whatever_its_task(build: Any, ro
     assert again.approximation.means.shape[1:] == first.approximation.means.shape[1:]
 
 
-def test_every_task_that_a_file_may_name_can_be_loaded_and_another_is_refused(tmp_path: Path) -> None:
+def test_every_stored_task_loads_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
     assert set(module.MODELS) == set(TASKS)
     posteriors.gaussian().save_pretrained(tmp_path)
     edit_json(tmp_path / CONFIG, lambda values: values.update(task="translation"))
@@ -322,7 +322,7 @@ def test_every_task_that_a_file_may_name_can_be_loaded_and_another_is_refused(tm
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_data_unit_sequence_divides_the_curvature_by_the_mean_length() -> None:
+def test_sequence_unit_divides_the_curvature_by_the_mean_length() -> None:
     rows = token_rows([8, 4, 6])  # 7 + 3 + 5 terms
     stds = {
         unit: fit(
@@ -407,7 +407,7 @@ def test_a_warm_start_hands_the_pass_on(tmp_path: Path) -> None:
     assert run.posterior.approximation.kind == "gaussian"
 
 
-# -- bad input (B10, B26) ---------------------------------------------------------------------------------------------
+# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_are_no_map_are_told_so() -> None:
@@ -440,7 +440,7 @@ def test_a_prior_that_is_lost_in_rounding_is_refused_as_such(changes: dict[str, 
     {"prior_std": 100.0}, {"prior_std": 100.0, "temper": "likelihood", "temperature": 0.5},
     {"prior_std": 100.0, "fit_prior": "evidence"},
 ], ids=["covariance", "tempered", "evidence"])  # fmt: skip
-def test_a_refusal_for_want_of_a_minimum_names_the_norm_of_the_gradient(changes: dict[str, Any]) -> None:
+def test_refusals_without_a_minimum_name_the_gradient_norm(changes: dict[str, Any]) -> None:
     model = tiny_bert(dtype=torch.float64, num_labels=3, hidden_size=4, intermediate_size=6)
     where = {"subspace": "last_block"}
     with pytest.raises(ValueError, match=r"not positive definite.*train on.*jitter") as told:
@@ -538,7 +538,7 @@ class Watched(TrainerCallback):
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize(("task", "limit", "changes", "message"), TOO_LARGE)
-def test_what_is_too_large_for_the_pass_is_refused_before_the_first_training_step(
+def test_too_large_a_pass_is_refused_before_the_first_step(
     task: str, limit: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 20)
@@ -552,7 +552,7 @@ def test_what_is_too_large_for_the_pass_is_refused_before_the_first_training_ste
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize(("task", "limit", "changes", "message"), TOO_LARGE)
-def test_what_is_too_large_for_the_pass_is_refused_before_the_first_batch(
+def test_too_large_a_pass_is_refused_before_the_first_batch(
     task: str, limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 20)
@@ -589,7 +589,7 @@ def test_bad_configs_are_refused(changes: dict[str, Any], message: str) -> None:
         LaplaceConfig(**changes)
 
 
-def test_held_out_rows_of_which_one_half_has_no_terms_are_refused() -> None:
+def test_held_out_halves_without_terms_are_refused() -> None:
     model, data = with_lora(tiny_bert()), label_rows(4)
     odd = [{**row, "label": -100} if number % 2 else row for number, row in enumerate(data)]
     for rows, half in ((odd, "odd"), (odd[1:], "even")):

@@ -31,7 +31,7 @@ def log_probs(model: PreTrainedModel, layout: Layout, row: dict[str, list[int]],
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_llama])
-def test_histograms_are_means_over_all_inputs_of_models_with_weights_drawn_from_the_prior(make: object) -> None:
+def test_histograms_average_models_drawn_from_the_prior(make: object) -> None:
     assert callable(make)
     model = make()
     before = parameters_to_vector(model.parameters()).clone()
@@ -52,7 +52,7 @@ def test_histograms_are_means_over_all_inputs_of_models_with_weights_drawn_from_
     assert not torch.allclose(found.per_draw, averaged_logits, atol=1e-3)  # the twin
 
 
-def test_draws_from_a_narrow_prior_agree_and_those_from_a_wide_one_do_not() -> None:
+def test_narrow_prior_draws_agree_and_wide_prior_draws_do_not() -> None:
     model, found = tiny_bert(num_labels=3), {}
     for std in (1e-3, 30.0):
         method = SGHMCConfig(prior_std=std)

@@ -33,7 +33,7 @@ def numbers(cache: DynamicCache) -> list[list[int]]:
     return [layer.keys[:, 0, 0, 0].int().tolist() for layer in cache.layers]
 
 
-def test_beams_permute_rows_of_the_trunk_and_rows_of_all_members_elsewhere() -> None:
+def test_beams_permute_trunk_rows_and_the_rows_of_all_members() -> None:
     cache = reorder_cache(filled([3, 6]), torch.tensor([2, 0, 0]), num_members=2, num_trunk=1)
     assert numbers(cache) == [[2, 0, 0], [2, 0, 0, 5, 3, 3]]
 

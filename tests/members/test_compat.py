@@ -79,7 +79,7 @@ def test_hooks_on_embeddings_are_found_and_forgotten() -> None:
     assert compat.input_grad_hooks(model) is None
 
 
-def test_forward_with_reads_the_given_values_and_restores_the_parameters() -> None:
+def test_forward_with_reads_given_values_and_restores_others() -> None:
     layer, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
     before = layer.weight
     assert compat.forward_with(layer, {"weight": 3 * torch.eye(2)}, x).tolist() == [[3.0, 3.0]]

@@ -59,7 +59,7 @@ def test_folded_members_equal_separate_models(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("trunk", [True, False], ids=["trunk", "no trunk"])
-def test_gradients_of_folded_members_equal_those_of_separate_models(name: str, trunk: bool) -> None:
+def test_folded_gradients_equal_those_of_separate_models(name: str, trunk: bool) -> None:
     model, layout, theta = prepared(name, torch.float64)
     inputs = labelled(name, padding=SUBJECTS[name].padding)
     losses, expected = separate_gradients(model, layout, theta, [inputs] * 3)
@@ -242,7 +242,7 @@ def test_rows_wrongly_taken_for_copies_are_caught(monkeypatch: pytest.MonkeyPatc
     assert relative_error(folded_logits(model, layout, theta, batch()), expected) > 0.1
 
 
-def test_views_of_the_same_members_are_made_once_and_show_what_they_hold_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_views_are_built_once_and_show_current_values(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     own = Layout.unflatten
 

@@ -115,7 +115,7 @@ def test_a_batch_without_terms_has_loss_zero_and_gradient_zero(name: str) -> Non
 @pytest.mark.parametrize(
     ("config", "model"), [(OPTConfig, OPTForCausalLM), (MarianConfig, MarianForCausalLM)], ids=["opt", "marian"]
 )
-def test_heads_that_call_a_decoder_past_their_backbone_find_the_answer(config: type, model: type) -> None:
+def test_decoder_heads_past_the_backbone_equal_separate_models(config: type, model: type) -> None:
     fields = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24, "dropout": 0.0}
     fields |= {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}
     fields |= {"word_embed_proj_dim": 16} if config is OPTConfig else {}

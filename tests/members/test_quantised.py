@@ -59,7 +59,7 @@ def require_equal_to_separate_models(model: nn.Module, *, use_cache: bool = True
     assert torch.equal(tokens, looped(model, layout, theta, prompt, greedy))
 
 
-def test_int8_below_the_first_random_layer_equals_separate_models() -> None:
+def test_int8_below_the_random_layers_equals_separate_models() -> None:
     model = int8_block(0, lora=2)
     assert "DynamicQuantizedLinear" in str(model)
     require_equal_to_separate_models(

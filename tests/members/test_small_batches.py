@@ -64,7 +64,7 @@ def test_only_few_rows_in_float32_without_gradients_go_in_blocks(blocked: list[i
     assert blocked == []
 
 
-def test_layers_whose_outputs_fill_no_blocks_or_that_are_random_are_left_alone() -> None:
+def test_random_layers_and_odd_output_sizes_are_left_alone() -> None:
     random, odd, frozen = nn.Linear(8, 64), nn.Linear(8, 50), nn.Linear(8, 64)
     few = BlockedLinears(nn.ModuleList([random, odd, frozen]), [random])
     assert few.modules == ([frozen] if torch.backends.mkl.is_available() else [])
@@ -111,7 +111,7 @@ def test_weights_of_another_kind_keep_their_own_products(blocked: list[int]) -> 
 
 
 @needs_mkl
-def test_a_weight_that_is_made_anew_for_each_call_is_the_one_that_is_read(blocked: list[int]) -> None:
+def test_a_weight_rebuilt_for_each_call_is_read_anew(blocked: list[int]) -> None:
     layer = nn.Linear(32, 64)
     prune.random_unstructured(layer, "weight", amount=0.5)  # ``weight`` is not a parameter any more
     x, layer = torch.randn(8, 32), with_blocks(layer)
@@ -125,7 +125,7 @@ def test_a_weight_that_is_made_anew_for_each_call_is_the_one_that_is_read(blocke
 
 
 @needs_mkl
-def test_rows_that_do_not_lie_one_after_the_other_are_read_as_they_are() -> None:
+def test_rows_that_are_not_contiguous_are_read_correctly() -> None:
     torch.manual_seed(0)
     layer, x = with_blocks(nn.Linear(48, 96)), torch.randn(48, 8).T
     with torch.no_grad():

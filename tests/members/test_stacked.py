@@ -42,7 +42,7 @@ class Small(nn.Module):
         (nn.Embedding(6, 4), torch.arange(3)[None]),
     ],
 )
-def test_each_module_equals_its_copies_with_the_weights_of_a_member(inner: nn.Module, x: torch.Tensor) -> None:
+def test_each_module_equals_copies_with_one_members_weights(inner: nn.Module, x: torch.Tensor) -> None:
     model = Small(inner).double()
     layout = select(model, "all")
     theta = scattered(model, layout)

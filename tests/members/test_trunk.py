@@ -318,7 +318,7 @@ def test_memory_keeps_nothing_of_blocks_that_run_again() -> None:
     assert not trunk.memory.rows
 
 
-def test_generation_in_several_passes_keeps_the_cache_of_the_one_run_of_the_trunk() -> None:
+def test_generation_in_passes_keeps_the_cache_of_one_trunk_run() -> None:
     model = tiny_llama(dtype=torch.float64)
     layout = select(model, "last_block")
     theta = scattered(model, layout, 4)
@@ -330,7 +330,7 @@ def test_generation_in_several_passes_keeps_the_cache_of_the_one_run_of_the_trun
     assert torch.equal(*found)
 
 
-def test_one_member_answers_for_all_where_only_the_head_is_random() -> None:
+def test_the_trunk_runs_once_when_only_the_head_is_random() -> None:
     model = tiny_gpt2(tie_word_embeddings=False)
     with torch.no_grad(), attach(model, subspace="last_layer", num_members=4) as bayesian:
         bayesian.members_per_pass = 1
@@ -363,7 +363,7 @@ def test_rows_that_come_again_find_the_trunks_output_in_memory(tmp_path: object,
         assert runs_without - runs_with == 3
 
 
-def test_memory_of_the_trunk_keeps_to_its_budget_and_to_what_it_knows() -> None:
+def test_trunk_memory_keeps_its_budget_and_its_known_rows() -> None:
     memory, (a, b, c, d, e) = TrunkMemory(2 * 4 * 8), (RowKey(name.encode(), None) for name in "abcde")
     hidden = torch.arange(12.0).view(3, 2, 2)
     memory.keep([a, b, c], hidden)
@@ -392,7 +392,7 @@ def test_rows_are_told_apart_by_all_that_the_model_is_given() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_row_that_is_padded_otherwise_has_another_key_and_the_same_content(side: str) -> None:
+def test_padding_changes_the_row_key_but_not_the_content_key(side: str) -> None:
     def padded(length: int) -> dict[str, Tensor]:
         (row,) = runs.token_rows([5])
         where = (0, length - 5) if side == "right" else (length - 5, 0)

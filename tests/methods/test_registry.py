@@ -195,7 +195,7 @@ def test_shapes_dtype_and_device_follow_theta(row: Row, dtype: torch.dtype, devi
 
 @rows
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
-def test_state_is_a_flat_named_tuple_of_tensors_with_the_member_axis_first(row: Row, warm_start_steps: int) -> None:
+def test_state_is_a_named_tuple_of_tensors_with_members_first(row: Row, warm_start_steps: int) -> None:
     state = run(row, starts(3, 5), warm_start_steps=warm_start_steps).state
     for name, tensor in state._asdict().items():
         assert isinstance(tensor, Tensor), name
@@ -315,9 +315,7 @@ class Drive:
 
 @rows
 @pytest.mark.parametrize("warm_start_steps", [0, 4])
-def test_restored_from_state_and_generators_at_any_update_it_goes_on_bit_for_bit(
-    row: Row, warm_start_steps: int
-) -> None:
+def test_a_run_restored_at_any_update_continues_bitwise(row: Row, warm_start_steps: int) -> None:
     config = dataclasses.replace(row.config, warm_start_steps=warm_start_steps)
     whole = Drive(config, row, 3).begin(starts(3, 5))
     cuts = []
@@ -412,7 +410,7 @@ def test_the_moment_check_catches_half_the_temperature(row: Row) -> None:
 
 @cold
 @pytest.mark.filterwarnings("ignore:.*no posterior samples")
-def test_at_zero_temperature_it_ends_in_the_mode_whatever_the_seed(row: Row) -> None:
+def test_zero_temperature_ends_in_the_mode_for_every_seed(row: Row) -> None:
     config = dataclasses.replace(row.config, temperature=0.0)
     ends = []
     for seed in (1, 2):
@@ -505,7 +503,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(values: dict[str, A
         from_dict(values)
 
 
-def test_from_dict_fills_in_defaults_and_leaves_its_argument_alone() -> None:
+def test_from_dict_adds_defaults_and_changes_no_argument() -> None:
     values = {"name": "sghmc", "momentum": 0.5}
     assert from_dict(values) == SGHMCConfig(momentum=0.5)
     assert values == {"name": "sghmc", "momentum": 0.5}
@@ -533,7 +531,7 @@ def test_a_warm_start_longer_than_burn_in_is_refused(row: Row) -> None:
 
 
 @cold
-def test_samplers_say_that_zero_temperature_gives_no_posterior_samples(row: Row) -> None:
+def test_samplers_warn_that_zero_temperature_draws_no_samples(row: Row) -> None:
     if row.law is None:  # an optimiser is at T = 0 by nature
         import warnings
 
@@ -599,9 +597,7 @@ def test_rules_and_kernels_are_all_there_is() -> None:
 
 
 @pytest.mark.statistics
-def test_the_worked_example_of_the_documentation_runs_and_keeps_its_law(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worked_example_of_the_documentation_keeps_its_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPOSITORY / "docs" / "add_a_method.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "shared_noise.py").write_text(source, encoding="utf-8")

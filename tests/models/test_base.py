@@ -65,7 +65,7 @@ def prepared(name: str, num_members: int = 3) -> tuple[nn.Module, Any, Tensor, s
     "name",
     ["llama-lora", "llama-head", "gpt2-last-block", "bert-lora", "roberta-head", "bert-tagger-lora", "vit-last-block"],
 )
-def test_logits_are_the_log_of_the_mixture_and_uncertainties_its_entropies(name: str) -> None:
+def test_logits_are_the_log_mixture_with_its_entropies(name: str) -> None:
     model, layout, theta, subspace = prepared(name)
     inputs = inputs_of(model)
     logits = separate_logits(model, layout, theta, inputs)
@@ -118,7 +118,7 @@ WHOLE_TAIL = ("jamba", "granitemoehybrid", "bloom", "mpt", "opt", "bart", "maria
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_prompts_last_logits_do_not_need_the_last_feed_forward_elsewhere(name: str) -> None:
+def test_last_logits_run_the_last_feed_forward_at_one_position(name: str) -> None:
     model, _, theta, subspace = prepared(name)
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         whole = bayesian(**batch(), use_cache=True)
@@ -136,7 +136,7 @@ def test_a_prompts_last_logits_do_not_need_the_last_feed_forward_elsewhere(name:
             torch.testing.assert_close(a.values, b.values, rtol=1e-12, atol=1e-12)
 
 
-def test_members_in_several_passes_are_cut_from_the_first_forward_on() -> None:
+def test_several_passes_also_compute_only_the_last_position() -> None:
     model, _, theta, subspace = prepared("llama-lora")
     positions: list[int] = []
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
@@ -157,7 +157,7 @@ def test_a_last_block_that_runs_twice_is_not_cut() -> None:
             torch.testing.assert_close(kept.logits, whole.logits[:, -1:], rtol=1e-12, atol=1e-12)
 
 
-def test_a_feed_forward_that_failed_leaves_the_next_forward_whole() -> None:
+def test_a_failed_feed_forward_leaves_the_next_forward_whole() -> None:
     model, _, theta, subspace = prepared("llama-lora")
     shorter = {name: value[:, 2:] for name, value in batch().items()}
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
@@ -170,7 +170,7 @@ def test_a_feed_forward_that_failed_leaves_the_next_forward_whole() -> None:
         assert torch.equal(bayesian(**shorter).logits, whole.logits)
 
 
-def test_one_forward_of_many_passes_returns_a_cache_only_if_asked() -> None:
+def test_a_forward_in_passes_returns_a_cache_only_on_request() -> None:
     model, _, theta, subspace = prepared("llama-lora-last-block")
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         bayesian.members_per_pass = 1
@@ -230,7 +230,7 @@ def test_scores_of_padded_rows_equal_those_of_each_row_alone(name: str, padding:
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block"])
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_likelihood_and_evaluation_of_padded_rows_are_those_of_each_row_alone(name: str, padding: str) -> None:
+def test_padded_rows_have_the_likelihood_of_each_row_alone(name: str, padding: str) -> None:
     model, _, theta, subspace = prepared(name)
     inputs = batch(rows=4, padding=padding)
     mask = inputs["attention_mask"].bool()
@@ -330,7 +330,7 @@ def test_a_certain_label_keeps_a_finite_logit() -> None:
 
 
 @pytest.mark.parametrize("noise_std", [None, 0.0, -1.0])
-def test_regression_without_noise_is_refused_and_leaves_the_model_alone(noise_std: float | None) -> None:
+def test_regression_without_noise_is_refused_and_changes_nothing(noise_std: float | None) -> None:
     model = tiny_bert(num_labels=1)
     with unchanged(model), pytest.raises(ValueError, match=f"noise_std > 0, .* got {noise_std}"):
         attach(model, subspace="last_block", noise_std=noise_std)
@@ -349,7 +349,7 @@ def test_examples_without_a_label_are_no_terms() -> None:
     assert {len(values) for values in statistics.values()} == {2}
 
 
-def test_low_precision_logits_are_widened_before_their_likelihood() -> None:
+def test_low_precision_logits_are_widened_for_the_likelihood() -> None:
     logits, labels = torch.full((1, 1, 1), 1000.0, dtype=torch.bfloat16), torch.full((1, 1), 1001.0)
     assert Normal(1.0).log_prob(logits, labels).dtype == torch.float32
     expected = -0.5 - 0.5 * math.log(2 * math.pi)  # bfloat16 has no 1001
@@ -511,7 +511,7 @@ def test_members_keep_their_dtype_when_the_base_is_narrowed(change: str, dtype: 
     assert 0 < (found - exact.exp()).abs().max() < 0.2  # probabilities of a base in 8 bits
 
 
-def test_rounding_in_bfloat16_reads_as_epistemic_uncertainty_and_is_gone_on_the_same_base_in_float32() -> None:
+def test_bfloat16_rounding_looks_epistemic_unlike_float32() -> None:
     """docs/uncertainty.md says so, and where: far below 1e-4 nats the floor is all there is, far above it nothing."""
 
     def epistemic(std: float, dtype: torch.dtype) -> float:
@@ -534,7 +534,7 @@ def test_members_follow_a_base_that_is_widened() -> None:
         assert bayesian.float().theta.dtype == torch.float64
 
 
-def test_checkpointing_switched_on_while_attached_is_switched_off_again() -> None:
+def test_checkpointing_enabled_while_attached_is_disabled_again() -> None:
     model = with_lora(tiny_llama())
     with unchanged(model), attach(model) as bayesian:
         switch_on_checkpointing(bayesian)
@@ -752,6 +752,6 @@ def test_both_kinds_of_model_say_what_they_are() -> None:
             assert bayesian.core is core_of(model)
 
 
-def test_members_are_not_spread_over_processes_that_nobody_launched() -> None:
+def test_members_cannot_be_spread_without_launched_processes() -> None:
     with attach(with_lora(tiny_llama())) as model, pytest.raises(ValueError, match="start it with accelerate launch"):
         model.spread_members()

@@ -56,7 +56,7 @@ def test_the_posteriors_own_repository_is_no_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["runs/base", "./base", "base", "/nowhere/base", "~/base"])
-def test_a_moved_posterior_names_the_missing_path_and_the_argument(
+def test_a_moved_posterior_names_missing_path_and_argument(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -89,7 +89,7 @@ def test_adapters_leave_the_fingerprint_of_their_base(make: Callable[..., PreTra
     assert [described(with_lora(make(), seed=seed))["fingerprint"] for seed in (0, 1)] == [plain, plain]
 
 
-def test_random_values_are_no_part_of_the_fingerprint_and_frozen_ones_are() -> None:
+def test_the_fingerprint_covers_frozen_values_only() -> None:
     model = tiny_llama()
     before = described(model, "last_layer")
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_differences_say_what_is_another(other: Callable[[], nn.Module], words: 
     assert all(problem.startswith(word) for problem, word in zip(problems, words, strict=True))
 
 
-def test_another_tokenizer_is_told_apart_and_padding_is_no_difference() -> None:
+def test_another_tokenizer_differs_and_padding_does_not() -> None:
     tokenizer = tiny_tokenizer()
     same, other = tiny_tokenizer(padding_side="left"), tiny_tokenizer(texts=[text.upper() for text in TEXTS])
     same(["a", "bc"], padding=True, truncation=True, max_length=4)

@@ -184,7 +184,7 @@ def test_a_tagger_is_trained_evaluated_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subspace", ["trainable", "last_layer"])
-def test_a_classifier_of_images_is_trained_evaluated_saved_and_loaded(tmp_path: Path, subspace: str) -> None:
+def test_an_image_classifier_trains_evaluates_saves_and_loads(tmp_path: Path, subspace: str) -> None:
     base = from_disk(tiny_vit(), tmp_path / "base")
     adapted = with_lora(base) if subspace == "trainable" else base
     held_out = image_rows(seed=5)

@@ -111,7 +111,7 @@ def test_low_rank_episodes_grow_no_wider_than_asked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_the_gradient_at_the_joint_map_vanishes_and_evidences_add_up() -> None:
+def test_the_joint_map_has_zero_gradient_and_evidences_add_up() -> None:
     model, parts, *_ = episodes()
     first = fit_laplace(model, parts[0], LaplaceConfig(prior_std=STD, **EXACT), **HEAD)
     exact = Gaussian(torch.linalg.solve(*_normal_equations(parts[0]))[None], first.approximation.covariances)
@@ -182,7 +182,7 @@ def lora_posterior(output: Path, **changes: Any) -> Posterior:
     return made.posterior
 
 
-def test_draws_of_several_chains_warn_and_chains_start_at_the_mean(tmp_path: Path, caplog: Any) -> None:
+def test_draws_of_several_chains_warn_and_start_at_the_mean(tmp_path: Path, caplog: Any) -> None:
     made = trainer(tmp_path / "1", SGHMCConfig(num_chains=2), max_steps=2, map_updates=0)
     made.train()
     with caplog.at_level(logging.WARNING):
@@ -191,7 +191,7 @@ def test_draws_of_several_chains_warn_and_chains_start_at_the_mean(tmp_path: Pat
     assert torch.equal(again.bayesian.theta[0], made.posterior.approximation.mean)
 
 
-def test_a_run_with_a_prior_resumes_bitwise_and_refuses_another_prior(tmp_path: Path) -> None:
+def test_a_run_with_a_prior_resumes_bitwise_with_that_prior_only(tmp_path: Path) -> None:
     method = SGHMCConfig(num_chains=2)
     prior = lora_posterior(tmp_path / "prior")
     other = lora_posterior(tmp_path / "other", seed=1)

@@ -250,9 +250,7 @@ def regression() -> tuple[nn.Module, list[dict[str, Any]], Tensor, Tensor]:
 
 @pytest.mark.parametrize("temper", ["posterior", "likelihood"])
 @pytest.mark.parametrize("temperature", [1.0, 0.2])
-def test_predictions_of_a_linear_model_are_those_of_exact_bayesian_regression(
-    temperature: float, temper: str, tmp_path: Path
-) -> None:
+def test_linear_models_predict_as_exact_bayesian_regression(temperature: float, temper: str, tmp_path: Path) -> None:
     model, rows, phi, y = regression()
     config = LaplaceConfig(
         structure="full", num_samples=None, prior_std=STD, temperature=temperature, temper=temper, check_gradient=False
@@ -386,7 +384,7 @@ def load(directory: Path) -> BayesianModelForSequenceClassification:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_linearised_classifier_follows_its_model_to_another_dtype(classifier: Path) -> None:
+def test_a_linearised_classifier_follows_its_models_dtype(classifier: Path) -> None:
     bayesian, inputs = load(classifier / "kronecker").linearise("probit"), models.batch()
     single = bayesian(**inputs)
     double = bayesian.to(torch.float64)(**inputs)
@@ -446,7 +444,7 @@ def test_a_pipeline_predicts_as_stored_or_as_asked(prediction: str | None, class
     assert len(classify("a chain")) == 1
 
 
-def test_gaussians_of_samples_and_models_of_many_outputs_keep_members() -> None:
+def test_only_laplace_with_few_outputs_predicts_linearised() -> None:
     def stored(model: BayesianModel, method: MethodConfig) -> str:
         gaussian = Gaussian.diagonal(model.theta.detach()[:1], torch.ones_like(model.theta[:1]))
         options: dict[str, Any] = {"subspace": "trainable", "num_data": 1.0, "data_unit": "token", "tokenizer": None}
@@ -459,7 +457,7 @@ def test_gaussians_of_samples_and_models_of_many_outputs_keep_members() -> None:
         assert [stored(words, LaplaceConfig()), stored(tags, LaplaceConfig())] == ["members", "members"]
 
 
-def test_members_of_a_wide_laplace_lose_what_linearised_outputs_keep(tmp_path: Path) -> None:
+def test_a_wide_laplace_is_better_linearised_than_by_members(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, rows = with_lora(tiny_bert(num_labels=3)), label_rows(60)
     attached = [p for p in model.parameters() if p.requires_grad]

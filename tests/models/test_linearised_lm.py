@@ -192,7 +192,7 @@ def test_all_that_is_predicted_is_of_linear_logits(padding: str | None) -> None:
     assert (scores.sequence_logprob - together).abs().max() < 1e-12
 
 
-def test_members_in_passes_and_rows_in_slices_are_the_same_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_and_slices_do_not_change_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = with_lora(tiny_gpt2(dtype=torch.float64), layers_to_transform=[1]), models.batch(padding="left")
     means, theta = draws_of(model, select(model), 5)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -283,7 +283,7 @@ def test_processes_deal_their_draws_to_the_same_components() -> None:
         assert not torch.allclose(linear_logits(bayesian, inputs)[0], whole[1], atol=1e-2)
 
 
-def test_members_of_a_mixture_are_paired_with_their_components_or_refused() -> None:
+def test_members_keep_their_mixture_component_or_are_refused() -> None:
     model, inputs = lora_gpt2(), few_words(words=WORDS)
     means, theta = draws_of(model, select(model), 4)
     with attached(model, "trainable", means, theta) as bayesian:
@@ -343,7 +343,7 @@ def test_linear_draws_of_a_linear_model_are_its_members(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", COVARIANCES)
 @pytest.mark.parametrize("link", ["probit", "bridge"])
-def test_the_closed_form_of_a_head_is_that_of_its_gaussian_logits(link: str, kind: str) -> None:
+def test_the_closed_form_of_a_head_uses_its_gaussian_logits(link: str, kind: str) -> None:
     inputs = few_words()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     with head_model(kind) as bayesian:
@@ -401,9 +401,7 @@ def test_the_closed_form_and_many_draws_agree() -> None:
 
 
 @pytest.mark.parametrize("kind", COVARIANCES)
-def test_the_covariance_of_a_heads_outputs_is_no_larger_object_than_it_has_to_be(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_covariance_of_a_head_needs_no_full_jacobian(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "full":  # whose Jacobian is smaller than itself
 
         def never(*args: Any) -> None:

@@ -95,7 +95,7 @@ def test_adapters_trained_elsewhere_become_an_ensemble(saved: Path, tmp_path: Pa
         assert torch.equal(ensemble(input_ids=ids).logits, first_three(input_ids=ids).logits)
 
 
-def test_a_base_model_that_was_lent_comes_back_without_the_adapter(saved: Path) -> None:
+def test_a_given_base_model_is_returned_without_the_adapter(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "base")
     base.lm_head.requires_grad_(False)
     modules, flags = dict(base.named_modules()), {n: p.requires_grad for n, p in base.named_parameters()}
@@ -119,7 +119,7 @@ def test_modules_that_an_adapter_copied_are_the_models_own_again() -> None:
     assert all(module is modules[name] for name, module in base.named_modules())
 
 
-def test_special_tokens_that_a_run_took_from_its_tokenizer_are_no_other_base(tmp_path: Path) -> None:
+def test_special_tokens_set_by_a_run_do_not_change_the_base(tmp_path: Path) -> None:
     tiny_llama(eos_token_id=7).save_pretrained(tmp_path / "base")
     model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     run = trainer(tmp_path / "posterior", MAPConfig(), model=model, processing_class=tiny_tokenizer())
@@ -130,7 +130,7 @@ def test_special_tokens_that_a_run_took_from_its_tokenizer_are_no_other_base(tmp
     assert loaded.core.config.eos_token_id == EOS
 
 
-def test_a_lent_model_that_would_read_its_outputs_in_another_way_is_refused(tmp_path: Path) -> None:
+def test_a_given_model_of_another_problem_type_is_refused(tmp_path: Path) -> None:
     several = {"problem_type": "multi_label_classification"}
     rows = [
         {"input_ids": row["input_ids"], "labels": [float(row["label"] == 0), float(row["label"] == 1)]}
@@ -147,12 +147,12 @@ def test_a_lent_model_that_would_read_its_outputs_in_another_way_is_refused(tmp_
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "nn", torch.int32, 16], ids=str)
-def test_a_dtype_that_no_model_can_have_is_refused_before_the_base_is_loaded(saved: Path, dtype: Any) -> None:
+def test_an_impossible_dtype_is_refused_before_the_base_loads(saved: Path, dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"dtype must be .* such as torch.bfloat16 or 'bfloat16', got "):
         BayesianModelForCausalLM.from_pretrained(saved / "posterior", dtype=dtype, base_model="nowhere")
 
 
-def test_a_lent_model_of_another_dtype_than_the_posteriors_own_gets_the_one_asked_for(saved: Path) -> None:
+def test_a_given_model_is_converted_to_the_requested_dtype(saved: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(saved / "base", dtype=torch.bfloat16)
     folder = saved / "posterior"
     model = BayesianModelForCausalLM.from_pretrained(folder, base_model=base, check_base=False, dtype="float32")
@@ -181,9 +181,7 @@ def alone(saved: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tokenizer_of_the_base_model_is_asked_for_with_the_token(
-    alone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_tokenizer_is_loaded_with_the_token(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
         "hf_bayes.models.loading.AutoTokenizer.from_pretrained",
@@ -193,13 +191,13 @@ def test_the_tokenizer_of_the_base_model_is_asked_for_with_the_token(
     assert asked == [("user/gated", {"token": "hf_mine", "trust_remote_code": False, "revision": "main"})]
 
 
-def test_a_pipeline_takes_the_tokenizer_from_where_the_base_model_is_now(alone: Path, saved: Path) -> None:
+def test_a_pipeline_takes_the_tokenizer_from_the_given_base(alone: Path, saved: Path) -> None:
     tiny_tokenizer().save_pretrained(saved / "base")
     generate = pipeline("bayesian-text-generation", alone, base_model=saved / "base")
     assert generate.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
 
-def test_posterior_and_base_model_come_from_the_cache_that_is_named(
+def test_posterior_and_base_model_come_from_the_named_cache(
     alone: Path, saved: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tiny_tokenizer().save_pretrained(saved / "base")

@@ -55,7 +55,7 @@ def layers_of(model: PeftModel) -> dict[str, tuple[int, float]]:
 
 
 @pytest.mark.parametrize("kind", LORAS)
-def test_saved_names_select_the_same_layers_in_plain_peft_and_here(
+def test_saved_names_select_equal_layers_in_peft_and_here(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def base() -> nn.Module:
@@ -102,7 +102,7 @@ def test_modules_whose_names_end_alike_are_left_out_by_name() -> None:
     assert layers_of(ours) == layers_of(model)
 
 
-def test_names_that_cannot_be_told_apart_by_their_ends_are_refused() -> None:
+def test_names_with_ambiguous_endings_are_refused() -> None:
     model = nn.Module()
     model.q, model.b = nn.Linear(2, 2), nn.ModuleDict({"q": nn.Linear(2, 2)})
     model.a = nn.ModuleDict({"b": nn.ModuleDict({"q": nn.Linear(2, 2)})})
@@ -118,7 +118,7 @@ def test_names_that_cannot_be_told_apart_by_their_ends_are_refused() -> None:
         ({"hidden_size": 32}, r"a module of .* features where .*lora_A.* of shape \[2, 16\] is expected"),
     ],
 )
-def test_names_and_sizes_are_compared_before_peft_builds_anything(
+def test_names_and_sizes_are_checked_before_peft_builds(
     base: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(with_lora(tiny_llama()), tmp_path)

@@ -39,7 +39,7 @@ def gaussian_model(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_linearise_exchanges_the_predictor_and_none_brings_members_back(name: str) -> None:
+def test_linearise_exchanges_the_predictor_and_back(name: str) -> None:
     with torch.no_grad(), gaussian_model(name) as bayesian:
         members = bayesian(**batch()).logits
         assert (bayesian.predictor.link, bayesian.is_linearised) == (None, False)

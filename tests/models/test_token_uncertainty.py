@@ -198,7 +198,7 @@ def generate(bayesian: BayesianModelForCausalLM, inputs: dict[str, Tensor], **op
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("padding", ["left", None])
-def test_greedy_tokens_and_scores_equal_a_loop_over_separate_models(name: str, padding: str | None) -> None:
+def test_greedy_generation_equals_a_loop_over_separate_models(name: str, padding: str | None) -> None:
     model, layout, theta = prepared(name)
     inputs = batch(padding=padding)
     sequences = looped(model, layout, theta, inputs, greedy)
@@ -224,7 +224,7 @@ def test_sampled_tokens_equal_a_loop_with_the_same_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-lora"])
-def test_several_samples_of_a_prompt_equal_a_loop_over_repeated_prompts(name: str) -> None:
+def test_several_samples_equal_a_loop_over_repeated_prompts(name: str) -> None:
     model, layout, theta = prepared(name)
     inputs = batch(2, padding="left")
     repeated = {key: value.repeat_interleave(2, 0) for key, value in inputs.items()}

@@ -44,7 +44,7 @@ def test_stream_of_a_chain_is_a_function_of_seed_and_chain_alone():
     assert read(batches(seed=1), epochs=4) != of_three
 
 
-def test_stream_does_not_depend_on_how_an_update_is_cut_into_micro_batches():
+def test_the_stream_does_not_depend_on_micro_batch_sizes():
     rows = {
         (size, accumulation): stream(
             read(batches(batch_size=size, accumulation=accumulation, chains=range(1)), epochs=3),
@@ -96,7 +96,7 @@ def test_shared_minibatches_hold_each_row_once():
 
 
 @pytest.mark.parametrize(("order", "period"), [("independent", 2), ("disjoint", 6)])
-def test_rows_drawn_anew_are_distinct_within_a_batch_or_an_update_and_uniform(order, period):
+def test_redrawn_rows_are_distinct_in_a_batch_and_uniform(order, period):
     rows = stream(read(batches(order=order), epochs=1000), 1, num_chains=3, batch_size=2)
     draws = [rows[start : start + period] for start in range(0, len(rows), period)]
     assert all(len(set(draw)) == period for draw in draws)
@@ -106,7 +106,7 @@ def test_rows_drawn_anew_are_distinct_within_a_batch_or_an_update_and_uniform(or
     assert (counts - period / 10).abs().max() < 4.5 * (period / 10 * (1 - period / 10) / len(draws)) ** 0.5
 
 
-def test_batches_drawn_anew_do_not_depend_on_how_processes_share_them():
+def test_redrawn_batches_do_not_depend_on_num_processes():
     whole = read(batches(batch_size=2, accumulation=4, order="independent"), epochs=2)
     parts = [
         read(batches(batch_size=2, accumulation=2, order="independent", data_rank=rank, data_size=2), epochs=2)
@@ -130,7 +130,7 @@ def test_full_passes_hold_all_rows_in_order_every_time():
         assert list(sampler) == [[0, 1, 2], [3, 4], [5, 6]]
 
 
-def test_processes_that_share_chains_share_out_the_rows_of_an_update():
+def test_processes_with_shared_chains_split_each_updates_rows():
     whole = read(batches(batch_size=4, accumulation=1), epochs=3)
     parts = [read(batches(batch_size=2, accumulation=1, data_rank=rank, data_size=2), epochs=3) for rank in (0, 1)]
     for chain in range(3):
@@ -142,7 +142,7 @@ def test_processes_that_share_chains_share_out_the_rows_of_an_update():
 
 
 @pytest.mark.parametrize(("size", "accumulation", "processes"), [(6, 1, 1), (2, 3, 1), (1, 6, 1), (3, 1, 2), (1, 3, 2)])
-def test_rows_of_an_update_of_a_stream_do_not_depend_on_how_it_is_cut(size, accumulation, processes):
+def test_rows_of_a_stream_update_do_not_depend_on_batch_sizes(size, accumulation, processes):
     """A pass of 20 rows has three updates of 6."""
     parts = []
     for rank in range(processes):
@@ -172,14 +172,14 @@ def test_two_permutations_of_ten_rows_are_uniform_in_first_place():
     assert float(((counts - 200) ** 2 / 200).sum()) < 33.7
 
 
-def test_terms_of_a_language_model_are_the_loss_tokens_after_the_shift():
+def test_language_model_terms_are_loss_tokens_after_the_shift():
     rows = runs.token_rows([3, 8, 5])
     rows[1]["labels"] = [-100, -100, -100, *rows[1]["labels"][3:]]
     # 2 + 5 + 4: the first token of a row is predicted by none, nor is a masked one
     assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == (11, 5)
 
 
-def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
+def test_left_padding_is_no_context_of_a_first_token():
     rows = runs.token_rows([3, 8, 5])
     for side, size in itertools.product(("left", "right"), (1, 3)):
         collate = runs.padding_collator(side)
@@ -187,7 +187,7 @@ def test_padding_on_the_left_is_no_context_that_a_first_token_follows():
         assert found == (2 + 7 + 4, 7)
 
 
-def test_packed_rows_are_counted_alike_and_refused_where_rows_must_be_told_apart():
+def test_packed_rows_are_refused_where_single_rows_matter():
     rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in runs.token_rows([3, 8, 5])]
     options = {"shift": True, "progress": False}
     packed = DataCollatorWithFlattening()

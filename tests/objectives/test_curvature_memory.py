@@ -149,14 +149,12 @@ def test_a_pass_holds_at_most_a_training_step_and_the_factors(structure: str, ch
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "kronecker_corrected"])
 @pytest.mark.parametrize("part", ["head", "block", "few tokens"])
-def test_with_long_sides_the_decomposition_of_one_factor_is_all_that_is_added(part: str, structure: str) -> None:
+def test_long_sides_add_the_decomposition_of_one_factor_only(part: str, structure: str) -> None:
     assert measured(structure, part=part).within_bound
 
 
 @pytest.mark.parametrize("structure", ["kronecker", "kronecker_corrected"])
-def test_the_bound_catches_factors_that_are_held_after_their_decomposition(
-    monkeypatch: pytest.MonkeyPatch, structure: str
-) -> None:
+def test_the_bound_catches_factors_kept_after_decomposition(monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
     kept: list[Any] = []
     spectrum = KroneckerSum._spectrum
 
@@ -168,7 +166,7 @@ def test_the_bound_catches_factors_that_are_held_after_their_decomposition(
     assert not measured(structure, part="few tokens").within_bound
 
 
-def test_the_bound_catches_a_pass_that_keeps_what_its_modules_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_catches_a_pass_that_keeps_module_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     add = DiagonalSum.add
 

@@ -98,9 +98,7 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
 
 @problems
 @pytest.mark.parametrize("rank", [3, 8])
-def test_a_low_rank_below_that_of_the_data_keeps_the_largest_directions(
-    family: str, part: str, task: str, rank: int
-) -> None:
+def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: str, rank: int) -> None:
     made, rows = looked(family, part, task)
     values, vectors = torch.linalg.eigh(brute_force.outer(rows, pulls(made, rows, "ef_token", None)))
     expected = vectors[:, -rank:] * values[-rank:] @ vectors[:, -rank:].T  # at most nine terms: the sketch has them all
@@ -180,7 +178,7 @@ def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
     assert error(found.curvature.dense(), expected.curvature.dense()) < 1e-9  # float64 sums in another order
 
 
-def test_random_signs_average_to_the_token_fisher_and_drawn_labels_to_the_ggn() -> None:
+def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:
     made, _ = looked("gpt2", "head", "lm")
     for estimator in ("ef_token", "ggn"):
         exact = run(made, estimator=estimator, num_samples=None, structure="full", gradient=False).curvature.dense()
@@ -194,7 +192,7 @@ def test_random_signs_average_to_the_token_fisher_and_drawn_labels_to_the_ggn() 
 @problems
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("estimator", "samples"), CELLS)
-def test_corrected_eigenvalues_are_second_moments_in_the_eigenspaces_of_kfac(
+def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
     made, rows = looked(family, part, task)
@@ -276,7 +274,7 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
     assert found.fallbacks == {"transformer.wte.weight": "tied: two modules own it"}
 
 
-def test_a_module_that_is_called_twice_is_summed_before_it_is_squared_or_refused() -> None:
+def test_a_module_called_twice_is_summed_or_refused() -> None:
     made, rows = looked("bert", "block", "classes")
     made = Problem(copy.deepcopy(made.model), "layer.1.attention.self.query", "classes", made.rows, made.head)
     layers = made.model.bert.encoder.layer  # type: ignore[union-attr]
@@ -318,7 +316,7 @@ def test_modules_whose_rows_are_not_the_batchs_are_refused(family: str, rows: in
         survey(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
 
 
-def test_a_parameter_that_no_forward_reads_has_no_curvature_and_is_refused() -> None:
+def test_a_parameter_that_no_forward_reads_is_refused() -> None:
     made = problem("bert", "block", "classes")
     made.model.register_module("idle", torch.nn.Linear(2, 2).double())
     made.subspace = "idle|classifier"
@@ -354,7 +352,7 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
     assert len(set(sources.values())) == 4  # and the input of each B
 
 
-def test_dropout_is_off_in_the_pass_and_the_model_is_given_back_as_it_was() -> None:
+def test_the_pass_disables_dropout_and_restores_the_model() -> None:
     without = run(looked("gpt2", "lora", "lm")[0], num_samples=2)
     made = problem("gpt2", "lora", "lm")
     for module in made.model.modules():
@@ -399,7 +397,7 @@ def test_activation_checkpointing_changes_nothing_and_recomputes(part: str) -> N
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_bfloat16_base_with_float32_factors_gives_float32_curvature(structure: str) -> None:
+def test_a_bfloat16_base_gives_float32_curvature(structure: str) -> None:
     wide, narrow = problem("llama", "lora", "lm"), problem("llama", "lora", "lm")
     for name, parameter in narrow.model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
@@ -426,7 +424,7 @@ def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> Non
             spec.check()
 
 
-def test_the_table_of_the_documentation_is_the_one_that_is_printed() -> None:
+def test_the_documented_table_is_the_printed_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "laplace.md").read_text(encoding="utf-8")
     assert page.split("<!-- table -->\n")[1].split("\n<!-- /table -->")[0] == table()
 

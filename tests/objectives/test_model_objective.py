@@ -74,7 +74,7 @@ def test_parts_of_an_update_average_to_the_whole() -> None:
     assert whole.log_lik.dtype == torch.float64
 
 
-def test_variance_of_a_gradient_is_that_of_independent_micro_batches() -> None:
+def test_variance_of_a_gradient_is_that_of_its_micro_batches() -> None:
     objective = classifier(measures_noise=True)
     theta, sizes = theta_near(objective), objective.model.layout.sizes
     batches = [rows(seed, 2) for seed in range(4)]

@@ -303,7 +303,7 @@ def test_errors_in_a_stream_reach_the_reader(generate: BayesianTextGenerationPip
 # -- scoring --------------------------------------------------------------------------------------------------------
 
 
-def test_scores_are_those_of_the_model_and_of_the_generated_record(generate: BayesianTextGenerationPipeline) -> None:
+def test_scores_equal_those_of_the_model(generate: BayesianTextGenerationPipeline) -> None:
     text = models.TEXTS[0]
     record = generate.score(text)
     scores = generate.model.score(generate.tokenizer(text, return_tensors="pt")["input_ids"])
@@ -372,7 +372,7 @@ def test_a_regression_head_is_not_squashed() -> None:
     assert record == {"label": "LABEL_0", "score": pytest.approx(expected, abs=1e-6), "uncertainty": uncertainty}
 
 
-def test_each_output_of_a_regression_has_its_own_standard_deviations() -> None:
+def test_each_output_of_a_regression_has_its_own_deviations() -> None:
     plain = models.tiny_bert(num_labels=2, problem_type="regression")
     plain.config.label2id = {}  # as checkpoints have it that name outputs by id2label alone
     model = attach(plain, scattered(plain, select(plain, "last_layer")), subspace="last_layer", noise_std=0.5).eval()
@@ -468,9 +468,7 @@ def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: Bayesia
         ({"num_labels": 1, "noise_std": 1.0}, "SIGMOID", "Normal likelihood: expected 'none'"),
     ],
 )
-def test_functions_that_give_no_quantity_of_the_posterior_are_refused(
-    head: dict[str, Any], function: str, message: str
-) -> None:
+def test_functions_without_a_posterior_quantity_are_refused(head: dict[str, Any], function: str, message: str) -> None:
     noise_std, config = head.get("noise_std"), {key: value for key, value in head.items() if key != "noise_std"}
     model = attach(models.with_lora(models.tiny_bert(**config)), num_members=2, noise_std=noise_std)
     texts = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())

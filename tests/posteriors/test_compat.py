@@ -65,7 +65,7 @@ def test_configs_have_the_keys_of_transformers() -> None:
     assert list(reference.parameters)[:2] == ["class_reference", "pretrained_model_name_or_path"]
 
 
-def test_transformers_uploads_neither_checkpoints_nor_pending_saves() -> None:
+def test_transformers_uploads_no_checkpoints_or_pending_saves() -> None:
     assert f"{PREFIX_CHECKPOINT_DIR}-*" == compat.CHECKPOINT_FOLDERS
     assert PREFIX.startswith("_")
     assert '"_*"' in inspect.getsource(Trainer.push_to_hub)

@@ -239,7 +239,7 @@ def test_tags_of_a_push_stand_beside_the_card_s_own(pushed: dict[str, Any], tmp_
         trainer.push_to_hub(tags=["a", 3])
 
 
-def test_what_a_push_does_not_do_is_refused_before_anything_is_written(pushed: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_push_options_are_refused_before_any_write(pushed: dict[str, Any], tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), hub_model_id="user/x")
     trainer.train()
     with pytest.raises(ValueError, match=r"card takes license, language, .* got create_pr: leave it out"):
@@ -261,7 +261,7 @@ def test_posterior_is_loaded_from_the_cache_of_the_hub(tmp_path: Path, monkeypat
     assert ensemble.config.num_members == 1
 
 
-def test_download_asks_for_the_posterior_s_files_of_one_revision_only(tmp_path: Path) -> None:
+def test_a_download_fetches_only_posterior_files_of_one_revision(tmp_path: Path) -> None:
     draws(2).save_pretrained(tmp_path / "sub")
     asked: dict[str, Any] = {}
 

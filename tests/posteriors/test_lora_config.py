@@ -39,13 +39,13 @@ def test_a_field_that_no_posterior_supports_is_refused_by_name(change: dict[str,
         checked({**CONFIG, **change})
 
 
-def test_fields_at_their_neutral_default_are_taken_and_what_names_code_is_dropped() -> None:
+def test_neutral_fields_are_kept_and_fields_naming_code_dropped() -> None:
     neutral = {"use_dora": False, "layer_replication": None, "loftq_config": {}, "megatron_config": None}
     naming = {"auto_mapping": {"parent_library": "evil"}, "megatron_core": "evil", "qalora_group_size": 16}
     assert checked({**CONFIG, **neutral, **naming}) == {**CONFIG, **neutral}
 
 
-def test_every_module_gets_its_full_name_and_a_second_time_changes_nothing() -> None:
+def test_explicit_names_every_module_and_is_idempotent() -> None:
     config = {**CONFIG, "alpha_pattern": {"0.q": 7}, "layers_to_transform": [0], "init_lora_weights": "gaussian"}
     found = explicit(config, SHAPES)
     assert (found["target_modules"], found["modules_to_save"]) == (["m.0.q"], ["score"])
@@ -78,7 +78,7 @@ def test_the_factors_of_a_module_have_one_rank() -> None:
         explicit(CONFIG, {**SHAPES, B: (4, 3)})
 
 
-def test_the_tensors_of_an_adapter_say_what_its_expressions_matched() -> None:
+def test_adapter_tensors_show_what_its_expressions_matched() -> None:
     config = {**CONFIG, "target_modules": "(a+)+b", "exclude_modules": "(x+)+", "rank_pattern": {"(a|b)*q": 2}, "r": 9}
     found = from_tensors(config, SHAPES)
     assert (found["target_modules"], found["exclude_modules"]) == (["m.0.q"], None)
@@ -89,7 +89,7 @@ def test_the_tensors_of_an_adapter_say_what_its_expressions_matched() -> None:
         from_tensors({**config, "alpha_pattern": {".*q": 3}}, SHAPES)
 
 
-def test_names_that_end_alike_get_entries_of_their_own_and_the_longest_comes_first() -> None:
+def test_names_with_equal_endings_get_entries_longest_first() -> None:
     found = patterns({"b.q": 3, "a.b.q": 2, "c.q": 2, "q": 2}, 2)
     assert list(found.items()) == [("a.b.q", 2), ("b.q", 3)]
     assert shadowed(["b.q"], ["a.b.q", "ab.q", "b.q", "q"]) == ["a.b.q"]

@@ -22,7 +22,7 @@ from hf_bayes.models.loading import load_image_processor, load_tokenizer
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import MAX_BYTES, Sidecars, is_sidecar, sidecars_in
 from tests.faults.posteriors import draws
-from tests.pipelines.test_images import processor
+from tests.pipelines.test_classification import processor
 from tests.runs import token_rows, trainer
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 

@@ -16,9 +16,7 @@ from tests.faults.ranks import STEPS, launch
 
 @pytest.mark.slow
 @pytest.mark.reliability("F10")
-def test_a_killed_process_ends_the_other_and_the_run_goes_on_to_the_same_end(
-    tmp_path: Path, injected: Callable[[int], None]
-) -> None:
+def test_a_killed_process_ends_the_other_and_the_run_resumes(tmp_path: Path, injected: Callable[[int], None]) -> None:
     """One run that is killed at each of its steps, in turn in the middle of it and of its save, and resumed."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     for step in range(1, STEPS):

@@ -64,7 +64,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_accelerate_and_torchrun_give_the_posterior_of_one_process(tmp_path):
+def test_every_launcher_gives_the_posterior_of_one_process(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "llama")
     tiny_tokenizer().save_pretrained(tmp_path / "llama")
     (tmp_path / "book.txt").write_text("\n".join(TEXTS * 40))

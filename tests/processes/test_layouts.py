@@ -140,7 +140,7 @@ def test_different_rows_on_processes_that_share_a_chain_matter(launches):
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_a_laplace_pass_whose_rows_are_shared_is_that_of_one_process(launches, processes):
+def test_a_laplace_pass_on_shared_rows_equals_one_process(launches, processes):
     found, expected = launches[processes].find("look/"), launches[1].find("look/")
     # seven cells with gradients and sums, a classifier's full GGN and Hessian, what fit_laplace makes and says
     assert len(found) == 32
@@ -155,7 +155,7 @@ def test_a_laplace_pass_whose_rows_are_shared_is_that_of_one_process(launches, p
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", ["heldout2", "heldout1", "noise2", "noise1"])
-def test_a_prior_by_held_out_rows_and_learnt_noise_are_those_of_one_process(launches, processes, name):
+def test_held_out_prior_and_learnt_noise_equal_one_process(launches, processes, name):
     expected = launches[1].numbers[0][name]
     for numbers in launches[processes].numbers:
         # weights agree to 1e-6 after Adam, as above; where the search ends is as smooth in them
@@ -163,7 +163,7 @@ def test_a_prior_by_held_out_rows_and_learnt_noise_are_those_of_one_process(laun
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_held_out_rows_of_one_process_or_one_chain_would_give_another_prior_and_noise(launches, processes):
+def test_partial_held_out_rows_would_give_another_prior(launches, processes):
     """The twins: processes without sums over the rows of all, and chains that are not gathered."""
     (expected,) = launches[1].numbers[0]["heldout1"]
     for numbers in launches[processes].numbers:
@@ -192,7 +192,7 @@ def test_what_is_reported_does_not_depend_on_the_layout(launches, processes, nam
         assert_close(numbers[name], expected, 1e-6, name)
 
 
-def test_what_is_compared_between_layouts_has_noise_and_convergence_in_it(launches):
+def test_the_compared_logs_contain_noise_and_convergence(launches):
     last = [entry for entry in launches[1].numbers[0]["train/logs"] if "loss" in entry][-1]
     assert {"probe_rhat", "probe_ess", "noise_ratio/chain_3", "distance_in_noise/chain_3"} <= last.keys()
     assert launches[1].numbers[0]["train/diagnostics"]["num_logits"] == 4 * 7 * 16
@@ -229,7 +229,7 @@ def test_generation_with_members_spread_is_that_of_one_process(launches, process
         ("beam", 3 * 3 * 6 + 3 * 6),  # beams, then the best sequences once more
     ],
 )
-def test_spread_members_move_words_of_the_mixture_and_never_of_each_member(launches, work, positions):
+def test_spread_members_send_the_mixture_and_never_each_member(launches, work, positions):
     """Sixteen members, eight a process: were theirs moved, each process would hand on eight times the mixture."""
     mixture = 8 * VOCABULARY * positions  # float64
     for numbers in launches[2].numbers:
@@ -261,7 +261,7 @@ MEMBERS = {"train": "member_", "moved4/checkpoint-8": "chain_", "moved2/checkpoi
 
 @pytest.mark.parametrize("directory", MEMBERS)
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_every_process_writes_its_own_members_and_the_first_the_manifest(launches, processes, directory):
+def test_each_process_writes_its_members_and_rank_0_the_manifest(launches, processes, directory):
     out, prefix = launches[processes].out / directory, MEMBERS[directory]
     chains, draws = (4 if "4" in directory or directory == "train" else 2), (4 if directory == "train" else 1)
     present = {match[0] for path in out.rglob("*") if (match := re.search(rf"{prefix}\d+", path.name))}
@@ -287,7 +287,7 @@ def test_processes_with_other_base_models_are_refused(launches, processes):
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_uneven_batches_of_held_out_rows_are_refused_where_processes_share_them(launches, processes):
+def test_uneven_held_out_batches_are_refused_between_processes(launches, processes):
     for numbers in launches[processes].numbers:
         said = numbers.get("refused/uneven", "")
         assert ("even_batches=False is refused on several processes" in said) == (processes > 1)

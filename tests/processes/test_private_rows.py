@@ -92,7 +92,7 @@ def test_processes_hold_the_same_bits(launch: Launch) -> None:
             assert torch.equal(value, other[name]), name
 
 
-def test_an_update_sends_two_sums_of_k_numbers_a_chain_and_its_terms_whatever_the_rows(launch: Launch) -> None:
+def test_an_update_sends_a_fixed_number_of_bytes_for_any_rows(launch: Launch) -> None:
     for numbers in launch.numbers:
         few, many = (numbers[f"sent/{name}/6"] - numbers[f"sent/{name}/2"] for name in ("few", "many"))
         assert few == many == 4 * 8 * worker.CHAINS * (2 * worker.BATCHES + 1)  # four updates in float64
@@ -141,7 +141,7 @@ def test_other_methods_and_map_estimates_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disjoint", [False, True], ids=["independent", "disjoint"])
-def test_strata_estimate_the_sum_of_all_rows_and_the_variance_of_the_estimate(disjoint: bool) -> None:
+def test_strata_estimate_the_sum_of_rows_and_its_variance(disjoint: bool) -> None:
     sizes, batch, count, repeats = (9, 24), 2, 3, 4000
     rows = [torch.randn(n, generator=torch.Generator().manual_seed(n)).double() * n for n in sizes]
     strata = [Strata(sizes, rank, batch, count, disjoint) for rank in range(2)]

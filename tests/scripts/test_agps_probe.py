@@ -40,7 +40,7 @@ def test_the_network_is_torchs() -> None:
     torch.testing.assert_close(logits(theta, x)[1], layers(x))
 
 
-def test_a_network_and_its_hidden_units_in_another_order_have_a_barrier_between_them() -> None:
+def test_a_barrier_separates_a_network_from_its_permutation() -> None:
     train, _ = Digits.split()
     theta = agps_probe.descend(untrained(1, 0), train, 60, Settings())
     w1, b1, w2, b2 = theta[0].split(SIZES)

@@ -13,7 +13,7 @@ from tests.scripts.pages import page
 
 
 @pytest.mark.parametrize("name", agps_targets.TARGETS)
-def test_energy_and_distribution_function_of_a_target_are_of_one_law(name: str) -> None:
+def test_energy_and_distribution_function_share_one_law(name: str) -> None:
     target = agps_targets.TARGETS[name]
     x = np.array([target.quantile(p) for p in (0.1, 0.3, 0.5, 0.7, 0.9)])
     density = np.exp(-target.energy(torch.from_numpy(x)[:, None]).numpy())
@@ -22,7 +22,7 @@ def test_energy_and_distribution_function_of_a_target_are_of_one_law(name: str) 
     assert density == pytest.approx((target.cdf(x + step) - target.cdf(x - step)) / (2 * step), rel=1e-5)
 
 
-def test_the_unconstrained_energy_is_the_density_of_the_transformed_coordinate() -> None:
+def test_unconstrained_energy_is_the_transformed_density() -> None:
     target = agps_targets.TARGETS["Gamma(2, 0.1)"]
     z = torch.linspace(-5, 8, 20_001, dtype=torch.float64)[:, None]
     density = (-target.unconstrained_energy(z)).exp()

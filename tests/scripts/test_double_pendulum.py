@@ -76,7 +76,7 @@ def test_network_has_419_parameters_and_is_torchs(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_energies_of_batches_are_those_of_their_rows_and_average_to_the_whole(rows: Rows, count: int) -> None:
+def test_batch_energies_equal_their_rows_and_average_to_all(rows: Rows, count: int) -> None:
     energy, theta = Energy(rows, weight=7.0), starts(2, seed=0)
     for batch in itertools.islice(batches(30, count, 5, seed=1), 2 * count):
         alone = Energy(Rows(rows.x[batch.rows[batch.index]], rows.y[batch.rows[batch.index]]), weight=7.0)
@@ -104,7 +104,7 @@ def test_only_the_batched_line_goes_without_the_penalty(rows: Rows) -> None:
     assert told[False]["penalty"] == 0
 
 
-def test_scores_are_eqs_19_and_21(rows: Rows) -> None:
+def test_scores_match_the_mixture_of_torch_distributions(rows: Rows) -> None:
     draws = starts(12, seed=0)
     mean, log_std = network(draws, rows.x)
     mixture = torch.distributions.MixtureSameFamily(

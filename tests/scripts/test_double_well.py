@@ -26,7 +26,7 @@ def test_the_wells_of_a_double_well_are_those_of_a_fine_grid(well: double_well.W
     assert torch.allclose(well.cells(torch.zeros(1, dtype=torch.float64)), expected, atol=6e-4)
 
 
-def test_independent_draws_are_near_the_double_well_and_those_of_another_are_not(well: double_well.Well) -> None:
+def test_distances_are_small_only_for_draws_of_the_same_well(well: double_well.Well) -> None:
     draws = well.draw(20_000, generator("draws"))
     distances = well.distances(draws)
     # E |F_n - F| <= 1 / (2 sqrt(n)) = 0.0035 over a width of about 7; shares of 4 wells to about 1 / sqrt(n)

@@ -51,11 +51,11 @@ SMALL = Scale(
 )
 
 
-def test_each_source_package_gives_one_row_and_no_text_comes_twice() -> None:
+def test_each_source_package_gives_one_row_of_unique_text() -> None:
     assert rows_of(INDEX) == [Row("audio recorder", "sound"), Row("music station", "sound")]
 
 
-def test_splits_share_no_row_and_ood_rows_are_of_the_other_sections() -> None:
+def test_splits_share_no_row_and_ood_uses_other_sections() -> None:
     rows = [Row(f"{section} {i}", section) for section in (*KNOWN, *UNKNOWN) for i in range(4)]
     parts = splits(rows, {"train": 20, "test": 10, "ood": 30})
     assert [len(part) for part in parts.values()] == [20, 10, 30]

@@ -23,7 +23,7 @@ def normals(num_draws: int, dim: int = 3) -> Tensor:
     return torch.randn(num_draws, dim, dtype=torch.float64, generator=generator("normals"))
 
 
-def test_the_stein_kernel_is_the_operator_applied_to_both_arguments() -> None:
+def test_the_stein_kernel_applies_the_operator_to_both_arguments() -> None:
     """Autograd gives T_x T_y k with T f = f s + grad f, for every pair."""
     theta = normals(4)
     score = theta.cos()
@@ -40,7 +40,7 @@ def test_the_stein_kernel_is_the_operator_applied_to_both_arguments() -> None:
     assert discrepancy(theta, score) == pytest.approx(math.sqrt(total / 16), rel=1e-12)
 
 
-def test_the_stein_discrepancy_of_independent_draws_is_its_noise_and_of_others_is_more() -> None:
+def test_the_stein_discrepancy_is_noise_for_exact_draws_only() -> None:
     theta = normals(800)
     # E KSD^2 = E k_p(x, x) / S = (E|s|^2 + 1) / S = 4 / 800
     assert discrepancy(theta, -theta) == pytest.approx(math.sqrt(4 / 800), rel=0.4)

@@ -69,9 +69,7 @@ def test_where_apt_is_missing_the_reader_is_told(tmp_path: Path, monkeypatch: py
         continual.fetch(continual.SOURCES["policy"], tmp_path)
 
 
-def test_the_experiment_runs_and_chooses_on_the_first_episode_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_experiment_tunes_on_the_first_episode_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {name: "\n".join(f"{text} {index}" for index in range(8)) for name, text in zip("ab", TEXTS, strict=False)}
     sources = {name: continual.Source(name, "text") for name in texts}
     monkeypatch.setattr(continual, "SOURCES", sources)

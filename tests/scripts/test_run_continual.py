@@ -115,7 +115,7 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
         ({}, ("abc abd",), ["fingerprint of tokenizer"]),
     ],
 )
-def test_a_run_does_not_go_on_with_another_model_at_the_same_path(
+def test_a_run_does_not_resume_with_another_model(
     model: dict[str, Any], texts: tuple[str, ...], differing: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_run_does_not_go_on_with_another_model_at_the_same_path(
         run(monkeypatch, fields)
 
 
-def test_a_run_that_was_killed_within_an_episode_goes_on_bit_for_bit(
+def test_a_run_killed_within_an_episode_resumes_bitwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     fields |= {"methods": ["laplace_diagonal"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_within_an_episode_goes_on_bit_for_bit(
     assert posteriors[0].fingerprint == posteriors[1].fingerprint
 
 
-def test_a_model_without_a_longest_context_gets_the_default_window(
+def test_a_model_without_a_context_limit_gets_the_default_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     config = BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2)

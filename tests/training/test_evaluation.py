@@ -118,7 +118,7 @@ LABELS: dict[str, tuple[Any, Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("head", LABELS)
-def test_a_label_without_a_likelihood_is_refused_in_words_wherever_it_is_read(tmp_path, head):
+def test_a_label_without_a_likelihood_is_refused_everywhere(tmp_path, head):
     build, good, wrong, words = LABELS[head]
     rows = [{**row, "labels": good} for row in runs.token_rows(4)]
     asked = [*rows[:2], {**rows[2], "labels": wrong}, rows[3]]
@@ -205,7 +205,7 @@ def test_predict_returns_the_mixtures_log_probabilities(tmp_path, prefix):
     assert output.metrics[f"{prefix}_nll"] == pytest.approx(trainer.evaluate()["eval_nll"])
 
 
-def test_predict_without_labels_returns_the_same_log_probabilities(tmp_path):
+def test_predict_without_labels_returns_equal_log_probabilities(tmp_path):
     trainer = classifier(tmp_path)
     rows = runs.label_rows(7, seed=3)
     expected = trainer.predict(Dataset.from_list(rows)).predictions
@@ -253,7 +253,7 @@ class Watch(TrainerCallback):
         self.shown.append(model.current.detach().clone())
 
 
-def test_evaluation_shows_chains_during_training_and_the_posterior_after(tmp_path):
+def test_evaluation_shows_chains_first_and_the_posterior_after(tmp_path):
     watch = Watch()
     trainer = runs.trainer(
         tmp_path,
@@ -293,7 +293,7 @@ def test_evaluation_does_not_disturb_the_chains(tmp_path):
     assert torch.equal(theta(), theta(eval_strategy="steps", eval_steps=1))
 
 
-def test_mean_field_evaluates_draws_of_its_gaussian_after_training(tmp_path):
+def test_mean_field_evaluates_draws_after_training(tmp_path):
     from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 
     trainer = runs.trainer(tmp_path, MeanFieldConfig(num_chains=2), eval_dataset=runs.token_rows(4, seed=1))
@@ -373,7 +373,7 @@ def test_figures_that_a_save_makes_for_itself_reach_nobody_else(tmp_path, severa
     assert several or "evaluate" in watch.told
 
 
-def test_a_save_that_fails_while_it_evaluates_leaves_callbacks_and_metrics_in_place(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_callbacks_and_metrics(tmp_path, monkeypatch):
     watch = ReadsLoss()
     trainer = runs.trainer(
         tmp_path,

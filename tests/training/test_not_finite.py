@@ -162,7 +162,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.reliability("F6")
 @pytest.mark.parametrize("fault", [*FAULTS, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_FAULTS)], ids=str)
-def test_what_is_not_finite_stops_the_run_at_its_step_and_is_never_saved(tmp_path, undisturbed, fault):
+def test_a_non_finite_value_stops_the_run_and_is_never_saved(tmp_path, undisturbed, fault):
     step, act, words = (FAULTS | MORE_FAULTS)[fault]
     settings = {"save_strategy": "steps", "gradient_accumulation_steps": 2}
     trainer = runs.trainer(tmp_path, GUARDED, callbacks=[At(step, lambda: act(trainer))], save_steps=1, **settings)
@@ -213,7 +213,7 @@ def test_a_start_that_is_not_finite_is_stopped_at_step_one(tmp_path):
 
 
 @pytest.mark.reliability("F6", twin=True)
-def test_without_the_guard_the_chains_go_on_as_nan_and_only_the_end_refuses_them(tmp_path, monkeypatch):
+def test_without_the_guard_only_saving_refuses_nan(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "_require_finite", lambda *args: None)
     fault = FAULTS["one number of one gradient"][1]
     trainer = runs.trainer(tmp_path, GUARDED, callbacks=[At(3, lambda: fault(trainer))])
@@ -242,7 +242,7 @@ def test_numbers_spoilt_in_memory_after_their_step_are_not_saved(tmp_path):
 
 @pytest.mark.reliability("F6")
 @pytest.mark.parametrize("name", ["hmc", "metropolis"])
-def test_kernels_refuse_to_start_where_the_likelihood_is_not_finite(tmp_path, name):
+def test_kernels_refuse_to_start_at_a_non_finite_likelihood(tmp_path, name):
     model = with_lora(tiny_llama())
     model.base_model.model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="chain 0 starts where the energy"):

@@ -162,7 +162,7 @@ VARIANTS = {
 @pytest.mark.parametrize("minibatch", ["independent", "shared"])
 @pytest.mark.parametrize("subspace", ["all layers", "trunk"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_gradient_of_a_chain_does_not_depend_on_how_it_is_computed(tmp_path, evaluations, minibatch, subspace, variant):
+def test_the_gradient_of_a_chain_is_equal_in_every_variant(tmp_path, evaluations, minibatch, subspace, variant):
     adapter = {"layers_to_transform": [1]} if subspace == "trunk" else {}
 
     def gradient(**changes: Any) -> Tensor:
@@ -196,7 +196,7 @@ def test_gradient_is_what_a_plain_model_gives_for_every_chain(tmp_path, evaluati
         assert relative(evaluations[0].grad_log_lik, full_data(build, trainer, rows).grad_log_lik) < 2e-6
 
 
-def test_packed_rows_of_a_shared_minibatch_have_the_energy_of_padded_ones(tmp_path, evaluations):
+def test_packed_shared_rows_have_the_energy_of_padded_ones(tmp_path, evaluations):
     rows, method = runs.token_rows([5, 9, 3, 12]), SGHMCConfig(num_chains=2)
     fields = {"max_steps": 1, "per_device_train_batch_size": 4, "minibatch": "shared"}
     runs.trainer(tmp_path, method, train=rows, collator=runs.padding_collator(), **fields).train()
@@ -208,7 +208,7 @@ def test_packed_rows_of_a_shared_minibatch_have_the_energy_of_padded_ones(tmp_pa
     assert relative(packed.grad_log_lik, padded.grad_log_lik) < 1e-5
 
 
-def test_log_likelihoods_of_a_kernel_keep_the_digits_that_float32_drops(tmp_path, monkeypatch):
+def test_kernel_log_likelihoods_keep_float64_digits(tmp_path, monkeypatch):
     seen: list[Tensor] = []
 
     def step(state: Still, evaluate: Evaluate, rngs: Any) -> tuple[Still, dict]:
@@ -232,7 +232,7 @@ def test_log_likelihoods_of_a_kernel_keep_the_digits_that_float32_drops(tmp_path
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_draws_of_a_chain_do_not_depend_on_how_many_chains_there_are(tmp_path, dropout):
+def test_draws_of_a_chain_do_not_depend_on_the_other_chains(tmp_path, dropout):
     def draws(num_chains: int, **changes: Any) -> Tensor:
         model = tiny_gpt2(**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1 * dropout))
         trainer = runs.trainer(
@@ -489,7 +489,7 @@ def test_a_kernel_is_told_of_each_batch_on_the_scale_of_all_data(tmp_path, minib
     assert (some.grad_log_lik - every.grad_log_lik).norm() > 0.1 * every.grad_log_lik.norm()
 
 
-def test_the_papers_batch_posterior_is_run_and_saved_as_a_tempered_likelihood(tmp_path):
+def test_batch_posterior_is_saved_as_a_tempered_likelihood(tmp_path):
     config = METHODS["penalty"](num_chains=2, batch_posterior=True)
     trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3)
     trainer.train()
@@ -505,13 +505,13 @@ def test_the_papers_batch_posterior_is_run_and_saved_as_a_tempered_likelihood(tm
         ({"replacement": False}, {"gradient_accumulation_steps": 6}, "cannot draw 12 different rows of 10"),
     ],
 )
-def test_batches_that_cannot_be_compared_are_refused_before_training(tmp_path, fields, changes, message):
+def test_incomparable_batches_are_refused_before_training(tmp_path, fields, changes, message):
     with pytest.raises(ValueError, match=message):
         runs.trainer(tmp_path, METHODS["penalty"](num_chains=2, **fields), **changes)
 
 
 @pytest.mark.parametrize(("replacement", "factor"), [(True, 1.0), (False, 0.4)])
-def test_rows_that_come_once_in_an_update_are_corrected_for_in_the_log(tmp_path, replacement, factor):
+def test_rows_drawn_once_get_a_finite_population_factor(tmp_path, replacement, factor):
     config = METHODS["penalty"](num_chains=2, replacement=replacement)
     trainer = runs.trainer(tmp_path, config, gradient_accumulation_steps=3, max_steps=2)
     trainer.train()
@@ -594,7 +594,7 @@ def test_training_twice_starts_a_new_run_where_the_first_ended(tmp_path, bf16):
     assert trainer.bayesian.num_members == 4
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path):
+def test_a_seed_determines_the_run(tmp_path):
     def theta(**changes: Any) -> Tensor:
         trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), max_steps=3, **changes)
         trainer.train()
@@ -721,7 +721,7 @@ def test_a_map_estimate_follows_the_posteriors_own_energy(tmp_path):
     ("name", "polished"),
     [("map", False), ("ensemble", False), ("laplace", False), ("sgd_mc", True), ("swa", True), ("swag", True)],
 )
-def test_an_iterate_of_sgd_is_no_map_estimate_until_it_is_polished(tmp_path, name, polished):
+def test_sgd_iterates_are_no_map_estimate_until_polished(tmp_path, name, polished):
     trainer = runs.trainer(tmp_path, METHODS[name](burn_in=0.5), max_steps=40)
     trainer.train()
     posterior = trainer.posterior
@@ -799,7 +799,7 @@ def test_a_stream_that_was_mapped_loses_the_columns_not_taken(tmp_path):
     assert set(trainer.rows.first()) == {"input_ids", "attention_mask", "labels"}
 
 
-def test_every_update_of_a_stream_is_scaled_by_its_own_micro_batches(tmp_path, evaluations):
+def test_each_stream_update_is_scaled_by_its_own_micro_batches(tmp_path, evaluations):
     def build() -> Any:
         return with_lora(tiny_llama(dtype=torch.float64))
 
@@ -1022,7 +1022,7 @@ def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
     runs.trainer(tmp_path / "second", SGHMCConfig(), model=model).bayesian.detach()
 
 
-def test_push_uploads_the_posterior_and_neither_checkpoints_nor_pickles(tmp_path, monkeypatch):
+def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):
     sent: dict[str, Any] = {}
 
     def upload_folder(self: HfApi, *, folder_path: str, allow_patterns: list[str], **others: Any) -> Any:
@@ -1045,7 +1045,7 @@ def test_push_uploads_the_posterior_and_neither_checkpoints_nor_pickles(tmp_path
 
 
 @pytest.mark.parametrize("prior_std", [None, 2.0, {"lora_A": 1.0, "lora_B": 4.0}])
-def test_the_width_that_a_wide_prior_is_told_is_the_one_that_is_not_wide(tmp_path, caplog, prior_std):
+def test_the_suggested_prior_width_is_no_longer_wide(tmp_path, caplog, prior_std):
     def ratio_and_advice(prior_std):
         caplog.clear()
         model = with_lora(tiny_llama())

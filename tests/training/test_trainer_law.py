@@ -184,7 +184,7 @@ def test_variance_is_that_of_the_law_with_minibatch_noise(tmp_path, rows, batch,
     assert measure(tmp_path, rows, batch, accumulation) == pytest.approx(expected, rel=0.05)
 
 
-def test_law_is_that_of_independent_rows_times_the_finite_population_factor_when_updates_forget():
+def test_law_equals_the_closed_form_for_white_gradient_noise():
     """The filter sum against the closed form of sghmc's docstring for white gradient noise."""
     n, h = 10**4, math.sqrt(LEARNING_RATE / 10**4)
     s2 = float(outcomes(n).double().var(0, correction=0).mean())
@@ -219,7 +219,7 @@ BEHIND = [{"max_grad_norm": 1e-3}, {"weight_decay": 0.5}, {"optim": "adafactor"}
 
 @pytest.mark.reliability("F12")
 @pytest.mark.parametrize("behind", BEHIND, ids=lambda behind: next(iter(behind)))
-def test_what_is_set_behind_the_trainers_back_does_not_change_the_law(tmp_path, behind):
+def test_settings_changed_behind_the_trainer_keep_the_law(tmp_path, behind):
     # 6 standard errors of 0.8 %
     assert measure(tmp_path, 192, 8, 2, behind=behind) == pytest.approx(law(192, 16), rel=0.05)
 
@@ -264,7 +264,7 @@ def inverse_ratio(tmp_path: Any, batch: int, minibatch: str) -> float:
 
 
 @pytest.mark.parametrize(("batch", "minibatch"), HALVES)
-def test_noise_of_the_gradient_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, minibatch):
+def test_gradient_noise_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, minibatch):
     """8 rows are 4 and 4, 5 are 2 and 3."""
     injected = 2 * (1 - MOMENTUM) * 192 / LEARNING_RATE
     # 512 coordinates of 1 degree of freedom, of 16 chains or of one batch for all: 4 standard errors
@@ -285,7 +285,7 @@ def test_a_variance_of_halves_and_not_of_the_batch_is_caught(tmp_path, monkeypat
     assert abs(inverse_ratio(tmp_path, 8, "shared") / expected - 1) > 4 * math.sqrt(2 / COORDINATES)
 
 
-def test_corrected_variance_is_that_of_the_law_with_less_noise_injected(tmp_path):
+def test_corrected_variance_follows_the_law_with_less_noise(tmp_path):
     got = measure(tmp_path, 192, 4, 4, correct=True)
     assert got == pytest.approx(law(192, 16, correct=True), rel=0.05)
     assert abs(got / law(192, 16) - 1) > 0.1  # the broken twin: no correction

@@ -67,7 +67,7 @@ def test_probit_of_two_classes_is_within_its_known_error() -> None:
     assert (found - q)[:, 0].abs().max() < 1e-4  # second order in the variance 0.01
 
 
-def test_the_quadrature_catches_a_missing_root_and_a_forgotten_covariance() -> None:
+def test_the_quadrature_check_catches_wrong_formulas() -> None:
     mean, covariance, q, _ = two_classes()
     no_root = torch.sigmoid(mean[..., 0] / (1 + math.pi / 8 * VARIANCES))
     forgotten = mean.softmax(-1)[..., 0]
@@ -116,7 +116,7 @@ def test_a_constant_on_all_logits_changes_nothing(link: str) -> None:
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
-def test_small_covariances_have_half_the_trace_of_fisher_times_covariance(num_classes: int) -> None:
+def test_small_covariances_give_half_the_fisher_trace(num_classes: int) -> None:
     mean, covariance = random_gaussians(num_classes, 1e-4)
     p = mean.softmax(-1)
     fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
@@ -142,7 +142,7 @@ def test_bridge_agrees_with_draws_of_its_dirichlet() -> None:
 
 
 @pytest.mark.parametrize("num_classes", [3, 10])
-def test_links_moderate_many_classes_better_than_their_textbook_forms(num_classes: int) -> None:
+def test_links_beat_their_textbook_forms_for_many_classes(num_classes: int) -> None:
     mean, covariance = random_gaussians(num_classes, 1.0, rows=200)
     exact = predict_by_monte_carlo(mean[None], covariance[None], num_draws=10000)
     assert exact.epistemic is not None
@@ -259,7 +259,7 @@ def test_a_mixture_of_points_is_members() -> None:
     assert all(torch.allclose(a, two.uncertainties[n], atol=1e-12) for n, a in one.uncertainties.items())
 
 
-def test_a_row_does_not_depend_on_its_batch_and_draws_have_the_covariance() -> None:
+def test_rows_ignore_their_batch_and_draws_have_the_covariance() -> None:
     mean, covariance = random_gaussians(3, 1.0, rows=5)
     draws = monte_carlo(mean, covariance, torch.Generator().manual_seed(1), 20000)
     alone = monte_carlo(mean[2:3], covariance[2:3], torch.Generator().manual_seed(1), 20000)

@@ -44,7 +44,7 @@ def assert_law(scales: Tensor, p: float) -> None:
     assert correlation.abs().max() < 4.5 / math.sqrt(count)
 
 
-def test_masks_drop_inputs_of_lora_a_independently_and_keep_the_mean() -> None:
+def test_masks_drop_lora_inputs_independently_and_keep_the_mean() -> None:
     masks = MCDropoutConfig(dropout=P).masks(SHAPES)
     assert masks.num_inputs == 5 + 3
     scale = masks.scale(masks.draw(generator("masks"), 4000), torch.zeros(1))
@@ -59,7 +59,7 @@ def test_masks_drop_inputs_of_lora_a_independently_and_keep_the_mean() -> None:
         assert_law(inputs * (1 - P), P)
 
 
-def test_members_have_masks_of_their_own_whose_mean_is_the_trained_row() -> None:
+def test_members_have_own_masks_with_the_trained_row_as_mean() -> None:
     config = MCDropoutConfig(dropout=P, num_masks=3000)
     theta = torch.randn(2, 30, generator=generator("theta"))
     members = config.members(theta, config.masks(SHAPES), [7, 8])
@@ -108,7 +108,7 @@ def gradients(*, rescaled: bool = True) -> tuple[Tensor, Tensor]:
     return ours, theirs
 
 
-def test_the_gradient_is_that_of_peft_with_the_mask_in_place_of_its_dropout() -> None:
+def test_the_gradient_equals_peft_with_the_same_mask() -> None:
     ours, theirs = gradients()
     assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11)  # float64, another order of sums
     ours, theirs = gradients(rescaled=False)
@@ -167,7 +167,7 @@ def test_a_run_ends_in_masked_rows_that_save_load_and_predict(tmp_path: Path) ->
     assert posteriors.equal(Posterior.from_pretrained(tmp_path), run.posterior)
 
 
-def test_a_finished_adapter_becomes_members_under_its_own_dropout(tmp_path: Path) -> None:
+def test_a_finished_adapter_becomes_members_under_its_dropout(tmp_path: Path) -> None:
     model = with_lora(tiny_llama(), lora_dropout=0.25)
     posterior = fit_mc_dropout(model, seed=3)
     assert posterior.config.method["dropout"] == 0.25

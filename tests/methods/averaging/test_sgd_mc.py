@@ -61,7 +61,7 @@ def deviation(draws: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.statistics
-def test_on_a_gaussian_it_has_the_covariance_of_the_discrete_lyapunov_equation(momentum: float) -> None:
+def test_covariance_solves_the_discrete_lyapunov_equation(momentum: float) -> None:
     num_chains, picks = 10_000, generator("picks")
 
     def chains_own_batches(theta: Tensor, batch: Any) -> Tensor:
@@ -105,7 +105,7 @@ def test_noise_temperature_is_one_at_the_optimal_rate() -> None:
     [SGDMCConfig(draws_per_chain=3), SnapshotConfig(draws_per_chain=3), SWAConfig(), SWAGConfig(rank=2)],
     ids=lambda method: method.name,
 )
-def test_a_run_on_a_finished_adapter_starts_from_its_weights_and_is_saved(method: MethodConfig, tmp_path: Path) -> None:
+def test_a_run_on_a_finished_adapter_starts_at_its_weights(method: MethodConfig, tmp_path: Path) -> None:
     still = runs.trainer(tmp_path / "still", method, model=with_lora(tiny_llama()), learning_rate=1e-30)
     start = still.bayesian.theta.detach().clone()
     still.train()

@@ -19,7 +19,7 @@ def draws(config: SnapshotConfig) -> torch.Tensor:
     ).draws
 
 
-def test_members_are_where_torch_sgd_with_warm_restarts_ends_its_cycles() -> None:
+def test_members_are_cycle_ends_of_torch_sgd_with_warm_restarts() -> None:
     path = torch_sgd(4 * CYCLE, momentum=0.9, schedule=partial(CosineAnnealingWarmRestarts, T_0=CYCLE))
     members = path[CYCLE - 1 :: CYCLE].transpose(0, 1)
     assert (draws(SnapshotConfig()) - members).abs().max() < 1e-12

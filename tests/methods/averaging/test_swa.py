@@ -31,7 +31,7 @@ def test_by_default_about_a_hundred_iterates_are_averaged() -> None:
     assert (result.approximation.sample(CHAINS) - expected).abs().max() < 1e-12
 
 
-def test_before_the_first_iterate_is_collected_it_shows_that_of_sgd() -> None:
+def test_before_the_first_collection_it_equals_sgd() -> None:
     draws = run(SWAConfig(momentum=0.8, collect_every=30), burn_in=5).draws
     path = torch_sgd(41, momentum=0.8)
     assert (draws[:, :30] - path[5:35].transpose(0, 1)).abs().max() < 1e-12  # draws begin after burn-in

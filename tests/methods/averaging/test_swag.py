@@ -80,7 +80,7 @@ def test_the_draws_of_any_method_can_be_fitted() -> None:
         SWAGConfig().through(draws[:1])
 
 
-def test_variances_far_below_the_mean_keep_their_digits_in_float32() -> None:
+def test_small_variances_keep_their_digits_in_float32() -> None:
     draws = 1 + 1e-4 * torch.randn(500, DIM, generator=generator("small"))
     moments = Moments.none(draws[:1], 2)
     for count, draw in enumerate(draws.split(1), start=1):
@@ -90,7 +90,7 @@ def test_variances_far_below_the_mean_keep_their_digits_in_float32() -> None:
     assert not torch.allclose((draws.square().mean(0) - draws.mean(0).square()).double(), exact, rtol=0.1)
 
 
-def test_what_never_moved_has_no_spread_and_too_short_runs_are_refused() -> None:
+def test_a_still_run_has_no_spread_and_a_short_one_is_refused() -> None:
     still = SWAGConfig().through(torch.ones(5, 3))
     assert float(still.sample(4, generator(0)).sub(1).abs().max()) < 1e-6
     with pytest.raises(ValueError, match="swag would collect 1 iterates, at least 2 are needed: 5 updates after"):
@@ -100,7 +100,7 @@ def test_what_never_moved_has_no_spread_and_too_short_runs_are_refused() -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")
-def test_draws_of_a_run_become_a_gaussian_for_each_chain_that_saves_loads_and_predicts(tmp_path: Path) -> None:
+def test_draws_become_one_usable_gaussian_per_chain(tmp_path: Path) -> None:
     config = SGHMCConfig(num_chains=2, draws_per_chain=4, burn_in=0.2)
     run = trainer(tmp_path / "run", config, max_steps=20, eval_dataset=token_rows(4, seed=1), probe_steps=0)
     run.train()

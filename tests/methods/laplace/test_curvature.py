@@ -115,7 +115,7 @@ def test_the_best_precision_of_an_element_is_in_closed_form() -> None:
     assert torch.allclose(found, expected, rtol=1e-4)
 
 
-def test_an_elementwise_prior_enters_kfac_by_its_diagonal_in_the_basis() -> None:
+def test_an_elementwise_prior_adds_its_diagonal_to_kfac() -> None:
     curvature = KINDS["kronecker"]()
     precision = numbers(DIM).exp()
     left, right = basis(2), basis(3)
@@ -160,7 +160,7 @@ def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> Non
     assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
 
 
-def test_a_low_rank_prior_that_stretches_is_added_by_its_diagonal() -> None:
+def test_a_stretching_low_rank_prior_is_added_by_its_diagonal() -> None:
     before, old = make("low_rank", seed=3)
     assert float(before.scale.max()) > 1
     found = torch.linalg.inv(dense(temper(KINDS["low_rank"](), before, temperature=1.0, what="posterior"), old))
@@ -168,7 +168,7 @@ def test_a_low_rank_prior_that_stretches_is_added_by_its_diagonal() -> None:
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_kronecker_blocks_of_two_bases_merge_to_one_that_keeps_the_trace_and_beats_either_basis() -> None:
+def test_merged_kronecker_blocks_keep_the_trace_and_fit_better() -> None:
     one = KINDS["kronecker"]()
     turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
     first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
@@ -191,7 +191,7 @@ def test_kronecker_blocks_of_two_bases_merge_to_one_that_keeps_the_trace_and_bea
     assert (found - expected).norm() < 0.5 * (expected - one.dense()).norm()
 
 
-def test_tempering_the_likelihood_leaves_an_inherited_precision_as_it_is() -> None:
+def test_tempering_the_likelihood_keeps_an_inherited_precision() -> None:
     curvature, (before, old) = KINDS["full"](), make("full", seed=3)
     for what, expected in (
         ("posterior", (curvature.dense() + old) / 0.3),

@@ -38,7 +38,7 @@ def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
 @pytest.mark.parametrize("scope", ["tensor", "element"])
 @pytest.mark.parametrize(("family", "part"), [("bert", "lora"), ("bert", "head"), ("bert", "block"), ("gpt2", "head")])
-def test_evidence_of_a_classifier_by_kfac_is_that_of_dense_matrices(
+def test_kfac_evidence_of_a_classifier_matches_dense_matrices(
     family: str, part: str, scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, rows = looked(family, part, "classes")
@@ -120,7 +120,7 @@ def by_bisection(h: float, square: float) -> float:
     return middle
 
 
-def test_evidence_of_each_element_of_a_diagonal_is_the_maximum_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elementwise_evidence_is_maximal_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, theta = planted()
     curvature = DiagonalCurvature(rows.square().sum(0))
     layout = Layout(("a", "b"), ((5,), (7,)))

@@ -47,7 +47,7 @@ def test_the_square_is_right_on_average_over_all_choices_of_rows(size: int) -> N
     assert sum(alone) / len(alone) < exact - 1  # the twin: halves that share no row are anticorrelated
 
 
-def test_few_rows_or_parameters_are_looked_at_whole_and_of_many_a_sixteenth() -> None:
+def test_small_problems_use_all_rows_and_large_ones_a_sixteenth() -> None:
     assert halves(128, 10**6, 0) is None
     assert halves(10**5, 1 << 14, 0) is None
     first, second = halves(10**4, 10**6, 0) or ([], [])
@@ -89,7 +89,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # Llama computes norms in float32
 
 
-def test_a_square_below_zero_is_stored_as_lost_in_noise_and_not_as_zero() -> None:
+def test_a_negative_square_is_stored_as_below_noise_not_as_zero() -> None:
     torch.manual_seed(0)
     first, pull = torch.randn(4), torch.zeros(4)
     opposed = torch.stack([first, -first])  # halves that say the opposite: no gradient that they agree on

@@ -58,7 +58,7 @@ def curvatures() -> list[Curvature]:
 
 
 @pytest.mark.parametrize("curvature", curvatures(), ids=lambda one: one.kind)
-def test_draws_are_those_of_the_covariance_and_differentiable_in_the_precision(curvature: Curvature) -> None:
+def test_draws_follow_the_covariance_and_are_differentiable(curvature: Curvature) -> None:
     rng = torch.Generator().manual_seed(1)
     noise = torch.randn(4, 6, generator=rng, dtype=torch.float64)
     for log_tau in (torch.zeros(6).double(), torch.randn(6, generator=rng, dtype=torch.float64)):
@@ -131,7 +131,7 @@ def variances(phi: Tensor, curvature: Tensor, log_std: float) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_the_search_finds_the_best_spread_of_bayesian_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_the_best_std_of_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data, rows, phi, residuals, curvature = linear()
     monkeypatch.setattr("hf_bayes.methods.laplace.heldout_prior.NUM_MEMBERS", 300)
     posterior = fit_laplace(
@@ -247,16 +247,14 @@ def test_a_mapping_has_one_factor_for_each_expression() -> None:
         ({"fit_prior": "heldout"}, {"heldout": label_rows(1)}, "at least 2 rows, got 1"),
     ],
 )
-def test_held_out_rows_without_a_use_and_a_use_without_rows_are_refused(
-    changes: dict, options: dict, message: str
-) -> None:
+def test_unused_and_missing_held_out_rows_are_refused(changes: dict, options: dict, message: str) -> None:
     model, data, *_ = regression()
     with pytest.raises(ValueError, match=message):
         fit_laplace(model, data, LaplaceConfig(**changes), subspace="last_layer", noise_std=NOISE, **options)
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_linearised_model_is_refused_which_has_no_draws_to_judge(tmp_path: Path) -> None:
+def test_a_linearised_model_has_no_draws_and_is_refused(tmp_path: Path) -> None:
     model, data, *_ = regression()
     fit_laplace(model, data, subspace="last_layer", noise_std=NOISE).save_pretrained(tmp_path)
     config = LaplaceConfig(fit_prior="heldout")
@@ -275,9 +273,7 @@ def test_a_linearised_model_is_refused_which_has_no_draws_to_judge(tmp_path: Pat
         ([{**row, "label": 3} for row in label_rows(2)], r"row 0 of eval_dataset has a label outside 0\.\.2"),
     ],
 )
-def test_a_trainer_without_held_out_rows_refuses_before_the_first_step(
-    given: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_trainer_without_held_out_rows_refuses_before_training(given: Any, message: str, tmp_path: Path) -> None:
     model = models.tiny_bert(num_labels=3, hidden_size=4)
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, LaplaceConfig(fit_prior="heldout"), model=model, train=label_rows(4), eval_dataset=given,
@@ -286,7 +282,7 @@ def test_a_trainer_without_held_out_rows_refuses_before_the_first_step(
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:held-out rows", "ignore:.*worse than a MAP")
 @pytest.mark.parametrize("several", [False, True])
-def test_a_trainer_fits_the_prior_by_its_held_out_rows_as_fit_laplace_does(several: bool, tmp_path: Path) -> None:
+def test_the_trainer_fits_the_held_out_prior_like_fit_laplace(several: bool, tmp_path: Path) -> None:
     train, rows = label_rows(6), label_rows(6, seed=3)
     config = LaplaceConfig(fit_prior="heldout", prior_scope="tensor", structure="kronecker", num_chains=2)
     common = {"subspace": "last_layer", "max_steps": 3}
@@ -306,7 +302,7 @@ def test_a_trainer_fits_the_prior_by_its_held_out_rows_as_fit_laplace_does(sever
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:.*worse than a MAP")
-def test_a_trainer_learns_the_noise_of_a_regression_as_fit_laplace_does(tmp_path: Path) -> None:
+def test_the_trainer_learns_regression_noise_like_fit_laplace(tmp_path: Path) -> None:
     model, data, *_ = regression()
     config = LaplaceConfig(structure="full", num_samples=None, fit_noise=True, prior_std=STD, num_chains=2)
     options = {"subspace": "last_layer", "max_steps": 30, "noise_std": 2.0}
@@ -331,7 +327,7 @@ def test_a_trainer_learns_the_noise_of_a_regression_as_fit_laplace_does(tmp_path
     assert again.config.head["noise_std"] == pytest.approx(found, rel=1e-6)  # float64, other batches
 
 
-def test_a_trainer_refuses_to_learn_the_noise_of_a_classifier_before_the_first_step(tmp_path: Path) -> None:
+def test_the_trainer_refuses_to_learn_the_noise_of_a_classifier(tmp_path: Path) -> None:
     run = trainer(tmp_path, LaplaceConfig(fit_noise=True))
     with pytest.raises(ValueError, match="fit_noise=True is for regressions: this likelihood has no noise_std"):
         run.train()

@@ -104,7 +104,7 @@ def test_the_moment_check_catches_a_missing_half_step(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.statistics
-def test_the_moment_check_catches_a_momentum_of_the_wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_moment_check_catches_a_momentum_that_is_too_hot(monkeypatch: pytest.MonkeyPatch) -> None:
     randn = hmc.randn
     monkeypatch.setattr(hmc, "randn", lambda rngs, like: math.sqrt(2) * randn(rngs, like))
     z, _ = worst_z(run(HMCConfig(temperature=2.0, num_leapfrog=6), "gaussian").draws, "gaussian", 2.0)
@@ -149,7 +149,7 @@ def test_energy_error_keeps_its_digits_in_a_million_dimensions() -> None:
 
 
 @pytest.mark.parametrize("first_size", [1e-4, 0.1, 1e4])
-def test_the_first_step_size_is_where_acceptance_crosses_one_half(first_size: float) -> None:
+def test_acceptance_crosses_one_half_at_the_first_step_size(first_size: float) -> None:
     potential, theta, momentum = potential_of(gaussian), starts(16), starts(32)[16:]
     value, gradient = potential(theta)
     size = find_step_size(theta, momentum, value, gradient, torch.full((16,), first_size).double(), potential)
@@ -169,7 +169,7 @@ def wide_gaussian(theta: Tensor, batch: object) -> Tensor:
 
 @pytest.mark.parametrize("first_size", [1e-3, 10.0])
 @pytest.mark.statistics
-def test_adaptation_reaches_the_target_and_is_frozen_after_burn_in(first_size: float) -> None:
+def test_adaptation_reaches_the_target_and_stops_after_burn_in(first_size: float) -> None:
     config = HMCConfig(step_size=first_size, adapt_mass=False)  # a mass would leave it 50 updates
     result = sample(wide_gaussian, starts(16, dim=50) / 2, config, num_steps=1200, learning_rate=1.0, burn_in=1000)
     acceptance, step_size = result.info["acceptance"][1000:], result.info["step_size"]
@@ -209,7 +209,7 @@ def test_jitter_breaks_a_trajectory_as_long_as_the_period() -> None:
     assert moved[0.2].min() > 0.1
 
 
-def test_divergent_trajectories_are_rejected_counted_and_leave_the_other_chains_alone() -> None:
+def test_divergent_trajectories_are_rejected_in_their_chain_only() -> None:
     seen: list[Tensor] = []
 
     def wall(theta: Tensor, batch: object = None) -> Tensor:  # quartic: leapfrog explodes from far out; NaN beyond 1
@@ -231,7 +231,7 @@ def test_divergent_trajectories_are_rejected_counted_and_leave_the_other_chains_
     assert torch.equal(alone.draws[0], result.draws[0])
 
 
-def test_an_update_asks_for_num_leapfrog_gradients_and_carries_the_last() -> None:
+def test_an_update_takes_num_leapfrog_gradients() -> None:
     evaluate, kernel, rngs = evaluator(banana), HMCConfig(num_leapfrog=7).build(problem()), chain_rngs(3)
     calls = 0
 

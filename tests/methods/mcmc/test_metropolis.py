@@ -46,7 +46,7 @@ def test_moments_are_exact_in_a_long_run(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.statistics
-def test_the_moment_check_catches_a_wrong_temperature_in_the_acceptance(target: str) -> None:
+def test_the_moment_check_catches_a_wrong_temperature(target: str) -> None:
     z, _ = worst_z(run(MetropolisConfig(temperature=1.25), target).draws, target, 1.0)
     assert z > 4
 
@@ -59,7 +59,7 @@ def test_the_moment_check_catches_a_forgotten_rejection(monkeypatch: pytest.Monk
 
 
 @pytest.mark.statistics
-def test_the_moment_check_catches_an_energy_that_does_not_follow_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_moment_check_catches_a_stale_energy(monkeypatch: pytest.MonkeyPatch) -> None:
     state_of = metropolis.MetropolisState
     first: dict[str, Tensor] = {}
 
@@ -74,7 +74,7 @@ def test_the_moment_check_catches_an_energy_that_does_not_follow_the_chain(monke
 
 @pytest.mark.parametrize("first_std", [1e-3, 1.0, 1e2])
 @pytest.mark.statistics
-def test_adaptation_reaches_the_target_and_is_frozen_after_burn_in(first_std: float) -> None:
+def test_adaptation_reaches_the_target_and_stops_after_burn_in(first_std: float) -> None:
     result = sample(
         lambda theta, batch: 0.5 * theta.square().sum(1),
         starts(32, dim=10) / 2,

@@ -59,7 +59,7 @@ TESTED = {  # config, batches of an update
 @pytest.mark.parametrize("name", TESTED)
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
-def test_with_the_variance_estimated_from_20_batches_of_20_the_law_is_close(name: str) -> None:
+def test_the_law_is_close_with_variance_from_20_batches(name: str) -> None:
     config, count = TESTED[name]
     ratio, error, info = variance_ratio(config, Batches(independent(20), count, 800))
     assert error < 0.0125  # the bounds are 4 standard errors away
@@ -77,7 +77,7 @@ def test_the_law_check_catches_a_dropped_penalty(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
-def test_an_estimated_variance_needs_the_series_that_the_paper_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_the_estimated_variance_is_too_small_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected, error, info = variance_ratio(walk(), Batches(independent(40), 10, 2500))
     assert info["beyond_series"] < 0.06
     monkeypatch.setattr(penalty, "noise_penalty", lambda variance, num_batches: variance / 2)
@@ -161,7 +161,7 @@ def test_rows_that_come_once_in_an_update_are_corrected_for(n: int) -> None:
 
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.statistics
-def test_the_law_check_catches_rows_that_come_once_taken_for_independent_ones() -> None:
+def test_the_check_catches_disjoint_rows_taken_as_independent() -> None:
     ratio, error, _ = variance_ratio(walk(), Batches(disjoint(20), 25, 500))
     assert ratio + 4 * error < 0.95  # over-penalised: 0.85
 
@@ -169,7 +169,7 @@ def test_the_law_check_catches_rows_that_come_once_taken_for_independent_ones() 
 # -------------------------------------------------------------------------------------------------------- one move
 
 
-def test_the_penalty_is_eq_17_in_the_series_of_ceperley_and_dewing() -> None:
+def test_the_penalty_is_the_series_of_ceperley_and_dewing() -> None:
     difference = torch.tensor([[1.0, 2.0, 4.0, 9.0]], dtype=torch.float64)
     mean = 4.0
     chi2 = sum((d - mean) ** 2 for d in (1.0, 2.0, 4.0, 9.0)) / (4 * 3)  # eq. 17
@@ -180,7 +180,7 @@ def test_the_penalty_is_eq_17_in_the_series_of_ceperley_and_dewing() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.usefixtures("one_generator")
-def test_langevin_acceptance_is_eq_12(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+def test_langevin_acceptance_uses_both_proposal_densities(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The reference uses eq. 10 with eta = e^2 / 2, the gradients of batch 0 and the losses of other batches."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     leapfrog, size = penalty.leapfrog, 0.5 * SD
@@ -213,7 +213,7 @@ def test_langevin_acceptance_is_eq_12(monkeypatch: pytest.MonkeyPatch, temperatu
 
 
 @pytest.mark.usefixtures("one_generator")
-def test_both_ends_of_a_move_are_judged_by_the_same_batches_and_the_next_by_others() -> None:
+def test_both_ends_of_a_move_share_batches_and_the_next_does_not() -> None:
     batches = Batches(independent(20), 20, 3)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -259,7 +259,7 @@ def test_sample_reports_acceptance_and_penalty() -> None:
     assert torch.allclose(halved["finite_population_factor"], torch.tensor(0.5, dtype=torch.float64))
 
 
-def test_it_warns_where_the_variance_is_too_large_to_be_corrected() -> None:
+def test_it_warns_where_the_variance_is_too_large_to_correct() -> None:
     with pytest.warns(UserWarning, match=r"penalty: in \d+% of the moves the variance .* was above K / 4"):
         draws(PenaltyConfig(step_size=5 * SD, target_acceptance=None), batches_per_step=3)
 
@@ -278,7 +278,7 @@ def test_it_warns_where_the_variance_is_too_large_to_be_corrected() -> None:
         ({"batch_posterior": True}, {}, "batch_posterior needs a trainer"),
     ],
 )
-def test_what_leaves_the_variance_or_the_target_unknown_is_refused(
+def test_an_unknown_variance_or_target_is_refused(
     fields: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -302,7 +302,7 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
         PenaltyConfig(**fields)
 
 
-def test_the_papers_target_is_likelihood_tempering_by_the_share_of_a_batch() -> None:
+def test_batch_posterior_is_a_likelihood_tempered_by_batch_share() -> None:
     config = PenaltyConfig(batch_posterior=True, prior_std=0.3).for_batches(60 / 2992)
     assert config == PenaltyConfig(temper="likelihood", temperature=2992 / 60, prior_std=0.3)
     assert PenaltyConfig(prior_std=0.3).for_batches(0.1) == PenaltyConfig(prior_std=0.3)

@@ -35,7 +35,7 @@ def run(
     return sample(normal, begin, config, num_steps=num_steps, learning_rate=1.0, seed=3, **arguments)
 
 
-def test_an_update_is_algorithm_1_with_the_cap_on_the_standard_deviation_only() -> None:
+def test_an_update_caps_the_standard_deviation_but_not_the_mean() -> None:
     theta, mean = torch.tensor([[1.0, 4.0, 2.5]]), torch.tensor([[0.0, 2.0, 2.0]])
     score = torch.tensor([[0.5, -8.0, 0.0]])
     found = FAMILIES["gaussian"].match(theta, score, Parameters(mean, mean), 1.0)
@@ -44,13 +44,13 @@ def test_an_update_is_algorithm_1_with_the_cap_on_the_standard_deviation_only() 
     assert torch.equal(found.second, torch.tensor([[1.0, 0.5, 1.0]]))
 
 
-def test_a_coordinate_that_rounding_puts_on_its_mean_is_not_held_there() -> None:
+def test_a_coordinate_rounded_onto_its_mean_can_still_move() -> None:
     one = torch.ones(1, 1)
     assert FAMILIES["gaussian"].match(one, 3 * one, Parameters(one, one), 0.5).second.item() == 0.5
 
 
 @pytest.mark.parametrize(("family", "start"), [("gamma", 2.0), ("beta", 0.25)])
-def test_gamma_and_beta_proposals_are_algorithms_3_and_4(family: str, start: float) -> None:
+def test_gamma_and_beta_proposals_match_their_families(family: str, start: float) -> None:
     """Once the parameters are correct, they stay the same on a target of the family."""
     theta = torch.tensor([[start]], dtype=torch.float64)
     alpha, beta = torch.tensor([[3.0]], dtype=torch.float64), torch.tensor([[1.5]], dtype=torch.float64)

@@ -12,7 +12,7 @@ from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from tests.methods.sgmcmc.laws import distance_from_sgd, run, stationary_moments
 
 
-def test_both_schemes_are_one_chain_of_positions_started_half_a_kick_apart() -> None:
+def test_both_schemes_give_the_same_positions_half_a_kick_apart() -> None:
     problem = Problem(10, FlatPrior(), 0.1, num_steps=1, burn_in=0, shapes={"": (5,)})
     theta = torch.randn(2, 5, generator=generator("start"), dtype=torch.float64)
     ends = []
@@ -30,7 +30,7 @@ def test_both_schemes_are_one_chain_of_positions_started_half_a_kick_apart() -> 
 
 @pytest.mark.parametrize("step_size", [0.1, 1.0, 1.9])
 @pytest.mark.statistics
-def test_momentum_between_half_kicks_has_the_variance_of_the_docstring(step_size: float) -> None:
+def test_momentum_between_half_kicks_has_the_documented_variance(step_size: float) -> None:
     curvature, temperature = 0.9, 0.7
     config = BAOABConfig(momentum=0.6, temperature=temperature)
     position, momentum, cross = stationary_moments(config, step_size=step_size, curvature=curvature)
@@ -47,7 +47,7 @@ def test_kinetic_temperature_is_that_of_its_scheme(scheme: str, law: float) -> N
     assert info["kinetic_temperature"][200:].mean() == pytest.approx(law, abs=0.012)
 
 
-def test_zero_temperature_is_torch_sgd_with_a_shorter_learning_rate() -> None:
+def test_zero_temperature_is_torch_sgd_at_a_lower_learning_rate() -> None:
     config = BAOABConfig(temperature=0.0, momentum=0.7, scheme="baoa")
     assert distance_from_sgd(config, [0.05] * 100, momentum=0.7, factor=(1 + 0.7) / 2) < 1e-12
     assert distance_from_sgd(config, [0.05] * 100, momentum=0.7) > 1e-3  # the broken twin: the same learning rate

@@ -98,7 +98,7 @@ both = pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
 
 
 @both
-def test_a_gradient_that_brings_more_than_all_noise_gets_none_and_says_so_once(kind: type[Any]) -> None:
+def test_too_noisy_a_gradient_gets_no_noise_and_warns_once(kind: type[Any]) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         momenta = corrected(kind, lambda step: [41.0 + step, 0.0], num_steps=5)
@@ -111,7 +111,7 @@ def test_a_gradient_that_brings_more_than_all_noise_gets_none_and_says_so_once(k
 
 @both
 @pytest.mark.filterwarnings("ignore:.*alone brings noise")
-def test_gradients_that_leave_no_noise_to_inject_end_the_run_at_a_draw(kind: type[Any]) -> None:
+def test_no_noise_left_to_inject_stops_the_run_at_a_draw(kind: type[Any]) -> None:
     for steps in (range(50, 90, 10), range(0)):  # too early to tell, and no draw to judge
         corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=steps)
     with pytest.raises(

@@ -149,7 +149,7 @@ def test_bias_falls_with_the_order_that_is_declared(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "order"), [("sghmc", 2), ("sgld", 2), ("baoab", 2), ("sghmc_euler", 1)])
 @pytest.mark.statistics
-def test_bias_on_a_target_that_is_not_gaussian_falls_with_this_order(name: str, order: int) -> None:
+def test_bias_on_a_non_gaussian_target_has_the_stated_order(name: str, order: int) -> None:
     """The order holds for positions. The momenta of sghmc have order 1, above."""
 
     def bias(step_size: float) -> float:
@@ -271,7 +271,7 @@ def cyclical_errors(name: str, schedule: Cyclical, law: Tensor) -> tuple[Tensor,
 
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.statistics
-def test_the_variance_of_draws_under_a_ramp_is_that_of_the_recursion_of_second_moments(name: str) -> None:
+def test_ramped_draws_have_the_variance_of_the_moment_recursion(name: str) -> None:
     law = squares_at_the_draws(name, RAMPED)
     errors, standard_error = cyclical_errors(name, RAMPED, law)
     assert 4 * standard_error < 0.03

@@ -44,7 +44,7 @@ def advance(rule: Rule, state: Any, gradient: Tensor, rngs: list[torch.Generator
     return rule.update(state, Evaluation(torch.zeros(2), -gradient), RATE, rngs)[0]
 
 
-def test_masses_are_those_of_algorithm_4_and_nothing_moves_meanwhile() -> None:
+def test_masses_are_estimated_per_tensor_while_nothing_moves() -> None:
     rule = rule_of(layerwise(7, 100))
     state, rngs = begin(rule)
     start, noise = state, rngs[0].get_state()
@@ -65,7 +65,7 @@ def test_masses_are_those_of_algorithm_4_and_nothing_moves_meanwhile() -> None:
         assert state.mass[chain].tolist() == pytest.approx([sigma / min(sigmas) for sigma in sigmas], rel=1e-12)
 
 
-def test_between_estimates_it_is_equations_8_to_10_with_momenta_handed_over() -> None:
+def test_updates_between_estimates_are_preconditioned_sghmc() -> None:
     rule = rule_of(layerwise(2, 6, momentum=0.7, temperature=0.6))
     state, rngs = begin(rule)
     noise = [generator("chain", chain) for chain in range(2)]
@@ -142,7 +142,7 @@ def test_the_law_is_kept_where_tensors_have_different_curvatures(variances: tupl
     assert variance_error(plain[1], law(1, masses[1], variances[1]))[0] > 0.1
 
 
-def test_an_estimate_begins_with_each_cycle_and_the_first_one_with_the_run() -> None:
+def test_an_estimate_begins_with_the_run_and_with_each_cycle() -> None:
     rule = rule_of(layerwise(3), draw_steps=range(25, 46, 20))  # cycles begin at updates 5 and 25
     state, rngs = begin(rule)
     still = []
@@ -179,7 +179,7 @@ def test_other_values_are_refused(field: dict[str, Any]) -> None:
         SGHMCConfig(**field)
 
 
-def test_a_trainer_estimates_the_masses_of_its_tensors_and_resumes_within_an_estimate(tmp_path: Any) -> None:
+def test_the_trainer_resumes_within_an_estimate_of_the_masses(tmp_path: Any) -> None:
     config = layerwise(3, num_chains=2, draws_per_chain=2, burn_in=0)
     whole = runs.trainer(tmp_path, config, max_steps=10, save_strategy="steps", save_steps=6)
     whole.train()

@@ -71,7 +71,7 @@ def test_the_variance_check_catches_wrong_noise(temperature: float) -> None:
 
 
 @pytest.mark.statistics
-def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_temperature() -> None:
+def test_gradient_noise_raises_the_temperature_as_predicted() -> None:
     variance = 2.0 * N  # of the gradient of U, in each coordinate and update
     noise = generator("gradient")
 
@@ -85,7 +85,7 @@ def test_noise_in_the_gradient_adds_h_squared_v_over_two_one_minus_beta_to_the_t
     assert abs(error) < 0.03
 
 
-def test_zero_temperature_and_constant_learning_rate_is_torch_sgd_with_momentum() -> None:
+def test_zero_temperature_is_torch_sgd_with_momentum() -> None:
     assert distance_from_sgd(SGHMCConfig(temperature=0.0), [0.05] * 200, momentum=BETA) < 1e-12
 
 
@@ -115,7 +115,7 @@ class TestCyclicalSchedule:
         away = torch.arange(self.NUM_STEPS) % self.LENGTH >= 20  # the jump at a cycle's start is forgotten
         assert (ratio[away] - 1).mean().abs() < 0.01  # 250 updates average the noise out; the lag leaves 0.3 %
 
-    def test_the_check_catches_an_sgd_buffer_kept_across_changes_of_the_learning_rate(self) -> None:
+    def test_the_check_catches_an_sgd_buffer_across_learning_rates(self) -> None:
         noise = generator("noise")
         theta = math.sqrt(1 / N) * torch.randn(64, 256, generator=generator("start"))
         buffer = math.sqrt(self.PEAK / N) * torch.randn(64, 256, generator=noise)
@@ -132,7 +132,7 @@ class TestCyclicalSchedule:
 
 
 @pytest.mark.parametrize("kind", [SGHMCConfig, SGHMCEulerConfig])
-def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused(kind: Any) -> None:
+def test_a_learning_rate_that_reverses_the_momentum_is_refused(kind: Any) -> None:
     problem = Problem(num_data=1, prior=FlatPrior(), learning_rate=0.1, num_steps=1, burn_in=0, shapes={"": (2,)})
     rule = kind(momentum=0.5).build(problem)
     rngs = [generator(0)]
@@ -144,7 +144,7 @@ def test_a_learning_rate_above_the_peak_that_turns_the_momentum_round_is_refused
 
 
 @pytest.mark.statistics
-def test_kinetic_temperature_lies_in_the_interval_of_its_law_in_99_percent_of_the_tensors() -> None:
+def test_99_percent_of_tensors_lie_in_the_kinetic_interval() -> None:
     sizes, beta = (4096,) * 24 + (16,) * 24, 0.8
     start = math.sqrt(1 / N) * torch.randn(8, sum(sizes), generator=generator("start"))
     result = sample(gaussian, start, SGHMCConfig(momentum=beta), num_steps=20, learning_rate=1e-3, num_data=N, thin=20)

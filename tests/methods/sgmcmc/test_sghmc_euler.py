@@ -10,7 +10,7 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 
 
-def test_it_is_posteriors_b2_in_other_units() -> None:
+def test_it_matches_sghmc_of_the_posteriors_package() -> None:
     epsilon, alpha, sigma, num_data = 0.3, 0.4, 1.2, 7
     temperature = 0.5 / num_data  # theirs; T = N times that
     scale = math.sqrt(num_data) / sigma  # our momentum over theirs
@@ -35,7 +35,7 @@ def test_it_is_posteriors_b2_in_other_units() -> None:
         assert (state.momentum[0] - scale * m).abs().max() < 1e-12
 
 
-def test_zero_temperature_is_sgd_with_gradients_of_one_update_before() -> None:
+def test_zero_temperature_is_sgd_with_a_gradient_one_update_late() -> None:
     rate, beta = 0.05, 0.9
     rule = SGHMCEulerConfig(temperature=0.0, momentum=beta).build(Problem(1, FlatPrior(), rate, 1, 0, {"": (3,)}))
     assert isinstance(rule, Rule)

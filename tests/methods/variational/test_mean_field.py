@@ -96,7 +96,7 @@ def test_the_recovery_check_catches_the_noise_of_single_draws(monkeypatch: pytes
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.statistics
-def test_a_correlated_gaussian_gets_the_diagonal_of_the_precision(temperature: float) -> None:
+def test_a_correlated_gaussian_gets_the_precision_diagonal(temperature: float) -> None:
     precision = correlated_precision()
 
     def energy(theta: Tensor, batch: object) -> Tensor:
@@ -159,7 +159,7 @@ def test_the_prior_may_be_another_posterior() -> None:
     assert torch.allclose(q.stds, same.stds, atol=1e-6)
 
 
-def test_gradients_are_those_of_the_free_energy_whatever_the_slope() -> None:
+def test_gradients_follow_the_free_energy_at_any_slope() -> None:
     def quartic(theta: Tensor) -> tuple[Tensor, Tensor]:
         return -theta.pow(4).sum(1), -4 * theta.pow(3)
 
@@ -206,7 +206,7 @@ def test_free_energy_is_minus_the_log_evidence_at_the_optimum() -> None:
     assert abs(free_energy.mean() + evidence) < 4 * standard_error
 
 
-def test_num_data_changes_nothing_but_the_scale_of_the_learning_rate() -> None:
+def test_num_data_only_rescales_the_learning_rate() -> None:
     fits = [
         sample(diagonal, starts(1), MeanFieldConfig(), num_steps=300, learning_rate=0.01, num_data=n).approximation
         for n in (1, 1000)

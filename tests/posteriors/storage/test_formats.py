@@ -34,7 +34,7 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit() -> None:
         assert torch.equal(back[name], tensor)
 
 
-def test_equal_tensors_give_equal_bytes_also_as_views_of_one_storage() -> None:
+def test_equal_tensors_give_equal_bytes_even_as_views() -> None:
     row = torch.arange(6.0)
     views = {"a": row[:3], "b": row[2:5]}
     assert encode_tensors(views, where="x") == encode_tensors({k: v.clone() for k, v in views.items()}, where="x")
@@ -150,7 +150,7 @@ def test_values_that_are_nested_deep_are_refused_in_words() -> None:
         ('{"a":"' + "x" * 2**24 + '"}', "bytes, expected at most 16,777,216"),
     ],
 )
-def test_json_that_would_fill_memory_is_refused_before_it_is_parsed(text: str, words: str) -> None:
+def test_json_that_would_fill_memory_is_refused_before_parsing(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"some/file is a JSON of .*{words}"):
         decode_json(text.encode(), where="some/file")
 

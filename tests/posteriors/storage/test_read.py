@@ -38,7 +38,7 @@ def check_attacks(attacks: dict[str, Any]) -> None:
     assert attacks["wrong"] == []
 
 
-def test_no_damage_is_accepted_and_no_attack_runs_or_reads_outside(tmp_path: Path) -> None:
+def test_no_damage_is_accepted_and_no_attack_succeeds(tmp_path: Path) -> None:
     result = campaign(tmp_path, len(FAULTS))
     check_faults(result["faults"], len(FAULTS))
     check_attacks(result["attacks"])
@@ -58,7 +58,7 @@ def test_no_damage_of_500_is_accepted(of_500: dict[str, Any], injected: Callable
 
 @pytest.mark.slow
 @pytest.mark.reliability("F3", twin=True)
-def test_a_loader_without_checks_takes_damaged_posteriors_for_good_ones(of_500: dict[str, Any]) -> None:
+def test_a_loader_without_checks_accepts_damaged_posteriors(of_500: dict[str, Any]) -> None:
     assert of_500["faults"]["naive"]["accepted_different"] > 50
 
 
@@ -199,7 +199,7 @@ def test_subfolder_of_a_snapshot_is_read(directory: Path, tmp_path: Path) -> Non
     assert set(read_directory(snapshot / "sub", format=FORMAT)) == set(FILES)
 
 
-def test_links_out_of_a_snapshot_or_into_another_repository_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_links_that_leave_the_snapshot_are_refused(directory: Path, tmp_path: Path) -> None:
     snapshot = as_hub_cache(directory, tmp_path / "cache")
     other = tmp_path / "cache" / "models--other--secret" / "blobs" / "x"
     other.parent.mkdir(parents=True)

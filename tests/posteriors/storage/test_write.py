@@ -62,15 +62,13 @@ def check_kills(result: dict[str, Any], count: int) -> None:
     assert set(result["reads"]) <= {"one", "other"}
 
 
-def test_killed_writers_leave_the_complete_old_or_the_complete_new_posterior(tmp_path: Path) -> None:
+def test_killed_writers_leave_the_old_or_the_new_posterior(tmp_path: Path) -> None:
     check_kills(kills(tmp_path, 20), 20)
 
 
 @pytest.mark.reliability("F1")
 @pytest.mark.slow
-def test_200_killed_writers_leave_the_complete_old_or_the_complete_new_posterior(
-    tmp_path: Path, injected: Callable[[int], None]
-) -> None:
+def test_200_killed_writers_leave_the_old_or_the_new_posterior(tmp_path: Path, injected: Callable[[int], None]) -> None:
     result = kills(tmp_path, 200)
     injected(200 + len(result["grow"]) + len(result["shrink"]))
     check_kills(result, 200)
@@ -108,7 +106,7 @@ def failing(call: str, number: int, code: int, *, lasting: bool) -> Iterator[lis
 @pytest.mark.reliability("F2")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.usefixtures("unsynced")
-def test_disk_full_at_any_write_leaves_the_old_posterior_and_nothing_else(
+def test_a_full_disk_at_any_write_leaves_only_the_old_posterior(
     tmp_path: Path, code: int, injected: Callable[[int], None]
 ) -> None:
     injected(7)
@@ -231,7 +229,7 @@ def test_concurrent_writers_take_turns(tmp_path: Path) -> None:
     assert not any(name.startswith("_hf_bayes") for name in names(tmp_path))
 
 
-def test_card_that_was_edited_is_kept_and_one_that_was_not_is_renewed(tmp_path: Path) -> None:
+def test_an_edited_card_is_kept_and_an_unedited_one_is_renewed(tmp_path: Path) -> None:
     write_directory(tmp_path, {**OLD, "README.md": "first"}, format=FORMAT)
     write_directory(tmp_path, {**OLD, "README.md": "second"}, format=FORMAT)
     assert (tmp_path / "README.md").read_text() == "second"
@@ -263,7 +261,7 @@ def test_names_that_could_lead_elsewhere_are_not_written(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "members/stray.txt"])
-def test_foreign_files_that_would_make_it_unreadable_are_not_overwritten(tmp_path: Path, name: str) -> None:
+def test_foreign_files_that_would_break_it_are_not_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     for action in (
@@ -282,7 +280,7 @@ def test_directory_of_another_format_is_not_overwritten(tmp_path: Path) -> None:
     assert content(tmp_path) == comparable(OLD)
 
 
-def test_linked_members_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_linked_members_folder_is_refused_before_any_write(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "members").symlink_to(tmp_path / "elsewhere")
@@ -301,7 +299,7 @@ def test_plain_directory_is_new_and_complete(tmp_path: Path) -> None:
     assert "c" not in names(tmp_path)
 
 
-# -- B29: refused before training ----------------------------------------------------------------------------------
+# -- refused before training ---------------------------------------------------------------------------------------
 
 
 def test_writable_directories_pass_and_stay_as_they_are(tmp_path: Path) -> None:

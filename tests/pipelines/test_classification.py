@@ -100,9 +100,7 @@ def test_one_member_gives_the_records_of_transformers(options: dict[str, Any]) -
         assert found == [{**record, "score": pytest.approx(record["score"], abs=1e-6)} for record in expected]
 
 
-def test_batches_generators_paths_and_data_sets_equal_single_images(
-    classify: BayesianImageClassificationPipeline, tmp_path: Path
-) -> None:
+def test_all_kinds_of_input_equal_single_images(classify: BayesianImageClassificationPipeline, tmp_path: Path) -> None:
     expected = approximately([classify(image) for image in PICTURES])
     assert classify(PICTURES, batch_size=3) == expected
     assert classify(PICTURES[::-1], batch_size=3) != expected
@@ -134,7 +132,7 @@ def test_the_logarithms_of_the_mixture_can_be_had(classify: BayesianImageClassif
 
 
 @pytest.mark.parametrize("configured", [True, False])
-def test_each_output_of_a_regression_of_images_has_its_own_deviations(configured: bool) -> None:
+def test_each_output_of_an_image_regression_has_own_deviations(configured: bool) -> None:
     model = bayesian(noise_std=0.5, problem_type="regression")
     if not configured:
         model.config.problem_type = None  # transformers would take the numbers for logits then
@@ -148,7 +146,7 @@ def test_each_output_of_a_regression_of_images_has_its_own_deviations(configured
         assert record["uncertainty"] == pytest.approx(uncertainty, abs=1e-5)
 
 
-def test_labels_of_their_own_have_mean_probabilities_and_no_uncertainty() -> None:
+def test_independent_labels_have_no_uncertainty() -> None:
     model = bayesian(problem_type="multi_label_classification")
     records = pipeline("bayesian-image-classification", model, image_processor=processor())(PICTURES[0])
     expected = member_logits(PICTURES[0])[:, 0].double().sigmoid().mean(0).tolist()

@@ -72,9 +72,7 @@ def test_the_root_of_a_certain_class_is_that_of_float64(certain: int, gap: float
 
 
 @likelihoods
-def test_scores_at_drawn_labels_have_mean_zero_and_the_fisher_information(
-    likelihood: Likelihood, labels: Tensor
-) -> None:
+def test_drawn_scores_have_mean_zero_and_the_fisher_covariance(likelihood: Likelihood, labels: Tensor) -> None:
     count = 20_000
     many = logits()[:1].expand(count, 3)
     shape = (count, 3) if likelihood.labels_per_output else (count,)
