@@ -22,7 +22,6 @@ ROWS_COMPARED, TIMES_COMPARED = 8, 4
 def announce(active: ActiveRun, messages: Messages) -> None:
     """Write what is about to run to the log, and warnings where a setting changes what is sampled."""
     _announce_sizes(active, messages)
-    messages.say("random: %s", grouped(active.setup.model.layout.names))
     _announce_prior(active, messages)
     config = active.method
     if config.temperature == 0:
@@ -52,10 +51,10 @@ def _announce_sizes(active: ActiveRun, messages: Messages) -> None:
     counted = "given" if rows.num_terms is None else f"{rows.num_terms} counted in {rows.num_rows} rows"
     messages.say(
         "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
-        "updates of %d micro-batches; %.1f MB of chain state, draws %.1f MB",
+        "updates of %d micro-batches; %.1f MB of chain state, draws %.1f MB; random: %s",
         config.name, chains, f"{layout.dim:,}", len(layout.names), rows.num_data, args.data_unit, counted,
         _duration(_time_one_micro_batch(active) * steps * accumulation), steps, accumulation, held / 2**20,
-        config.draws_per_chain * size / 2**20,
+        config.draws_per_chain * size / 2**20, grouped(layout.names),
     )  # fmt: skip
 
 
