@@ -43,7 +43,7 @@ class StepRecord(NamedTuple, Generic[State]):
 
     @property
     def moved(self) -> bool:
-        """Whether a rule took a step. Updates that only estimate, as of a preconditioner, return the very theta."""
+        """True if a rule took a step. An update that only estimates something returns the same theta."""
         return bool(self.learning_rate) and self.state.theta is not self.before
 
 
@@ -87,7 +87,7 @@ class Run(Generic[State]):
 
     @property
     def theta(self) -> Tensor:
-        """[M, d]: where the chains are."""
+        """The positions of the chains [M, d]."""
         return self._start if self.state is None else self.state.theta
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class Run(Generic[State]):
 
     @property
     def _splits_rows(self) -> bool:
-        """Whether this update estimates the variance of its gradient from halves of its batch.
+        """True if this update estimates the variance of its gradient from halves of its batch.
 
         The last update does beside every ``NOISE_PERIOD``-th, counted from the end of burn-in. A run may be short, and
         a cycle begins with updates that estimate a preconditioner, which say nothing about noise.

@@ -30,7 +30,7 @@ MAX_LOOKED_AT = 32
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What a run leaves.
+    """The result of ``sample``.
 
     Attributes:
         draws: [M, S, d] where the chains were; of ``mean_field``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the
@@ -65,7 +65,9 @@ def sample(
     """Run ``num_steps`` updates of ``method`` on exp(-U(theta) / T) and keep a draw after every ``thin`` of them.
 
     Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. dtype (float32 or
-    float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ...
+    float64) and device follow theta. Draws are taken after update ``burn_in + thin``, ``burn_in + 2 * thin``, ... A
+    warning names chains of an accept-reject kernel that accept nothing after burn-in, and chains of an exact kernel
+    that disagree.
 
     Args:
         energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
@@ -86,9 +88,6 @@ def sample(
         thin: updates per draw.
         seed: of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
-    Chains of an accept-reject kernel that accept nothing after burn-in are warned of, and chains of an exact kernel
-    that disagree: others are judged by it.
-
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
             writes into theta, or depends on other rows of theta.
@@ -118,15 +117,8 @@ def sample(
     rngs = chain_generators(seed, len(start), device=start.device)
     run = Run(build(method, problem), objective, start, rngs, problem, draws_on=start.device)
     stream = itertools.repeat(None) if batches is None else _cycle(batches)
-    infos: list[Info] = []
-
-    for step in tqdm(range(num_steps), desc=method.name, delay=5.0, disable=None if progress else True):
-        chosen = list(itertools.islice(stream, batches_per_step))
-        infos.append(run.update(chosen, rates[step]).info)
-        if step == 0:
-            objective.check_independent(start, chosen)
-        if step + 1 in (draw_steps[0], draw_steps[-1]):  # chains have parted by now, if they started at one point
-            objective.check_independent(run.theta, chosen)
+    steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
+    infos = _follow(run, objective, (list(itertools.islice(stream, batches_per_step)) for _ in rates), steps)
     draws, approximation = torch.stack(run.draws, 1), run.finish()
     info = _stack(infos, len(start))
     _warn_of_refusals(method.name, info, burned)
@@ -134,6 +126,23 @@ def sample(
     if method.requirements.all_data_in_every_update:
         _warn_of_disagreement(method.name, draws)
     return SampleResult(draws, approximation, info, run.state)
+
+
+def _follow(
+    run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
+) -> list[Info]:
+    """Advance the chains update by update, check that they are independent, and return their diagnostics."""
+    start, draw_steps, infos = run.theta, run.problem.draw_steps, []
+    for learning_rate, batches in zip(rates, updates, strict=False):
+        infos.append(run.update(batches, learning_rate).info)
+        if run.num_updates == 1:
+            objective.check_independent(start, batches)
+        if run.num_updates in (
+            draw_steps[0],
+            draw_steps[-1],
+        ):  # chains have parted by now, if they started at one point
+            objective.check_independent(run.theta, batches)
+    return infos
 
 
 def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:

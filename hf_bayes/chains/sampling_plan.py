@@ -1,4 +1,4 @@
-"""What ``sample`` is asked to do, refused in words or laid out update by update before the first of them."""
+"""The plan of ``sample``: checks of its arguments, and starts, draws and step sizes laid out before the first update."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check_batches(
 
 
 def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
-    """[M, d] where the chains begin, a fresh tensor."""
+    """Return the starts of the chains [M, d], a fresh tensor."""
     if not isinstance(theta, Tensor):
         raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
     if theta.dtype not in (torch.float32, torch.float64):

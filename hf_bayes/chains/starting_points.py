@@ -1,4 +1,4 @@
-"""Where chains start: each from a seeded place of its own, over-dispersed, around the model's weights."""
+"""The starting points of chains: a seeded place for each chain, over-dispersed, around the model's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZERO_TENSOR_RMS = 0.01
 
 
 def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed: int, chains: Sequence[int]) -> Tensor:
-    """[M, d]: ``start`` plus jitter of ``config.init_jitter`` times each tensor's RMS, chain by chain.
+    """Return [M, d]: ``start`` plus jitter of ``config.init_jitter`` times each tensor's RMS, chain by chain.
 
     A LoRA whose B is zero is fresh: its random A is nobody's choice, so each chain draws its own, of the same RMS.
     Chain k's start is a function of (seed, k) alone.
@@ -38,6 +38,6 @@ def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed
 
 
 def _by_tensor(layout: Layout, values: Sequence[float], like: Tensor) -> Tensor:
-    """[d]: one value per tensor, spread over its elements."""
+    """Return [d]: one value per tensor, repeated over its elements."""
     sizes = torch.tensor(layout.sizes)
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(sizes).to(like.device)

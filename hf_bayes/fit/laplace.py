@@ -83,17 +83,7 @@ def fit_laplace(
         raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
     require_seed(seed)
     _refuse_to_choose(config, heldout)
-    for name, given in (("data", data), ("heldout", heldout)):
-        if given is not None or name == "data":
-            _require_rows(name, given)
-    if heldout is not None and len(heldout) == 1:
-        raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
-        raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
-    if data_unit not in ("token", "sequence"):
-        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+    _check_data(data, heldout, batch_size, num_data, data_unit)
     if isinstance(model, (str, os.PathLike)):
         model = _load(model)
     owned = not isinstance(model, BayesianModel)
@@ -119,6 +109,21 @@ def fit_laplace(
     finally:
         if owned:
             bayesian.detach()
+
+
+def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
+    """Check rows and sizes, before a model is loaded."""
+    for name, given in (("data", data), ("heldout", heldout)):
+        if given is not None or name == "data":
+            _require_rows(name, given)
+    if heldout is not None and len(heldout) == 1:
+        raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
+        raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
+    if data_unit not in ("token", "sequence"):
+        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
 
 
 def _fit(

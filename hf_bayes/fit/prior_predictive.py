@@ -1,4 +1,4 @@
-"""What a prior says before it has seen a label: the classes it expects (cold_posteriors section 5.2)."""
+"""The prior predictive: the classes that a prior expects before it has seen a label (cold_posteriors section 5.2)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PriorPredictive:
 
     @property
     def mean(self) -> Tensor:
-        """[C]: averaged over draws, the marginal prior predictive."""
+        """The marginal prior predictive [C]: the average over draws."""
         return self.per_draw.mean(0)
 
     def plot(self, file: str | os.PathLike[str], *, num_draws: int = 3) -> None:
@@ -110,7 +110,7 @@ def prior_predictive(
 
 
 def _histogram(model: BayesianModel, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """[C] float64: probabilities of the classes at ``theta`` [d], summed over rows, and over positions but padding."""
+    """Return [C] float64: probabilities of the classes at ``theta`` [d], summed over rows, and over positions but padding."""
     model.show(theta[None])  # one draw at a time: its log-probabilities are those of a mixture of one
     probs: Tensor = model(**inputs).logits.double().exp()
     if probs.ndim == 3 and "attention_mask" in inputs:

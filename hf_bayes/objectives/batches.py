@@ -1,4 +1,4 @@
-"""Which rows a chain sees, and how many likelihood terms there are."""
+"""The rows that each chain sees: batch samplers, and whole updates of a stream."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ChainBatches:
 
     @property
     def batch_sampler(self) -> ChainBatches:
-        """Where Trainer looks for ``set_epoch``."""
+        """The sampler itself: Trainer calls ``set_epoch`` on this attribute."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

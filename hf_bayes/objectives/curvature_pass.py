@@ -35,7 +35,7 @@ TRUE = EmpiricalFisherOfRows()
 
 
 class Survey(NamedTuple):
-    """What a pass found, on the scale of the full data.
+    """The result of a pass, on the scale of the full data.
 
     Attributes:
         curvature: H of -log p(D | theta).
@@ -67,7 +67,7 @@ def survey(
     mesh: ChainMesh | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Survey:
-    """Look at the data from theta.
+    """Return log-likelihood, gradient and curvature of all data at theta.
 
     Dropout is off meanwhile. Memory is that of a training step with the batch (of a random head: plus the logits of one
     row) and of what the structure keeps.
@@ -170,7 +170,7 @@ def _run(
 
 
 def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
-    """Those of this process."""
+    """Return the rows of this process."""
     numbers = torch.as_tensor(rows)
     return (numbers if mesh is None else numbers.tensor_split(mesh.data_size)[mesh.data_rank]).tolist()
 

@@ -64,7 +64,7 @@ class Pass:
         ]
 
     def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:
-        """[S, n] or [S, n, C] for the terms of the batch: a stream for each sample and row."""
+        """Return uniform numbers [S, n] or [S, n, C] for the terms of the batch: a stream for each sample and row."""
         shape = (num_outputs,) if self.likelihood.labels_per_output else ()
         rows = [(next(self.rows), count) for count in is_term.reshape(len(is_term), -1).sum(1).tolist()]
         drawn = [
@@ -191,6 +191,6 @@ class CausalPass(Pass):
 
 
 def _within(backbone: nn.Module, taps: Taps) -> bool:
-    """Whether all taps are in the backbone."""
+    """Return whether all taps are in the backbone."""
     inside = {id(module) for module in backbone.modules()}
     return all(id(tap.module) in inside for tap in taps.taps)

@@ -54,5 +54,5 @@ def in_words(collate: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether its rows come in an order of their own and nobody knows how many there are."""
+    """Return whether a data set is a stream: its rows come in an order of their own, and their number is unknown."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")

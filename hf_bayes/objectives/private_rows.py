@@ -69,6 +69,6 @@ class Strata:
         return math.sqrt((1 - drawn / self.sizes[self.rank]) / of_all) if of_all > 0 else 1.0
 
     def part(self, log_lik: Tensor) -> Tensor:
-        """[M, K] log-likelihoods of the batches here -> what this process adds to those of all."""
+        """Return what this process adds to the log-likelihoods of all, from those of the batches here [M, K]."""
         mean = log_lik.mean(1, keepdim=True)
         return self.weight * (mean + self.deviation_scale * (log_lik - mean))

@@ -84,7 +84,7 @@ class TrainerHost:
 
     @property
     def is_first_process(self) -> bool:
-        """Whether this is the first process of all."""
+        """True in the first process of all."""
         return bool(self._trainer.is_world_process_zero())
 
     @property

@@ -141,7 +141,7 @@ def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
 
 
 def _generator_states(holder: Any) -> list[Callable[[], None]]:
-    """For every generator among the attributes, a function that puts its state back."""
+    """Return, for every generator among the attributes, a function that puts its state back."""
     restore: list[Callable[[], None]] = []
     for value in vars(holder).values():
         if isinstance(value, torch.Generator):

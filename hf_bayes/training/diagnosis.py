@@ -37,7 +37,7 @@ class Diagnosis:
 
     @property
     def has_noise(self) -> bool:
-        """Whether the first update moves every weight by noise; a ramp begins without noise."""
+        """True if the first update moves every weight by noise; a ramp begins without noise."""
         method = self._active.method
         return method.temperature > 0 and not (method.schedule and method.schedule.has_ramp)
 

@@ -1,4 +1,4 @@
-"""What is observed of a run: sums over its step records, and the values of its probe. It reads ``StepRecord``s only."""
+"""The monitor of a run: sums over its step records, and the values of its probe. It reads ``StepRecord``s only."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _default(args: BayesianTrainingArguments, name: str) -> Any:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """What the accelerator came to, whoever asked for it: flags, a config file, the environment or the base model."""
+    """Refuse an accelerator that shards or scales, whether flags, a config file, the environment or the model set it."""
     if accelerator.mixed_precision not in PRECISIONS:
         raise ValueError(
             f"mixed precision {accelerator.mixed_precision} is refused, expected one of {', '.join(PRECISIONS)}: loss "

@@ -110,7 +110,7 @@ class TrainingRows:
 
     @property
     def shared(self) -> bool:
-        """Whether all chains see the same rows."""
+        """True if all chains see the same rows."""
         return self.host.args.minibatch == "shared" or self.method.requirements.all_data_in_every_update
 
     @property

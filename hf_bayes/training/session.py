@@ -37,7 +37,7 @@ class Begun(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether the checkpoint is the end of the run, where Trainer would make one update more."""
+        """True if the checkpoint is the end of the run, where Trainer would make one update more."""
         if self.checkpoint is None:
             return False
         return self.diagnosis.checkpoints.check(self.checkpoint) >= self.active.problem.num_steps

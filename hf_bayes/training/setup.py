@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @property
     def spread(self) -> LocalMembers:
-        """Where the members of a prediction are while chains run."""
+        """The place of the members of a prediction while chains run."""
         return SpreadMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
 
 
