@@ -1,4 +1,4 @@
-"""The plan of ``sample``: checks of its arguments, and starts, draws and step sizes laid out before the first update."""
+"""The plan of ``sample``: checks of its arguments, and starts, draws and step sizes before the first update."""
 
 from __future__ import annotations
 

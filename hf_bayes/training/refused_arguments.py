@@ -157,7 +157,7 @@ def _default(args: BayesianTrainingArguments, name: str) -> Any:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse an accelerator that shards or scales, whether flags, a config file, the environment or the model set it."""
+    """Refuse an accelerator that shards or scales, whoever set it: flags, a config file, the environment, the model."""
     if accelerator.mixed_precision not in PRECISIONS:
         raise ValueError(
             f"mixed precision {accelerator.mixed_precision} is refused, expected one of {', '.join(PRECISIONS)}: loss "
