@@ -110,7 +110,7 @@ def prior_predictive(
 
 
 def _histogram(model: BayesianModel, theta: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Return probabilities of the classes at ``theta`` [d], summed over rows and positions without padding: [C] float64."""
+    """Return class probabilities at ``theta`` [d], summed over rows and positions without padding: [C] float64."""
     model.show(theta[None])  # one draw at a time: its log-probabilities are those of a mixture of one
     probs: Tensor = model(**inputs).logits.double().exp()
     if probs.ndim == 3 and "attention_mask" in inputs:
