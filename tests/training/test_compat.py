@@ -49,3 +49,15 @@ def test_no_other_module_reads_private_hooks_of_a_trainer() -> None:
         if file.name != "compat.py":
             assert not private_reads(file) & hooks, file.name
     assert private_reads(FOLDER / "compat.py") >= hooks  # the search finds them where they are
+
+
+def test_every_override_takes_what_trainer_passes() -> None:
+    for name, ours in vars(BayesianTrainerMixin).items():
+        stock = getattr(Trainer, name, None)
+        if name.startswith("__") or not callable(stock) or not inspect.isfunction(ours):
+            continue
+        own = inspect.signature(ours).parameters
+        kinds = {parameter.kind for parameter in own.values()}
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds or inspect.Parameter.VAR_POSITIONAL in kinds
+        for parameter in inspect.signature(stock).parameters:
+            assert takes_all or parameter in own, f"{name} lacks {parameter}"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -37,7 +36,7 @@ from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
 from hf_bayes.training.messages import Messages
-from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
+from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
@@ -970,47 +969,6 @@ def limited(take: Any) -> Any:
         return take(*args)
 
     return checked
-
-
-# -- private hooks of Trainer ----------------------------------------------------------------------------------------
-
-PRIVATE_HOOKS = {
-    "_save_optimizer_and_scheduler": ["self", "output_dir"],
-    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
-    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
-    "_get_grad_norm": ["self", "model", "grad_norm"],
-    "_save_checkpoint": ["self", "model", "trial"],
-    # called
-    "_remove_unused_columns": ["self", "dataset", "description"],
-    "_get_collator_with_removed_columns": ["self", "data_collator", "description"],
-    "_set_signature_columns_if_needed": ["self"],
-    "_prepare_inputs": ["self", "inputs"],
-    "_get_output_dir": ["self", "trial"],
-}
-
-
-@pytest.mark.parametrize("name", PRIVATE_HOOKS, ids=str)
-def test_private_hooks_have_the_signature_we_were_written_for(name):
-    assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE_HOOKS[name]
-
-
-def test_every_override_takes_what_trainer_passes():
-    for base in (BayesianTrainerMixin, *BayesianTrainerMixin.__bases__):
-        for name, ours in vars(base).items():
-            stock = getattr(Trainer, name, None)
-            if name.startswith("__") or not callable(stock) or not inspect.isfunction(ours):
-                continue
-            own = inspect.signature(ours).parameters
-            kinds = {parameter.kind for parameter in own.values()}
-            for parameter in inspect.signature(stock).parameters:
-                taken = (
-                    parameter in own
-                    or inspect.Parameter.VAR_KEYWORD in kinds
-                    or inspect.Parameter.VAR_POSITIONAL in kinds
-                )
-                assert taken, f"{name} lacks {parameter}"
-            private = name.startswith("_")
-            assert not private or name in PRIVATE_HOOKS, f"{name} overrides a private hook that no test pins"
 
 
 def test_a_model_that_another_trainer_holds_is_refused(tmp_path):
