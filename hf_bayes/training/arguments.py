@@ -21,7 +21,7 @@ SHARDING = {
 PRECISIONS = ("no", "bf16")
 
 
-@dataclass
+@dataclass(repr=False)  # transformers' own hides tokens
 class BayesianTrainingArguments(TrainingArguments):
     """``transformers.TrainingArguments`` with the defaults of a sampler and nine fields of our own.
 

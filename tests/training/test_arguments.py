@@ -44,3 +44,9 @@ def test_a_joined_class_keeps_the_fields_it_adds(tmp_path: Path) -> None:
 def test_joined_arguments_are_checked_by_both(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="probe_steps must be >= 0, got -1"):
         Plain(output_dir=str(tmp_path), probe_steps=-1, use_cpu=True)
+
+
+def test_an_access_token_is_not_printed(tmp_path: Path) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), hub_token="hf_secret", use_cpu=True)
+    assert "hf_secret" not in repr(args) + str(args)
+    assert "learning_rate" in repr(args)
