@@ -42,6 +42,8 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.distributions.covariance.base import check_orthonormal
 from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.training.announcement import _time_one_micro_batch
+from hf_bayes.training.data_fingerprint import fingerprint_rows
 from hf_bayes.uncertainty.decomposition import predict
 from tests import pretend_device, runs
 from tests import tiny_models as models
@@ -203,10 +205,9 @@ def runs_in_bfloat16_with_accumulation_dropout_and_a_shared_trunk(folder: Path) 
 
 @path
 def what_a_micro_batch_takes_is_measured_to_its_end(folder: Path) -> None:
-    run = trainer(folder, SGHMCConfig(num_chains=2))
-    run.create_optimizer()
+    active = runs.started(trainer(folder, SGHMCConfig(num_chains=2)))
     before = pretend_device.waits()
-    assert run._time_one_micro_batch() > 0
+    assert _time_one_micro_batch(active) > 0
     assert pretend_device.waits() - before == 2
 
 
@@ -214,7 +215,7 @@ def what_a_micro_batch_takes_is_measured_to_its_end(folder: Path) -> None:
 def looking_at_rows_leaves_the_generators_of_the_device(folder: Path) -> None:
     run = trainer(folder, SGHMCConfig(num_chains=2))
     before = list(torch.pretend.seeds)
-    run._fingerprint_rows()
+    fingerprint_rows(*run.rows.data(), seed=run.args.seed)
     assert torch.pretend.seeds == before
 
 

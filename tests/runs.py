@@ -12,7 +12,9 @@ from transformers import DataCollatorForSeq2Seq, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.trainer import BayesianTrainer
 from tests.tiny_models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
 
@@ -94,3 +96,9 @@ def equal(a: Any, b: Any) -> bool:
     """Whether two approximations hold the same bits."""
     tensors = [[x.means, x.stds] if isinstance(x, Gaussian) else [x.theta, x.chain] for x in (a, b)]
     return type(a) is type(b) and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+def started(trainer: BayesianTrainer) -> ActiveRun:
+    """Return the run that ``train`` would begin, before its first update."""
+    assert trainer.rows is not None
+    return ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)

@@ -217,7 +217,7 @@ REFUSED = [
         "not finite",
         "a pixel that is NaN",
         training(model=tiny_vit, subspace="last_layer", train=images(NAN), per_device_train_batch_size=4),
-        ("non-finite", "at step 1 (chain 0", "check the data"),
+        ("non-finite", "at step 1 (chains 0, 1", "check the data"),
         FloatingPointError,
     ),
     # the data set
@@ -509,7 +509,12 @@ REFUSED = [
     # the output directory
     Refused("output", "a file", in_a_file, ("is a file, expected a directory",), OSError),
     Refused("output", "read-only", read_only, ("cannot write to", "choose another directory"), OSError),
-    Refused("output", "somebody's model", among_foreign_files, ("adapter_model.safetensors", "not ours to overwrite")),
+    Refused(
+        "output",
+        "somebody's model",
+        among_foreign_files,
+        ("adapter_model.safetensors", "hf_bayes does not overwrite it"),
+    ),
     # what this trainer cannot honour
     Refused(
         "trainer",

@@ -27,8 +27,7 @@ def streams(tmp_path: Path) -> Tensor:
     rows = []
     for seed in (42, 43):
         trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=CHAINS), seed=seed)
-        trainer.create_optimizer()
-        rows += [torch.randn(LENGTH, generator=rng) for rng in trainer.run.rngs]
+        rows += [torch.randn(LENGTH, generator=rng) for rng in runs.started(trainer).run.rngs]
     return torch.stack(rows).double()
 
 
@@ -62,7 +61,7 @@ def test_chains_with_a_shared_or_shifted_stream_are_caught() -> None:
 
 
 def start_trainer(tmp_path: Path, seed: int, num_chains: int) -> None:
-    runs.trainer(tmp_path, SGHMCConfig(num_chains=num_chains), seed=seed).create_optimizer()
+    runs.started(runs.trainer(tmp_path, SGHMCConfig(num_chains=num_chains), seed=seed))
 
 
 def start_sampling(tmp_path: Path, seed: int, num_chains: int) -> None:

@@ -186,11 +186,11 @@ def test_he_scales_matrices_by_their_fan_in_and_leaves_biases() -> None:
 def test_the_trainer_uses_and_records_the_named_prior(tmp_path: object) -> None:
     run = runs.trainer(f"{tmp_path}/out", SGHMCConfig(prior="laplace", prior_std=0.5, num_chains=2), max_steps=2)
     run.train()
-    assert isinstance(run.problem.prior, LaplacePrior)
+    assert isinstance(run.active.problem.prior, LaplacePrior)
     assert run.posterior.config.prior == {"name": "laplace", "std": 0.5, "mean": "zero"}
     scaled = runs.trainer(f"{tmp_path}/he", SGHMCConfig(prior="he", prior_std=0.5, num_chains=2))
-    scaled.create_optimizer()
-    for name, std in scaled.bayesian.layout.unflatten(scaled.prior.std).items():
+    active = runs.started(scaled)
+    for name, std in scaled.bayesian.layout.unflatten(active.prior.std).items():
         if ".q_proj." in name:  # rank 2 on 16 columns
             assert torch.allclose(std, torch.tensor(0.5 * math.sqrt(2 / (16 if "lora_A" in name else 2))))
     with pytest.raises(ValueError, match="laplace: prior must be one of gaussian, he, got 'laplace'"):

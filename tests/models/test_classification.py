@@ -126,7 +126,8 @@ def test_a_taggers_terms_are_its_labels_unshifted(tmp_path: Path) -> None:
     trainer = run(tmp_path, bert_tagger(torch.float32), rows, rows, subspace="last_layer",
                   collator=runs.padding_collator(), minibatch="shared", per_device_train_batch_size=4)  # fmt: skip
     assert trainer.num_data == unshifted != shifted
-    assert trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, "cpu")[1].tolist() == [unshifted] * 2
+    objective = runs.started(trainer).objective
+    assert objective.terms_of([next(iter(trainer.get_train_dataloader()))]).tolist() == [unshifted] * 2
 
 
 def test_shifting_a_taggers_labels_is_caught() -> None:

@@ -23,6 +23,8 @@ from hf_bayes.posteriors.storage import MANIFEST
 from tests.tiny_models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)  # the first test waits for three launches, of four processes at most
+
 LAYOUTS = (4, 2, 1)
 """Processes of each launch; later ones go on with a checkpoint of the first."""
 
