@@ -67,7 +67,7 @@ def fit_laplace(
         batch_size: rows of a forward; the result does not depend on it.
         num_data: N, if it is not the number of likelihood terms in the data.
         data_unit: "token", or "sequence": N counts rows.
-        subspace: see ``subspace.select``; of a BayesianModel it is known.
+        subspace: see ``hf_bayes.core.layout.select``; of a BayesianModel it is known.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
         noise_std: of a regression head; with ``fit_noise`` in the method None is 1, and it is learnt.
         tokenizer: saved with the posterior, which stores its fingerprint; None keeps that of a posterior given as the

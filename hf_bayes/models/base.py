@@ -37,8 +37,7 @@ from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 class BayesianModel(PreTrainedModel):
     """Members theta [M, d] of one transformers or peft model. Make one with ``attach`` or ``from_pretrained``.
 
-    ``train()`` and ``eval()`` matter for training only, which gives ``theta`` to ``forward``. Predictions have no
-    dropout in either mode.
+    Predictions have no dropout. ``train()`` only matters for training, which gives ``theta`` to ``forward``.
 
     Attributes:
         theta: nn.Parameter [M, d], the members; in training the leaf whose gradient is taken.

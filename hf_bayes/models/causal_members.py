@@ -82,7 +82,7 @@ class CausalMembers:
         # where only the head is random, one member's hidden states are those of all
         passes = [model.current[:1]] if self.head.alike else model.passes(inputs)
         if len(passes) > 1 and cache is None:
-            wanted = inputs.get("use_cache")  # a cache that nobody reads would hold all members
+            wanted = inputs.get("use_cache")  # an unused cache would hold all members
             cache = DynamicCache(config=model.config.get_text_config(decoder=True)) if wanted else None
             inputs = {**inputs, "use_cache": bool(wanted)}
         if len(passes) > 1 and cache is not None and not mergeable(cache):

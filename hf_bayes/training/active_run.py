@@ -121,6 +121,7 @@ class ActiveRun:
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
         self.show_chains()
+        self.host.empty_device_cache()
         assert record.loss is not None
         return record.loss.mean().float()
 

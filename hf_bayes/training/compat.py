@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -108,6 +109,12 @@ class TrainerHost:
     def evaluation_autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward in evaluation."""
         return cast(AbstractContextManager[Any], self._trainer.accelerator.autocast())
+
+    def empty_device_cache(self) -> None:
+        """Empty the device's cache every ``torch_empty_cache_steps`` updates, as Trainer's own step does."""
+        steps = self.args.torch_empty_cache_steps
+        if steps is not None and self._trainer.state.global_step % steps == 0:
+            clear_device_cache()
 
     def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable[..., Any]]:
         """Return a data set and its collator without columns that the model does not take, as Trainer leaves them out.

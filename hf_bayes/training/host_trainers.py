@@ -26,7 +26,14 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
         trainer: the class that is being made.
         mixin: the class of ours that comes before the host's.
     """
-    for host in trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]:
+    place = trainer.__mro__.index(mixin)
+    for kind in trainer.__mro__[:place]:
+        if "compute_loss" in vars(kind):
+            raise ValueError(
+                f"{kind.__name__} ({kind.__module__}) overrides compute_loss, which training does not call: the chains "
+                "use the log-likelihood of the labels. Leave compute_loss out"
+            )
+    for host in trainer.__mro__[place + 1 :]:
         own = [name for name in _LOSS_METHODS if name in vars(host)]
         if own and not _minimises_likelihood(host):
             raise ValueError(
@@ -45,6 +52,11 @@ def refuse_loss_settings(args: Any) -> None:
         raise ValueError(
             f"router_aux_loss_coef={coefficient} is refused, expected None or 0: a loss that balances experts is no "
             "part of the likelihood. Leave it out"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise ValueError(
+            "activation_offloading=True is refused, expected False: the chains move outside of TRL's training step, so "
+            "nothing is offloaded. Set gradient_checkpointing=True, or a smaller members_per_pass"
         )
     template = getattr(args, "chat_template_path", None)
     if template is not None and Path(template).suffix not in _TEMPLATE_FILES:

@@ -3,7 +3,7 @@
 ``identity`` returns it as one flat, JSON-ready object. A checkpoint stores it beside the settings of the run, and a run
 that resumes must find the same, entry by entry; what differs is named ("adapter.lora_alpha: saved 4, now 64").
 
-Bound, beside the settings of ``ResumingMixin._settings``:
+Bound, beside the settings of ``resuming.RunCheckpoints.settings``:
 
 * ``base.*``: class, frozen weights and persistent buffers (hashes);
 * ``config.*``: the base model's configuration, but for what leaves the training function as it is (``_NO_FUNCTION``);

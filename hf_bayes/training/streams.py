@@ -30,7 +30,8 @@ class Stream:
     def loader(self, collate: Callable[..., Any]) -> DataLoader[Any]:
         """Return the batches of whole updates, pass after pass.
 
-        Workers begin anew with every pass: workers that stay have a copy of the data set whose pass nobody sets.
+        Workers start again with every pass. A persistent worker keeps its own copy of the data set, and would repeat
+        the first pass.
         """
         args = self.host.args
         seed = args.seed if args.data_seed is None else args.data_seed

@@ -33,7 +33,7 @@ TOLERANCE = {"llama": 1e-5, "gpt2": 1e-10}
 
 
 class Posterior:
-    """As much of an artifact as ``linearise`` reads."""
+    """The part of a posterior that ``linearise`` reads."""
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation

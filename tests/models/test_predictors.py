@@ -20,7 +20,7 @@ from tests.tiny_models import batch, tiny_bert, tiny_llama, with_lora
 
 
 class Posterior:
-    """As much of an artifact as ``linearise`` reads."""
+    """The part of a posterior that ``linearise`` reads."""
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation

@@ -113,6 +113,9 @@ def test_dropout_masks_are_a_function_of_step_and_micro_batch() -> None:
 
     assert torch.equal(gradient(1), gradient(1))
     assert not torch.equal(gradient(1), gradient(2))
+    theta = model.theta.detach()
+    first, second = (next(objective.passes(theta, one, gradient=True, step=1, micro=micro)).grad for micro in (0, 1))
+    assert not torch.equal(first, second)
 
 
 def test_the_name_of_a_column_is_that_of_its_parameter() -> None:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import Trainer, default_data_collator
 
 from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConfig
+from hf_bayes.training import compat
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -75,9 +76,27 @@ def test_an_override_before_the_mixin_is_the_callers_own(tmp_path: Path) -> None
     assert trainer.steps == 2
 
 
+def test_a_loss_before_the_mixin_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    class OtherLoss(BayesianTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match=r"OtherLoss .* overrides compute_loss, which training does not call"):
+        runs.trainer(tmp_path, MAPConfig(), kind=OtherLoss)
+
+
+def test_the_cache_of_the_device_is_emptied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied = []
+    monkeypatch.setattr(compat, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    trainer = runs.trainer(tmp_path, MAPConfig(), max_steps=5, map_updates=0, torch_empty_cache_steps=2)
+    trainer.train()
+    assert emptied == [0, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("activation_offloading", True, "activation_offloading=True is refused, expected False"),
         ("loss_type", "dft", "loss_type='dft' is refused, expected 'nll'"),
         ("router_aux_loss_coef", 0.1, "router_aux_loss_coef=0.1 is refused, expected None or 0"),
         ("chat_template_path", "Qwen/Qwen3", r"expected a file .jinja or .j2.*clone_chat_template"),

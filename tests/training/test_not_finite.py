@@ -154,7 +154,7 @@ GUARDED = SGHMCConfig(num_chains=CHAINS, draws_per_chain=2)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the run comes to when nothing goes wrong."""
+    """Return the result of the run when nothing goes wrong."""
     trainer = runs.trainer(tmp_path_factory.mktemp("whole"), GUARDED, gradient_accumulation_steps=2)
     trainer.train()
     return trainer.posterior.approximation
