@@ -53,8 +53,8 @@ def attach(
         subspace: which parameters are random (see ``layout.select``). A model without a frozen parameter needs "all",
             even if ``theta`` is given.
         num_members: M, if theta is not given.
-        trunk: run the layers before the first random one once for all members.
-        noise_std: of a regression head's Gaussian likelihood; other heads refuse it.
+        trunk: True to run the layers before the first random one once for all members.
+        noise_std: standard deviation of a regression's noise; other heads refuse it.
     Raises:
         ValueError: for a module that cannot be stacked, naming it; the model is then unchanged.
     """

@@ -1,6 +1,6 @@
 """A Bayesian model that behaves like one ordinary transformers model: its logits are the log of the mixture.
 
-Rows of a batch are folded member-major inside ``forward``: for its callers B rows go in and B rows come out.
+Inside ``forward`` the rows of a batch are folded member-major. A caller passes B rows and gets B rows.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 class BayesianModel(PreTrainedModel):
     """Members theta [M, d] of one transformers or peft model. Make one with ``attach`` or ``from_pretrained``.
 
-    Predictions have no dropout. ``train()`` only matters for training, which gives ``theta`` to ``forward``.
+    Predictions never use dropout. ``train()`` only affects training, which passes ``theta`` to ``forward``.
 
     Attributes:
-        theta: nn.Parameter [M, d], the members; in training the leaf whose gradient is taken.
+        theta: nn.Parameter [M, d], the members; in training, gradients are computed for it.
         layout: the random parameters, side by side in a row of theta.
-        predictor: how the model predicts; ``linearise`` exchanges it.
+        predictor: the way in which the model predicts; ``linearise`` replaces it.
         posterior: the posterior that the model was loaded from, if there is one.
     """
 
@@ -95,14 +95,15 @@ class BayesianModel(PreTrainedModel):
 
         Args:
             directory_or_repo: a posterior directory, a repository of the Hub, or a ``Posterior`` in memory.
-            members: their number, and then predictions are by members; None means all draws, or 10 of a Gaussian.
-            revision, subfolder: of the repository.
+            members: number of members, which also selects prediction by members; None means all draws, or 10 draws of a
+                Gaussian.
+            revision, subfolder: revision of the repository, and the folder of the posterior in it.
             token, cache_dir, force_download, local_files_only: as in transformers; they apply to the base model, too.
-            dtype: of the base model; None keeps the dtype that the posterior was made with. Members stay float32.
+            dtype: dtype of the base model; None keeps the dtype that the posterior was made with. Members stay float32.
             device_map: as in transformers, onto one device.
             trust_remote_code: given to transformers for the base model; a posterior never brings code.
-            base_model: the base model's new place, or the model itself; None takes the name in the posterior.
-            check_base: refuse a base model whose fingerprint differs.
+            base_model: another path or name of the base model, or the model itself; None means the recorded name.
+            check_base: True to refuse a base model whose fingerprint differs.
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
                 ``linearise``). None takes "members" if ``members`` is given, else the name stored with the posterior:
                 Laplace approximations of classifiers of sequences or images, and of regressions, are linearised.
@@ -123,35 +124,35 @@ class BayesianModel(PreTrainedModel):
         return bayesian.predict_by(stored if prediction is None else prediction)
 
     def use_settings_of(self, posterior: Posterior) -> None:
-        """Take the settings beside the members from the posterior that the model is loaded from."""
+        """Take all settings other than the members from the posterior that the model is loaded from."""
         self.posterior = posterior
 
     @staticmethod
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the class that a posterior's ``head`` holds."""
+        """Return the keyword arguments of this class that are stored in the ``head`` of a posterior."""
         return {}
 
     def predict_by(self, prediction: str) -> Self:
-        """Predict from now on by ``prediction``, a name of ``gaussian_links.PREDICTIONS``; raise as ``linearise``."""
+        """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors are those of ``linearise``."""
         if not isinstance(prediction, str) or prediction not in PREDICTIONS:
             raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
         return self.linearise(PREDICTIONS[prediction])
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
-        """Predict from now on by outputs that are linear in theta, f(x, mean) + J (theta - mean), theta ~ N(mean, V).
+        """Switch to outputs that are linear in theta: f(x, mean) + J (theta - mean) with theta ~ N(mean, V).
 
         Args:
-            link: from Gaussian logits to probabilities, a name of ``gaussian_links.LINKS``; regressions need none. None
-                goes back to members.
+            link: the link from Gaussian logits to probabilities, a name of ``gaussian_links.LINKS``. Regressions need
+                none. None switches back to members.
         Raises:
-            ValueError: for another link, for a posterior that is not Gaussian, and where the task's class cannot
-                predict so. The model then predicts as before.
+            ValueError: for an unknown link, for a posterior that is not Gaussian, and if the class of the task does not
+                support this. The model then predicts as before.
         """
         self.predictor = self._predictor_by(link)
         return self
 
     def _predictor_by(self, link: str | None) -> Predictor:
-        """Return the predictor by ``link``; None is by members."""
+        """Return the predictor for ``link``; None means by members."""
         raise AssertionError("the task's class defines _predictor_by")
 
     @property
@@ -161,7 +162,7 @@ class BayesianModel(PreTrainedModel):
 
     @property
     def is_closed_form(self) -> bool:
-        """True if predictions integrate over the Gaussian itself, so that no number of members enters."""
+        """True if predictions integrate over the Gaussian, independently of a number of members."""
         return not self.predictor.averages_members
 
     @property
@@ -171,24 +172,24 @@ class BayesianModel(PreTrainedModel):
 
     @property
     def current(self) -> Tensor:
-        """The members [M, d] that evaluation and generation see."""
+        """The members [M, d] that evaluation and generation use."""
         return self.theta if self.current_members.shown is None else self.current_members.shown
 
     @property
     def num_members(self) -> int:
-        """The number M of members that evaluation and generation see."""
+        """The number M of members that evaluation and generation use."""
         return len(self.current)
 
     @property
     def spread(self) -> LocalMembers:
-        """The processes that hold the members which evaluation and generation see."""
+        """The processes that hold the members which evaluation and generation use."""
         return self.current_members.spread
 
     def show(self, theta: Tensor | None, spread: LocalMembers | None = None) -> None:
-        """Let evaluation and generation see ``theta`` [M', d] in place of the parameter; None ends it.
+        """Let evaluation and generation use ``theta`` [M', d] instead of the parameter; None ends this.
 
         Args:
-            spread: where the other members are, if these are not all.
+            spread: the processes that hold the other members, if ``theta`` has not all.
         Raises:
             ValueError: if the model was detached, or its predictor cannot take other members.
         """
@@ -199,7 +200,7 @@ class BayesianModel(PreTrainedModel):
 
     @contextmanager
     def showing(self, theta: Tensor, spread: LocalMembers | None = None) -> Iterator[None]:
-        """Show ``theta`` until the end of the block; then the model sees what it saw before."""
+        """Use ``theta`` until the end of the block, and then the earlier members again."""
         with self.current_members.restored():
             self.show(theta, spread)
             yield
@@ -211,7 +212,7 @@ class BayesianModel(PreTrainedModel):
         return self
 
     def detach(self) -> nn.Module:
-        """Give the wrapped model back exactly as it was: forwards, hooks, values and requires_grad.
+        """Restore the wrapped model exactly as it was: forwards, hooks, values and requires_grad.
 
         A ``base_model`` of ``from_pretrained`` comes back without the adapter. From then on predictions, training and
         ``show`` raise a ValueError; ``theta``, ``layout`` and ``config`` stay readable. A second call changes nothing.
@@ -235,8 +236,8 @@ class BayesianModel(PreTrainedModel):
         """Return the log-likelihood of a batch with ``labels`` for ``theta`` [m, d], differentiable in it.
 
         Args:
-            folded: the batch holds other rows for each member.
-            weights: [m, n] of the n terms of a batch that is not folded; None counts each once.
+            folded: True if the batch has different rows for each member.
+            weights: [m, n] weights of the n terms of a batch that is not folded; None means weight 1.
         """
         raise AssertionError("the task's class defines log_lik")
 

@@ -1,4 +1,4 @@
-"""The place of a posterior's base model, and the places and models that are refused before anything is loaded."""
+"""The location of a posterior's base model, and the refusal of unsuitable locations and models before loading."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hf_bayes.posteriors.posterior import Posterior
 def locate(
     posterior: Posterior, given: Any, location: dict[str, Any], trust_remote_code: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Find the base model's name or folder, and the keyword arguments of ``from_pretrained`` beside it.
+    """Return the base model's name or folder, and the other keyword arguments of ``from_pretrained``.
 
     Args:
-        posterior: records a name.
-        given: a name or folder to take in its place; None, or a model, takes the recorded one.
+        posterior: the posterior, which records a name.
+        given: another name or folder; None, or a model, means the recorded one.
         location: as ``Posterior.from_pretrained`` takes it.
         trust_remote_code: whether code of the base model's repository may run.
     Returns:
         ("", ...) if neither names one.
     Raises:
         ValueError: if the name is the posterior's own folder or repository, whose code never runs.
-        FileNotFoundError: if the recorded name is a path, and there is nothing.
+        FileNotFoundError: if the recorded name is a path that does not exist.
     """
     recorded = posterior.config.base_model
     hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
@@ -53,7 +53,7 @@ def locate(
 
 @contextmanager
 def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
-    """Name the missing folder and ``base_model=`` if loading from a recorded name fails: it may have been a path."""
+    """Add a hint to ``base_model=`` if loading from a recorded name fails, since the name may have been a path."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
 
 
 def refuse_adapted(model: nn.Module) -> None:
-    """Raise for a base model that has an adapter already, whose layers would count as the base model's own."""
+    """Raise for a base model with an adapter, because its layers would count as layers of the base model."""
     if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
             f"base_model is a {type(model).__name__} with an adapter of peft: give the model without it "

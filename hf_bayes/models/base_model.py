@@ -24,7 +24,7 @@ _PROBLEMS = ("regression", "single_label_classification", "multi_label_classific
 
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
-    """Raise, before anything is read or changed, for a model that cannot have a member axis."""
+    """Raise for a model that cannot have a member axis, before anything is read or changed."""
     if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
         kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
         raise ValueError(
@@ -115,12 +115,12 @@ def head_settings(head: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
-    """Raise, before a model is built, for settings of a head that no model has.
+    """Raise for invalid settings of a head, before a model is built.
 
     Args:
-        head: of a posterior.
-        config: the base model's, as it is without them.
-        layout: the posterior's parameters, among which a head of another size must be.
+        head: the ``head`` entry of a posterior.
+        config: the config of the base model without these settings.
+        layout: the posterior's parameters. A head of another size must be among them.
 
     Raises:
         ValueError: naming the setting.

@@ -73,7 +73,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.generation_config = self.core.generation_config
 
     def use_settings_of(self, posterior: Posterior) -> None:
-        """Generate as the saved model did: its generation config goes before the base model's."""
+        """Prefer the generation config that was saved with the posterior to that of the base model."""
         super().use_settings_of(posterior)
         fields = posterior.sidecars.generation_config
         if fields is not None:
@@ -123,10 +123,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return self.causal.log_lik(self.likelihood, theta, inputs, labels, folded=folded, weights=weights)
 
     def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], logits [M, n, V] that are averaged there), a chunk at a time.
+        """Yield (flat positions [n], logits [M, n, V] of the members there), a chunk at a time.
 
         Args:
-            inputs: of a forward pass without a cache.
+            inputs: the inputs of a forward pass without a cache.
             positions: flat indices b * T + t.
         """
         with self.predictor.open(self):
@@ -260,7 +260,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         With ``return_dict_in_generate=True`` the output has six more fields (``Scores``): ``total``, ``aleatoric``,
         ``epistemic``, ``logprobs`` [rows, new tokens], NaN after the end of a row, and ``sequence_logprob``,
         ``sequence_logprob_tokenwise`` [rows]. All are of the raw mixture, before logits processors. A linearised model
-        reads the whole text anew for every token, and has no cache.
+        has no cache, and reads the whole text again for every token.
 
         Raises:
             ValueError: for assisted decoding, decoding loops from elsewhere, caches of other kinds and what else
@@ -280,7 +280,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         Args:
             input_ids: [B, T].
             attention_mask: [B, T], 0 at padding on either side.
-            first: the first position that is scored; the tokens before it are context.
+            first: the first position to score; the tokens before it are context.
             inputs: further inputs of the wrapped model, such as the images of these texts.
         Returns:
             Fields of [B, T - first] (NaN where a token or the one before it is padding) and [B].
@@ -294,7 +294,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """Return the further inputs that ``score`` needs for ``sequences`` [rows, T].
 
         Args:
-            prompt: the arguments of the ``generate`` that wrote them, with ``input_ids``.
+            prompt: the arguments of the ``generate`` call that produced them, with ``input_ids``.
         """
         return {}
 
@@ -305,7 +305,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return super().generate(inputs, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' way into ``generate_batch``, whose paged cache holds tokens of many rows in one."""
+        """Refuse ``generate_batch`` of transformers, because its paged cache joins the tokens of many rows."""
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class CausalMembers:
         self.members, self.head = members, head
 
     def num_stored(self, num_members: int) -> int:
-        """Return how many of ``num_members`` have hidden states, keys and values of their own past the trunk."""
+        """Return the number of members with hidden states, keys and values of their own after the trunk."""
         return 1 if self.head.alike else num_members
 
     def row_slices(
@@ -76,7 +76,7 @@ class CausalMembers:
         """Run the backbone for the current members.
 
         Args:
-            inputs: of a forward pass; a cache is returned where ``use_cache`` is set.
+            inputs: the inputs of a forward pass; a cache is returned if ``use_cache`` is set.
             cache: keys and values of earlier tokens.
         """
         # where only the head is random, one member's hidden states are those of all

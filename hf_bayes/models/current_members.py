@@ -1,4 +1,4 @@
-"""The members that predictions see: the model's own, others that are shown, or one process's share of them."""
+"""The members that predictions use: the model's own, other given members, or one process's share of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_bayes.distributed.member_sums import LocalMembers, SpreadMembers
 
 
 class CurrentMembers:
-    """The members that evaluation and generation see.
+    """The members that evaluation and generation use.
 
     Attributes:
         shown: [M', d] members in place of the model's own; None for its own.
-        own_spread: where the other members are while the model's own are seen.
-        shown_spread: where the other members are while ``shown`` is seen.
+        own_spread: the processes that hold the other members while the model's own are used.
+        shown_spread: the processes that hold the other members while ``shown`` is used.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class CurrentMembers:
         return self.own_spread if self.shown is None else self.shown_spread
 
     def show(self, theta: Tensor | None, spread: LocalMembers | None) -> None:
-        """See ``theta`` from now on; None goes back to the model's own members."""
+        """Use ``theta`` from now on; None switches back to the model's own members."""
         self.shown, self.shown_spread = theta, spread or LocalMembers()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """See the same members after the block as before it."""
+        """Restore the current members at the end of the block."""
         before = self.shown, self.shown_spread
         try:
             yield
@@ -45,12 +45,12 @@ class CurrentMembers:
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, SpreadMembers]:
-    """Return this process's share of ``theta`` [M, d], and where the other members are.
+    """Return this process's share of ``theta`` [M, d], and the processes that hold the other members.
 
     Args:
         group: a process group; None means all processes.
     Raises:
-        ValueError: if the members cannot be dealt out evenly, or this process was not launched with others.
+        ValueError: if the members cannot be divided evenly, or this process was not launched with others.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ValueError(

@@ -69,7 +69,7 @@ class Decoding:
         """Generate, and add ``Scores`` to an output that is a mapping.
 
         Args:
-            kwargs: of ``generate``.
+            kwargs: the arguments of ``generate``.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         kwargs = _checked(model, prompt, kwargs)
@@ -183,7 +183,7 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
 
 
 def _checked(model: ModelOfText, prompt: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for transformers' ``generate``, or raise for those it cannot have."""
+    """Return the arguments for transformers' ``generate``, or raise for arguments that are not supported."""
     kwargs = dict(kwargs)
     kwargs.pop("logits_to_keep", None)  # a token is drawn at the last position, and only that one is recorded
     if kwargs.get("use_cache", True) is None:  # None would put the whole text into the cache anew
@@ -218,7 +218,7 @@ def _scores(model: ModelOfText, trace: GenerationTrace, output: Any, prompt: Ten
 
 
 def _refuse_padding_at_the_end(mask: Tensor) -> None:
-    """Raise where the next token would be read off a padding token; transformers warns."""
+    """Raise if the next token would be predicted from a padding token. (transformers only warns.)"""
     padded = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
     if padded:
         raise ValueError(

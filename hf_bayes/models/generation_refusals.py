@@ -41,8 +41,8 @@ def refuse_unsupported(kwargs: dict[str, Any], default: GenerationConfig, prompt
     """Raise for ways of generating whose caches or loops do not support members, and for an empty prompt.
 
     Args:
-        kwargs: of ``generate``.
-        default: the model's own configuration, for settings that are not in the call.
+        kwargs: the arguments of ``generate``.
+        default: the generation config of the model, for settings that are not in the call.
         prompt: [rows, T], if there is one.
     """
     if isinstance(prompt, Tensor) and prompt.shape[-1:] == (0,):
@@ -95,7 +95,7 @@ def _refuse_of_beams(beams: int, kwargs: dict[str, Any], prompt: Tensor | None) 
 
 
 def _refuse_cache(cache: Any, use_cache: Any) -> None:
-    """Raise for a cache of an unknown kind, or one that would not be used."""
+    """Raise for a cache of an unknown kind, or a cache that would not be used."""
     known = type(cache) in (DynamicCache, StaticCache)
     if not known or cache.offloading:
         refuse(f"past_key_values={type(cache).__name__}{' that is offloaded' if known else ''}", _CACHE)

@@ -2,7 +2,7 @@
 
     p(theta | D_1, D_2) ~ p(D_2 | theta) p(theta | D_1)
 
-is exact; what is inherited is one Gaussian, the last posterior's (Huszar 2018), not one for each data set before it.
+is exact. The prior is one Gaussian, that of the last posterior (Huszar 2018), not one Gaussian per earlier data set.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def inherit(
     *,
     data_unit: str,
 ) -> Inherited:
-    """Return the prior that ``prior`` makes for the random parameters of ``model``.
+    """Return a posterior as the prior for the random parameters of ``model``.
 
-    Draws, and mixtures of Gaussians, become the diagonal Gaussian of their moments.
+    Draws and mixtures of Gaussians become the diagonal Gaussian with their moments.
 
     Args:
         prior: a posterior, its directory or its Hub id.

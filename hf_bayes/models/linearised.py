@@ -84,7 +84,7 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     """Return the outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
     A tagger takes T times C backward passes, position by position, and has no covariance between positions. Memory is
-    that of the Jacobians of as many rows as keep within ``JACOBIAN_BUDGET``.
+    bounded: the Jacobians of only so many rows are held as ``JACOBIAN_BUDGET`` allows.
 
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].

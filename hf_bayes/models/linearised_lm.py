@@ -110,7 +110,7 @@ def _unpacked(value: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class ClosedHead:
-    """J V J' of a language model whose one random module is its head, position by position.
+    """The covariance J V J' of a language model with a random head only, position by position.
 
     Raises:
         ValueError: if other parameters are random, or the pairs of words of a position are too many to be held.

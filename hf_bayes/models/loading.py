@@ -56,7 +56,7 @@ def load(
     Args:
         task: the task that the posterior must have.
         auto_class: the auto class that loads its base model.
-        location: of the posterior, as ``Posterior.from_pretrained`` takes it.
+        location: the location of the posterior, as ``Posterior.from_pretrained`` takes it.
     Raises:
         ValueError: if the posterior is of another task, it was made with another base model (naming the difference;
             ``check_base=False`` overrides), ``members`` is not a number of members, or ``dtype`` is not a dtype of
@@ -156,10 +156,10 @@ def load_tokenizer(
     Files that the posterior's manifest does not list are not read, and code in its directory never runs.
 
     Args:
-        posterior: the posterior at that place, if it has been read already.
-        base_model: the base model's new place; None, or the model itself, takes the name in the posterior.
-        location: of the posterior, as ``Posterior.from_pretrained`` takes it; the settings of downloads (the token, the
-            cache) apply to the base model, too.
+        posterior: the posterior at that location, if it has been read already.
+        base_model: another path or name of the base model; None, or the model itself, means the recorded name.
+        location: the location of the posterior, as ``Posterior.from_pretrained`` takes it; the settings of downloads
+            (the token, the cache) apply to the base model, too.
         trust_remote_code: whether code of the base model's repository may run.
     Raises:
         ValueError: if the posterior was made with another tokenizer, its place is unknown, or it needs code.
@@ -239,7 +239,7 @@ def _source(
     trust_remote_code: bool,
     location: dict[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place of a tokenizer or processor, and the arguments to load it: sidecars, or else the base model.
+    """Yield the location of a tokenizer or processor and the arguments to load it: sidecars, or the base model.
 
     Sidecars lie in a private folder while the block runs. Errors of the block name the posterior in its place.
 

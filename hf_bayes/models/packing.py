@@ -17,8 +17,8 @@ def refuse_mixed_documents(model: BayesianModel, theta: Tensor, inputs: dict[str
     """Raise if a packed document depends on the document before it, since that would change the likelihood.
 
     Other tokens in the first document of each row must not change the log-likelihood of the later documents. Attention
-    with masks (sdpa, eager) keeps documents apart. Models with a state between tokens may not, nor attention that is
-    given the documents' ends, but not for the rows of every member.
+    with masks (sdpa, eager) keeps documents apart. Models with a state between tokens may mix them, and so may
+    attention that needs the ends of documents, because it does not get them for the rows of every member.
 
     Args:
         theta: [m, d], members that go through the model together.

@@ -13,12 +13,13 @@ Predicting = TypeVar("Predicting", bound=Callable[..., Any])
 
 
 def predicts(method: Predicting) -> Predicting:
-    """Decorate a model's method that predicts, so that it never drops anything out, not even in training mode.
+    """Decorate a method that predicts, so that it never uses dropout, not even in training mode.
 
     A trainer leaves its model in training mode, as transformers' own trainer does. With dropout a prediction would be
-    random and by the weights of no member, and its spread would say nothing about the uncertainty of the weights.
+    random and would not belong to any member, and its spread would not be the uncertainty of the weights.
 
-    Threads wait for each other, also for a whole ``generate``: one thread would read the members that another binds.
+    Threads wait for each other, also for a whole ``generate``. Otherwise one thread could read members that another
+    thread has bound.
     """
 
     @functools.wraps(method)

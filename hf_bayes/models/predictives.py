@@ -23,8 +23,8 @@ class Deviations(NamedTuple):
     """Standard deviations of a regression's prediction, in units of the labels.
 
     Attributes:
-        predictive_std: of the label, sqrt(noise_std^2 + Var_m f_m): the law of total variance for the mixture.
-        epistemic_std: of the members' means, sqrt(Var_m f_m).
+        predictive_std: standard deviation of the label, sqrt(noise_std^2 + Var_m f_m) (law of total variance).
+        epistemic_std: standard deviation of the members' means, sqrt(Var_m f_m).
     """
 
     predictive_std: Tensor
@@ -38,8 +38,8 @@ class MemberPredictive:
     """A mixture of members, of equal weights.
 
     Args:
-        logits: [M, ..., C] of the members in this process.
-        spread: where the other members are.
+        logits: [M, ..., C] logits of the members in this process.
+        spread: the processes that hold the other members.
     """
 
     logits: Tensor

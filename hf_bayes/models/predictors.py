@@ -1,6 +1,6 @@
 """The ways in which a Bayesian model predicts: by its members, by linearised members, or by a closed form.
 
-A model holds one predictor, and ``BayesianModel.linearise`` exchanges it. Models of whole inputs take an
+A model holds one predictor, and ``BayesianModel.linearise`` replaces it. Models of whole inputs take an
 ``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is
 given the model in each call and keeps no reference to it, so that a model is freed as soon as it is dropped.
 """
@@ -54,7 +54,7 @@ class Predictor(Protocol):
     Attributes:
         link: how Gaussian logits become probabilities, a name of ``gaussian_links.LINKS``; None if nothing is
             linearised.
-        averages_members: False if predictions integrate over the Gaussian itself, so that no number of members enters.
+        averages_members: False if predictions integrate over the Gaussian, independently of a number of members.
     """
 
     link: str | None

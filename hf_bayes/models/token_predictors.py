@@ -122,7 +122,7 @@ class LinearisedTokens(MemberTokens):
 
     @contextmanager
     def open(self, model: BayesianModel) -> Iterator[None]:
-        """Show means that move towards the draws, until the end of the block."""
+        """Use the means, with tangents towards the draws, until the end of the block."""
         means = self.linearisation.gaussian_at(model.theta).means
         spread = model.spread
         # as Gaussian.sample deals draws to components, and spread_members deals draws to processes
@@ -193,7 +193,7 @@ class ClosedFormTokens:
 
 
 def token_predictor(causal: CausalMembers, model: BayesianModel, link: str | None) -> TokenPredictor:
-    """Return the predictor by ``link``; None is by members."""
+    """Return the predictor for ``link``; None means by members."""
     if link is None:
         return MemberTokens(causal)
     return LinearisedTokens(causal, model, link) if link == "monte_carlo" else ClosedFormTokens(causal, model, link)

@@ -1,4 +1,4 @@
-"""The uncertainty of every token that is generated or scored, recorded while its mixture exists."""
+"""The uncertainty of every generated or scored token, recorded as soon as its mixture is computed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def record(prediction: Prediction, logits: Tensor, tokens: Tensor) -> TokenRecor
 
     Args:
         prediction: the mixture of ``logits``.
-        logits: [M, n, V] of the members.
+        logits: [M, n, V] logits of the members.
         tokens: [n].
     """
     logits = widened(logits)
@@ -66,7 +66,7 @@ def to_scores(tokens: TokenRecord, valid: Tensor, spread: LocalMembers) -> Score
     Args:
         tokens: the n tokens at the True places of ``valid``, row by row.
         valid: [rows, tokens] bool.
-        spread: where the members are.
+        spread: the processes that hold the members.
     """
 
     def lay_out(values: Tensor, fill: float) -> Tensor:

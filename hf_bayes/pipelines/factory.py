@@ -85,7 +85,7 @@ def pipeline(
             takes the posterior's task.
         model: a posterior directory, a repository of the Hub, or a Bayesian model.
         tokenizer: a tokenizer or its place; None takes the posterior's tokenizer.
-        image_processor, feature_extractor, processor: likewise, for images, audio, or images and text.
+        image_processor, feature_extractor, processor: the same for images, for audio, and for images with text.
         members, revision, subfolder, token, cache_dir, force_download, local_files_only, dtype, device_map,
             trust_remote_code, base_model, check_base, prediction: for loading, as in
             ``BayesianModelForCausalLM.from_pretrained``.

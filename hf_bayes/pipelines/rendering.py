@@ -70,7 +70,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of "#rrggbb", 0 to 1 (WCAG 2)."""
+    """Return the relative luminance of "#rrggbb", from 0 to 1 (WCAG 2)."""
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in _rgb(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -185,8 +185,8 @@ def to_html(
 
     Args:
         record_or_records: a record of the generation pipeline or of its ``score``, or lists of them, on one scale.
-        measure: the quantity that colours show: "epistemic", "aleatoric" or "total".
-        title: of the page.
+        measure: the quantity shown by the colours: "epistemic", "aleatoric" or "total".
+        title: the title of the page.
         vmax: nats at the dark end of the scale; None takes a fixed reference (``colour_scale.REFERENCES``): 1 nat of
             epistemic, 4 nats of aleatoric or total uncertainty. The legend states it.
     Raises:

@@ -1,4 +1,4 @@
-"""The run of one call of ``train``: what is sampled, the chains, and what is observed of them."""
+"""The run of one call of ``train``: its method, its objective, its chains and their observations."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Finished(NamedTuple):
     """The result of a run.
 
     Attributes:
-        approximation: of several processes, the draws of the chains of this one; anything else is whole everywhere.
+        approximation: draws of the chains of this process. Any other approximation is complete in every process.
         report: {name: a JSON-ready value for each chain}, the method's own diagnostics.
-        spread: where the other members are.
+        spread: the processes that hold the other members.
     """
 
     approximation: Approximation
@@ -46,11 +46,11 @@ class ActiveRun:
     """A method on the chains of this process.
 
     Attributes:
-        method: for batches of this size.
-        problem, prior: what the method was built for.
+        method: the method for batches of this size.
+        problem, prior: the problem and the prior that the method was built for.
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
-        monitor: what is observed of them.
+        monitor: the observations of the chains.
         pending: micro-batches of the update that has begun.
     """
 
@@ -115,7 +115,7 @@ class ActiveRun:
         """Advance the chains by one update on the pending micro-batches, and observe it.
 
         Returns:
-            The mean loss of a term, over the chains here.
+            The mean loss of a term, over the chains of this process.
         """
         batches, self.pending = self.pending, []
         record = self.run.update(batches, learning_rate)
@@ -127,7 +127,7 @@ class ActiveRun:
 
     @contextmanager
     def trunk_memory(self) -> Iterator[None]:
-        """Keep, until the end of the block, what the trunk answered to rows that come again every epoch."""
+        """Store, until the end of the block, the trunk's outputs for rows that come again in every epoch."""
         trunk, budget = self.setup.model.members.trunk, self.host.args.trunk_memory_gib * 2**30
         trunk.memory = TrunkMemory(budget) if budget else None
         try:
@@ -145,11 +145,11 @@ class ActiveRun:
         return int(6 * copies * main_input.numel() * model.core.num_parameters(exclude_embeddings=True))
 
     def show_chains(self) -> None:
-        """Let evaluation and generation see where the chains are."""
+        """Let evaluation and generation use the current states of the chains."""
         self.setup.model.show(self.run.theta.detach(), self.setup.spread)
 
     def finish(self) -> Finished:
-        """Return what the method makes of its chains, and leave their last states in the model."""
+        """Return the result of the method, and leave the last states of the chains in the model."""
         place_chains(self.setup.model, self.run.theta)
         run, mesh, method = self.run, self.setup.mesh, self.run.method
         draws = torch.stack(run.draws, 1)

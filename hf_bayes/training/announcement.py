@@ -1,4 +1,4 @@
-"""The announcement of a run, before its first update: sizes, scale, prior, memory, time, and what to look out for."""
+"""The announcement of a run, before its first update: sizes, scale, prior, memory, time and warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS_COMPARED, TIMES_COMPARED = 8, 4
 
 
 def announce(active: ActiveRun, messages: Messages) -> None:
-    """Write what is about to run to the log, and warnings where a setting changes what is sampled."""
+    """Write a description of the run to the log, and a warning if a setting changes the target distribution."""
     _announce_sizes(active, messages)
     _announce_prior(active, messages)
     config = active.method
@@ -81,7 +81,7 @@ def _announce_prior(active: ActiveRun, messages: Messages) -> None:
 
 
 def _announce_dropout(active: ActiveRun, messages: Messages) -> None:
-    """Say what the model's own dropout means, which differs between kinds of methods."""
+    """Describe the effect of the dropout of the model, which differs between kinds of methods."""
     config = active.method
     if isinstance(active.run.method, Kernel):
         messages.say("the model has dropout: %s evaluates it without", config.name)
@@ -100,9 +100,9 @@ def _announce_dropout(active: ActiveRun, messages: Messages) -> None:
 
 
 def rows_vary(active: ActiveRun) -> bool:
-    """Return whether rows of the training data differ from one look to the next, as under augmentation.
+    """Return whether rows of the training data differ each time they are read, as with augmentation.
 
-    A row that changes half of the time looks alike in all of n looks with probability 2^(1 - n).
+    A row that changes half of the time is the same in all of n readings with probability 2^(1 - n).
     """
     if active.rows.stream is not None:
         return False
@@ -118,7 +118,7 @@ def _differ(looks: Iterator[dict[str, Any]]) -> bool:
 
 
 def _time_one_micro_batch(active: ActiveRun) -> float:
-    """Return the seconds of one forward and backward of all chains, on the first rows; nothing is kept of it."""
+    """Return the seconds of one forward and backward pass of all chains on the first rows. The results are dropped."""
     objective, args = active.objective, active.host.args
     batch = objective.prepare(next(iter(active.rows.start_loader())))
     objective.model.train()
@@ -131,7 +131,7 @@ def _time_one_micro_batch(active: ActiveRun) -> float:
 
 
 def _now(args: Any) -> float:
-    """Return seconds, once the device has done its work: an accelerator works while Python goes on."""
+    """Return the time in seconds after the device has finished, because accelerators work asynchronously."""
     if args.device.type != "cpu":
         torch.accelerator.synchronize(args.device)
     return time.perf_counter()

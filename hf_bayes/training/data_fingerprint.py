@@ -35,7 +35,7 @@ DIGITS = 16
 
 
 def describe_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> dict[str, Any]:
-    """Return what tells a data set with a length from another one, JSON-ready.
+    """Return the JSON-ready identity of a data set with a length.
 
     Args:
         dataset: rows by number, without the columns that the model does not take.
@@ -53,7 +53,7 @@ def describe_rows(dataset: Any, collate: Callable[..., Any], *, seed: int) -> di
 def describe_stream(
     stream: Iterable[Any], collate: Callable[..., Any], *, seed: int, count: int = STREAM_ROWS
 ) -> dict[str, Any]:
-    """Return what tells a stream from another one, JSON-ready: as ``describe_rows``, of its first ``count`` rows.
+    """Return the JSON-ready identity of a stream: as ``describe_rows``, from its first ``count`` rows.
 
     Rows that come later are not compared, and neither is their number, which is not known. A stream that begins in
     another way whenever it is iterated over is compared by its columns alone.
@@ -79,7 +79,7 @@ def _describe(rows: Callable[[], Iterable[tuple[int, Any]]], collate: Callable[.
 def _present(
     rows: Iterable[tuple[int, Any]], collate: Callable[..., Any], seed: int
 ) -> tuple[dict[str, str], list[Any]]:
-    """{"number/name": digest} of what the collator makes of each row alone, and the first rows themselves."""
+    """Return {"number/name": digest} of each row as the collator presents it alone, and the first rows themselves."""
     _seed_all(seed)
     found: dict[str, str] = {}
     kept: list[Any] = []
@@ -127,7 +127,7 @@ def undisturbed(*holders: Any) -> Iterator[None]:
 
 
 def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
-    """The objects that have attributes of their own, and what they wrap."""
+    """Return the objects that have attributes of their own, and the objects that they wrap."""
     found: list[Any] = []
     waiting = list(holders)
     while waiting:

@@ -28,7 +28,7 @@ class Diagnosis:
     """The diagnostics of a run, from what its monitor has observed. All processes call the methods together.
 
     Attributes:
-        checkpoints: what the run can be resumed from.
+        checkpoints: the checkpoints of the run.
     """
 
     def __init__(self, active: ActiveRun, checkpoints: RunCheckpoints) -> None:
@@ -53,7 +53,7 @@ class Diagnosis:
         return logs | self._convergence.so_far()
 
     def _warn_of_rounding(self) -> None:
-        """Warn once of a first update that left many weights of a chain as they were, by rounding."""
+        """Warn once if rounding left many weights of a chain unchanged in the first update."""
         unmoved = self._active.monitor.totals.get("unmoved")
         if unmoved is None or self._has_warned_of_rounding:
             return
@@ -125,7 +125,7 @@ class Diagnosis:
         return {"distance_in_noise": distance}
 
     def _strayed(self, draws: Tensor) -> dict[str, Tensor]:
-        """Return what ``plausibility.strayed`` finds of draws [M, S, d], judging the start by the probe."""
+        """Return ``plausibility.strayed`` of draws [M, S, d], with the likelihood of the start from the probe."""
         active, likelihood, start = self._active, self._active.setup.likelihood, self._active.setup.start
         assert active.monitor.probe is not None
         at_start = active.monitor.probe(start[None]).log_lik.mean()
@@ -175,7 +175,7 @@ class Diagnosis:
     # -- of the probe ------------------------------------------------------------------------------------------------
 
     def _last_probe(self) -> dict[str, Tensor]:
-        """Return the mean log-probability of a term [M] at the last look at the probe."""
+        """Return the mean log-probability of a term [M] at the last probe evaluation."""
         probes = self._active.monitor.probes
         return {"probe_log_lik": probes[-1].mean(1)} if probes else {}
 
@@ -189,7 +189,7 @@ class Diagnosis:
         return {"step": thinned(steps), "log_lik": rounded(thinned(means))}
 
     def _of_all_chains(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> [K] of all chains, from name -> [M] of the chains here."""
+        """Return name -> [K] for all chains, given name -> [M] for the chains of this process."""
         if not info:
             return info
         device, mesh = self._active.host.args.device, self._active.setup.mesh

@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """Collects the statistics of an evaluation batch by batch, over all processes.
+    """The statistics of an evaluation, collected batch by batch over all processes.
 
     Attributes:
         last: the last evaluation under each metric prefix.
@@ -134,7 +134,7 @@ class Evaluator:
         return kept
 
     def ensemble_limit(self, evaluation: Evaluation, approximation: Any) -> dict[str, Any] | None:
-        """Return C(S) on the data of an evaluation, and its limit; None of an approximation that is no draws.
+        """Return C(S) on the data of an evaluation, and its limit; None if the approximation is not draws.
 
         A part of the terms shows how C falls with S. All terms show where it stands at S = M.
         """
@@ -160,7 +160,7 @@ def _evaluation(batches: list[dict[str, Tensor]]) -> Evaluation:
 
 
 def _pop_members(batches: list[dict[str, Tensor]]) -> Tensor | None:
-    """Take the matrices out of the statistics: what is left are vectors, of which metrics are made."""
+    """Remove and return the matrices of the statistics. The remaining vectors give the metrics."""
     found = [batch.pop("member_log_lik").cpu() for batch in batches if "member_log_lik" in batch]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The held-out rows of a trainer by which a method fits something: its eval_dataset, of several the one "heldout"."""
+"""The held-out rows on which a method fits: the trainer's eval_dataset, or the one named "heldout" of several."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ class HeldOutData:
             yield self._host.prepare(batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a checkpoint is bound to of these rows."""
+        """Return the identity of these rows for a checkpoint."""
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
         return {"num_rows": len(dataset), **describe_rows(dataset, collate, seed=self._host.args.seed)}

@@ -1,4 +1,4 @@
-"""The trainers that the mixin may stand before: their loss must be the negative log-likelihood that is sampled."""
+"""Check the trainers that the mixin extends: their loss must be the negative log-likelihood of the labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A posterior beside a MAP estimate on held-out rows: what averaging over weights is worth."""
+"""The comparison of a posterior with a MAP estimate on held-out rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
 
 
 def compare(messages: Messages, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
-    """Say the held-out NLL, and how it differs from a MAP estimate's if that is more than two standard errors.
+    """Describe the held-out NLL, and its difference to a MAP estimate's if that exceeds two standard errors.
 
     Args:
         name: of the data set, with an underscore at its end; "" of the only one.

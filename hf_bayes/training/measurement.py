@@ -1,4 +1,4 @@
-"""An evaluation for a save, which no callback of the run may see."""
+"""An evaluation for a save, hidden from the callbacks of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.trainer_callback import CallbackHandler
 
 
 def measure(trainer: Trainer, prefix: str) -> dict[str, float]:
-    """Return what ``evaluate`` finds on the trainer's own eval_dataset, without its callbacks.
+    """Return the metrics of ``evaluate`` on the trainer's own eval_dataset, without calling its callbacks.
 
     A save needs these figures, not the run. A callback would take them for an evaluation of the run and stop it, log
     them after its end, or miss the name that it reads, and then nothing would be saved.

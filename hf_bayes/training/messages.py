@@ -1,4 +1,4 @@
-"""Messages of a run: to the log, or beside the progress bar where no log is shown."""
+"""Messages of a run: to the log, or next to the progress bar if no log is shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Messages:
         self._host = host
 
     def say(self, message: str, *values: object) -> None:
-        """Log; where the log is off, write beside the progress bar, if that is shown."""
+        """Log a message; if the log is off, write it next to the progress bar, if that is shown."""
         logger.info(message, *values)
         if not logger.isEnabledFor(logging.INFO) and not self._host.args.disable_tqdm and self._host.is_first_process:
             tqdm.write(message % values, file=sys.stderr)

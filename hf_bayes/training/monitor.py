@@ -31,8 +31,8 @@ class Monitor:
         problem: burn-in of the run.
         origin: [M, d] where the chains start.
         warm_start: updates of a warm start.
-        probe: theta [M, d] -> its values; None observes no probe.
-        probe_steps: updates between two looks at the probe.
+        probe: a function from theta [M, d] to the values of the probe; None observes no probe.
+        probe_steps: number of updates between two evaluations of the probe.
     Attributes:
         info: diagnostics of the last update, name -> [M].
         noise_info: diagnostics of the last update that had the gradient's variance (``NOISE_INFO``).
@@ -70,7 +70,7 @@ class Monitor:
 
     @torch.no_grad()
     def observe(self, record: StepRecord[Any]) -> None:
-        """Take in one update."""
+        """Add the observations of one update."""
         self.info = record.info
         if record.learning_rate is not None and record.moved and record.step > self.warm_start:
             self._observe_move(record, record.learning_rate)
@@ -130,7 +130,7 @@ class Monitor:
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Restore the observations of a ``state_dict``."""
         device = self.origin.device
         self.origin = tensors["origin"].to(device)
         self.probes, self.probe_logits = (list(tensors[name].unbind(1)) for name in ("probes", "probe_logits"))

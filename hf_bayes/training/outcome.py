@@ -1,4 +1,4 @@
-"""The outcome of a run: its posterior, what was measured of it on held-out rows, and how both are saved."""
+"""The outcome of a run: its posterior, the evaluation on held-out rows, and the save of both."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
         metrics: as ``evaluate`` returned them.
-        evaluations: of each of its data sets, by metric prefix.
-        limit: the limit of an infinite ensemble; None of an approximation that is no draws.
+        evaluations: the evaluation of each data set, by metric prefix.
+        limit: the limit of an infinite ensemble; None if the approximation is not draws.
     """
 
     metrics: dict[str, float]
@@ -55,12 +55,13 @@ class Outcome:
     """The posterior of a trainer's last run, with its held-out evaluation and the author's fields of its card.
 
     Attributes:
-        evaluator: of the trainer.
-        posterior: of several processes, the draws of the chains of this one; None before a run has ended.
+        evaluator: the evaluator of the trainer.
+        posterior: the posterior; with several processes, the draws of this process's chains. None before the end of
+            a run.
         sidecars: the files of tokenizer or processor, as they were before the first step: a tokenizer needs room on
             the disk to be written, which must not lose a finished run.
-        heldout: None before the posterior was evaluated.
-        card: fields of the model card that only an author can give.
+        heldout: the held-out evaluation; None before the posterior was evaluated.
+        card: the fields of the model card that only the author can fill in.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -76,7 +77,7 @@ class Outcome:
         self.sidecars = sidecars_of(active.setup.model, active.host.tokenizer)
 
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
-        """Make the posterior of a run that has ended, say how good its chains were, and show its members."""
+        """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
         setup, host, messages = active.setup, active.host, Messages(active.host)
         if not active.run.draws:
             messages.warn("training stopped before the first draw: the chains' current states are taken as draws")
@@ -120,7 +121,7 @@ class Outcome:
         return self.posterior
 
     def keep_evaluation(self, metrics: dict[str, float]) -> None:
-        """Keep what the next save writes: metrics, the ensemble's limit, and the rows that MAP is compared on."""
+        """Store values for the next save: metrics, the ensemble's limit, and the rows to compare with MAP."""
         evaluator = self.evaluator
         limit = evaluator.ensemble_limit(evaluator.latest, self.required().approximation)
         self.heldout = HeldOut(metrics, evaluator.last, limit)
@@ -130,8 +131,8 @@ class Outcome:
     def save(self, active: ActiveRun, directory: str, measure: Measure) -> None:
         """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
 
-        It holds the tokenizer and the generation config as they are now. Every process calls it, and writes the members
-        of its chains.
+        The directory has the current tokenizer and generation config. Every process calls this method and writes the
+        members of its chains.
         """
         posterior, host, mesh = self.required(), active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
@@ -168,7 +169,7 @@ class Outcome:
             write_card(host.directory, repo_id=args.hub_model_id, **self.card)
 
     def _with_metrics(self, posterior: Posterior, active: ActiveRun, measure: Measure) -> Posterior:
-        """Add held-out metrics of the posterior, beside the NLL of a MAP estimate."""
+        """Add the held-out metrics of the posterior and the NLL of a MAP estimate."""
         if self.heldout is None:
             self.keep_evaluation(measure("eval"))
         assert self.heldout is not None

@@ -1,4 +1,4 @@
-"""The model as TRL's trainers would make it: loaded by its name, with the adapter of a ``peft_config`` on it."""
+"""Make the model as TRL's trainers do: load it by its name, and add the adapter of a ``peft_config``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hf_bayes.models.loading import unwrapped
 
 @contextmanager
 def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the model that is to be attached. If the block raises, a model that was given loses its adapter again.
+    """Yield the model to attach. If the block raises an error, the adapter is removed from a model that was passed.
 
-    The random numbers are those that TRL draws, so that the same seed gives the same adapter. Its values stay float32
-    on a quantised base, where TRL rounds them to bfloat16: chains are float32.
+    The random numbers are those of TRL, so the same seed gives the same adapter. On a quantised base TRL rounds the
+    adapter to bfloat16. Here it stays float32, because chains are float32.
 
     Args:
         model: a model, or the name or path of one.
-        args: the trainer's arguments; of a named model ``model_init_kwargs`` and ``trust_remote_code`` are used.
-        peft_config: the adapter to put on; None leaves the model as it is.
-        kwargs: the other arguments for the host trainer's ``__init__``. A named model takes ``quantization_config`` out
-            of it, and puts its tokenizer in where none is given.
+        args: the trainer's arguments; for a named model ``model_init_kwargs`` and ``trust_remote_code`` are used.
+        peft_config: the adapter to add; None leaves the model unchanged.
+        kwargs: the other arguments for the host trainer's ``__init__``. For a named model,
+            ``quantization_config`` is removed, and its tokenizer is added if there is none.
     """
     named = isinstance(model, str | os.PathLike)
     if peft_config is not None:

@@ -22,7 +22,7 @@ class ProbeConvergence:
         self._last: tuple[int, dict[str, float]] = (0, {})
 
     def so_far(self) -> dict[str, float]:
-        """Return R-hat and ESS of the probe's log-likelihood over the looks after burn-in."""
+        """Return R-hat and ESS of the probe's log-likelihood over the probe evaluations after burn-in."""
         burned, probes = self._num_burned, self._active.monitor.probes
         if burned is None:
             return {}
@@ -36,7 +36,7 @@ class ProbeConvergence:
         """Return fields of ``Diagnostics``, and R-hat and ESS of terms and logits for the trace.
 
         Args:
-            draws: [M, S, d] of the chains here.
+            draws: [M, S, d] draws of the chains of this process.
         """
         watched = self._watched(draws)
         return ({}, {}) if watched is None else _convergence(*watched)
@@ -47,9 +47,9 @@ class ProbeConvergence:
         return mesh.gather_chains(values.to(self._active.host.args.device)).cpu()
 
     def _watched(self, draws: Tensor) -> tuple[ProbeValues, str] | None:
-        """Return probe values [K, S, n] and [K, S, q], S >= 4, and what they are of; None where there are too few.
+        """Return probe values [K, S, n] and [K, S, q], S >= 4, and their description; None if there are too few.
 
-        Optimisers are not compared: their points are meant to differ.
+        Optimisers are not compared, because their results are meant to differ.
         """
         active = self._active
         if active.method.temperature == 0:
@@ -67,9 +67,9 @@ class ProbeConvergence:
 
     @property
     def _num_burned(self) -> int | None:
-        """The looks while training that belong to burn-in, where at least 4 later looks stand for draws; else None.
+        """Return the number of probe evaluations in burn-in, if at least 4 later ones represent draws; else None.
 
-        They do not stand for draws where chains go in cycles, or are not themselves what the run ends in.
+        They do not represent draws if chains have cycles, or if the result of the run is not the chains' states.
         """
         active, method = self._active, self._active.method
         visited = method.requirements.draws_are_chain_states and not method.requirements.one_more_pass
@@ -116,5 +116,5 @@ def _halves(values: Tensor) -> Tensor:
 
 
 def _quantile(values: Tensor, probability: float) -> float | None:
-    """Return a quantile of sorted values; None of no values."""
+    """Return a quantile of sorted values; None if there are no values."""
     return float(values[round(probability * (len(values) - 1))]) if len(values) else None

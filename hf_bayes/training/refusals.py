@@ -1,4 +1,4 @@
-"""Checks of rows and processes before the first update: data that no chain can draw from, launches that differ."""
+"""Checks of rows and processes before the first update: unsuitable data, and launches that differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
-    """Chains draw permutations of rows that can be counted and asked for by number; a stream serves all of them."""
+    """Require a map-style data set (with ``__len__`` and ``__getitem__``) or a stream that all chains share."""
     require_dataset(dataset, "train_dataset")
     if is_stream(dataset):
         needs = method.requirements
@@ -35,7 +35,7 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
 
 
 def require_heldout(dataset: Any, method: MethodConfig) -> None:
-    """A method that fits something by held-out rows needs two of them or more, that can be asked for by number."""
+    """Require at least two held-out rows in a map-style data set, for a method that fits on held-out rows."""
     setting = method.requirements.heldout_setting
     what = f"{method.name} with {setting} fits by the rows of eval_dataset"
     if isinstance(dataset, dict):
@@ -54,10 +54,10 @@ def require_heldout(dataset: Any, method: MethodConfig) -> None:
 
 
 def require_batches(method: MethodConfig, count: int) -> None:
-    """Methods that compare the batches of an update need more than one.
+    """Require more than one batch in an update, for methods that compare batches.
 
     Args:
-        count: micro-batches of an update, of all processes that share a chain.
+        count: number of micro-batches in an update, over all processes that share a chain.
     """
     needs = method.requirements
     if needs.gradient_variance == "needed" and count < 2:
@@ -73,7 +73,7 @@ def require_batches(method: MethodConfig, count: int) -> None:
 
 
 def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
-    """Processes with rows of their own, launched each on its own, must run one chain: ``found`` in every process."""
+    """Require equal settings (``found``) in all processes with private rows, because each was launched separately."""
     for rank, settings in enumerate(found):
         for name in found[0].keys() | settings.keys():
             if settings.get(name) != found[0].get(name):
@@ -84,7 +84,7 @@ def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def refuse_other_rows(found: Sequence[Mapping[str, Any]]) -> None:
-    """Processes deal rows to chains, and to batches of a chain, by number: ``found`` of the rows in every process."""
+    """Require equal data (``found``) in all processes, because they select rows by number."""
     for rank, rows in enumerate(found):
         for name in rows:
             if rows[name] != found[0][name]:
@@ -97,7 +97,7 @@ def refuse_other_rows(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
-    """Chains of one posterior need one base model; a layer that each process has drawn anew is none."""
+    """Require the same base model in all processes, also if a layer of it is initialised at random."""
     if mesh.num_processes == 1:
         return
     found = mesh.share(base_model.fingerprint_weights(model.model, model.layout))

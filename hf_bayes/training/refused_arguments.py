@@ -1,4 +1,4 @@
-"""The arguments that a trainer refuses before it touches anything: they would quietly change the law being sampled."""
+"""Refuse arguments of a trainer that would silently change the target distribution, before anything runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1",
 
 
 def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what would quietly change the law being sampled, or what this trainer cannot honour.
+    """Refuse settings that would silently change the target distribution, or that this trainer does not support.
 
     Raises:
-        ValueError: naming the argument, and what to set in its place.
+        ValueError: naming the argument and the value to set instead.
     """
     _refuse_types(args, method, model)
     refuse_loss_settings(args)
@@ -109,7 +109,7 @@ def _refuse_optimizer_settings(args: Any, method: MethodConfig) -> None:
 
 
 def _refuse_other_losses(args: Any) -> None:
-    """Refuse settings under which the loss is no log-likelihood, or the weights are rounded."""
+    """Refuse settings with which the loss is not a log-likelihood, or the weights are rounded."""
     if args.bf16_full_eval or args.fp16_full_eval:
         raise ValueError(
             "bf16_full_eval and fp16_full_eval are refused: an evaluation outside of training would round the model's "
@@ -125,7 +125,7 @@ def _refuse_other_losses(args: Any) -> None:
 
 
 def _refuse_broken_runs(args: Any) -> None:
-    """Refuse settings under which a run cannot be resumed as itself, or ends in something else than all draws."""
+    """Refuse settings with which a resumed run would differ, or the result would not be all draws."""
     if args.ignore_data_skip:
         raise ValueError(
             "ignore_data_skip is refused: a resumed run would begin its epoch again, and be another run. Leave it out"
@@ -157,7 +157,7 @@ def _default(args: BayesianTrainingArguments, name: str) -> Any:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse an accelerator that shards or scales, whoever set it: flags, a config file, the environment, the model."""
+    """Refuse an accelerator that shards or scales, set by flags, a config file, the environment or the model."""
     if accelerator.mixed_precision not in PRECISIONS:
         raise ValueError(
             f"mixed precision {accelerator.mixed_precision} is refused, expected one of {', '.join(PRECISIONS)}: loss "

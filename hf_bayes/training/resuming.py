@@ -21,7 +21,7 @@ from hf_bayes.training.messages import Messages
 
 
 class RunCheckpoints:
-    """Saves a run to checkpoints, and resumes the same run and no other.
+    """The checkpoints of a run: save them, and resume only the same run.
 
     Args:
         active: the run.
@@ -33,18 +33,18 @@ class RunCheckpoints:
         self._identity = self._identify() if identified else None
 
     def save(self, folder: str) -> None:
-        """Write the chains of this process; processes that share chains leave it to the first of them."""
+        """Write the chains of this process; if processes share chains, only the first of them writes."""
         mesh = self._active.setup.mesh
         tensors = self._tensors() if mesh.data_rank == 0 else {}
         checkpoints.save(folder, tensors, self.settings(), group=mesh)
 
     def check(self, folder: str) -> int:
-        """Refuse a checkpoint of another run, by name; return the number of updates of one of this run."""
+        """Return the number of updates in a checkpoint of this run; refuse a checkpoint of another run by name."""
         _, saved = checkpoints.load(folder, self.settings(), chains=self._active.setup.mesh.chains)
         return int(saved["num_updates"])
 
     def load(self, folder: str) -> None:
-        """Go on where a checkpoint was taken."""
+        """Restore the chains from a checkpoint."""
         active, chains = self._active, self._active.setup.mesh.chains
         found, saved = checkpoints.load(folder, self.settings(), chains=chains)
         rows = [found[chain] for chain in chains]
@@ -69,7 +69,7 @@ class RunCheckpoints:
         return cast(TrainerState, TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)))
 
     def _tensors(self) -> dict[int, dict[str, Tensor]]:
-        """Return {chain: all tensors that it needs to go on}."""
+        """Return {chain: all tensors that it needs to continue}."""
         run = self._active.run.state_dict()
         if not run:
             return {}
@@ -80,7 +80,7 @@ class RunCheckpoints:
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share with the one that was saved."""
+        """Return the settings that a resumed run must share with the saved run."""
         active, rows, setup, args = self._active, self._active.rows, self._active.setup, self._active.host.args
         if self._identity is None:
             self._identity = self._identify()
@@ -110,7 +110,7 @@ class RunCheckpoints:
         }
 
     def _identify(self) -> dict[str, Any]:
-        """Return what a checkpoint is bound to of model and data; all processes call it together."""
+        """Return the identity of model and data that a checkpoint is bound to; all processes call this together."""
         active, rows, setup, host = self._active, self._active.rows, self._active.setup, self._active.host
         data = rows.describe()
         matters = run_identity.split_matters(
@@ -132,7 +132,7 @@ class RunCheckpoints:
         )
 
     def _centre(self) -> str:
-        """Return a fingerprint of the prior's mean: weights that were drawn anew would be those of another prior."""
+        """Return a fingerprint of the prior's mean, because newly initialised weights would be another prior."""
         setup = self._active.setup
         if self._active.method.prior_mean == "zero" or setup.inherited is not None:
             return "zero"

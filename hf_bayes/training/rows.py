@@ -1,4 +1,4 @@
-"""The training rows: how many likelihood terms they hold, and which of them each chain sees."""
+"""The training rows: their number of likelihood terms, and the rows that each chain sees."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TrainingRows:
         mesh: the processes.
     Attributes:
         stream: the training data where they have no length, else None.
-        num_rows: rows of all processes; None for a stream.
-        num_terms: likelihood terms counted in them; None for a stream.
+        num_rows: number of rows in all processes; None for a stream.
+        num_terms: number of likelihood terms in these rows; None for a stream.
         most_terms: the largest number of likelihood terms in one row; None for a stream.
         num_data: N.
-        private: the place of this process among processes that keep their rows; None where rows are common.
+        private: the place of this process among processes with private rows; None if all processes have the same rows.
     Raises:
         ValueError: for data that cannot be counted, or batches that cannot be drawn.
     """
@@ -73,7 +73,7 @@ class TrainingRows:
         self._batches(None)  # refuses batches that cannot be drawn
 
     def _count(self, own: bool) -> None:
-        """Count rows and likelihood terms, and check that all processes have the same ones, or rows of their own."""
+        """Count rows and likelihood terms, and check that all processes have the same rows or private rows."""
         args, mesh, model = self.host.args, self.mesh, self.model
         dataset, collate = self.data()
         self.num_rows = len(dataset)
@@ -99,7 +99,7 @@ class TrainingRows:
             refuse_other_rows(mesh.share({**rows, "fingerprint of some rows": some}))
 
     def _reason_not_to_pack(self) -> str | None:
-        """Return why a collator may not pack rows into fewer, and what to do; None where it may."""
+        """Return the reason why a collator may not pack rows, and what to do; None if packing is allowed."""
         if self.method.requirements.one_more_pass:
             return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
         if self.shared or len(self.mesh.chains) == 1:
@@ -115,14 +115,14 @@ class TrainingRows:
 
     @property
     def batch_fraction(self) -> float | None:
-        """The share of all rows in a batch: the batches of all processes where these have rows of their own."""
+        """The share of all rows in a batch. With private rows, a batch consists of the batches of all processes."""
         if self.num_rows is None:
             return None
         processes = 1 if self.private is None else len(self.private.sizes)
         return processes * self.host.args.per_device_train_batch_size / self.num_rows
 
     def rows_per_update(self, batch_size: int) -> int:
-        """Return R: rows of an update, per chain, over all processes that share it."""
+        """Return R, the number of rows in an update of a chain, over all processes that share it."""
         if self.method.requirements.all_data_in_every_update:
             return len(self.host.train_dataset)
         return batch_size * self.host.args.gradient_accumulation_steps * self.mesh.data_size
@@ -135,7 +135,7 @@ class TrainingRows:
 
     @property
     def num_steps(self) -> int:
-        """Updates of the whole run."""
+        """The number of updates in the whole run."""
         args = self.host.args
         if args.max_steps >= 0:
             return args.max_steps
@@ -155,7 +155,7 @@ class TrainingRows:
         """Return batches for the chains of this process.
 
         Args:
-            for_point: the same rows for all, as for one chain.
+            for_point: use the same rows for all chains.
         """
         dataset, collate = self.data()
         if self.stream is not None:
@@ -172,13 +172,13 @@ class TrainingRows:
         )
 
     def start_loader(self) -> DataLoader[Any]:
-        """Return the batches of a run that begins."""
+        """Return the batches of a run, from its beginning."""
         if self.stream is not None:
             self.stream.keep_first()
         return self.loader()
 
     def take(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """Return the next micro-batches; those of a stream are checked."""
+        """Return the next micro-batches. Micro-batches of a stream are checked here."""
         found = list(itertools.islice(batches, count))
         if self.stream is not None:
             for batch in found:
@@ -206,7 +206,7 @@ class TrainingRows:
         )
 
     def updates_for_point(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the batches of one update after another, the same for every chain, without end."""
+        """Yield the batches of each update without end; all chains get the same ones."""
         loader, accumulation = self.loader(for_point=True), self.host.args.gradient_accumulation_steps
         for epoch in itertools.count():
             if isinstance(loader.batch_sampler, (ChainBatches, FullPasses)):
@@ -223,7 +223,7 @@ class TrainingRows:
             yield self.host.prepare(batch)
 
     def first(self) -> dict[str, Any]:
-        """Return a micro-batch that every process finds alike."""
+        """Return a micro-batch that is the same in every process."""
         if self.stream is not None:
             return self.stream.first()
         dataset, collate = self.data()
@@ -258,7 +258,7 @@ class TrainingRows:
             refuse_mixed_documents(self.model, self.model.theta.detach()[:2], inputs)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a checkpoint is bound to of the training data; of private rows, a hash for each process."""
+        """Return the identity of the training data for a checkpoint; for private rows, one hash per process."""
         dataset, collate = self.data()
         if self.stream is not None:
             return self.stream.describe(collate)

@@ -72,7 +72,7 @@ def identity(
     heldout: Mapping[str, Any] | None,
     micro_batches: int | None,
 ) -> dict[str, Any]:
-    """Return what a checkpoint is bound to, as {dotted name: JSON value}.
+    """Return the identity that a checkpoint is bound to, as {dotted name: JSON value}.
 
     Args:
         model: attached.
@@ -110,7 +110,7 @@ def identity(
 
 
 def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, private: bool, packs: bool) -> bool:
-    """Return whether another cut of the rows of an update into micro-batches is more than another order of a sum.
+    """Return whether another division of an update into micro-batches changes more than the order of a sum.
 
     It is where a method compares micro-batches: it estimates the variance of its gradient or of an energy between them.
     It is where their size decides which rows are drawn, as for private rows. It is where rows of a micro-batch meet: in
@@ -125,7 +125,7 @@ def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, priva
 
 
 def dropout_of(model: nn.Module) -> dict[str, float]:
-    """{module, or module.attribute: probability} of everything that drops out, where the probability is above 0.
+    """Return {module or module.attribute: probability} of all dropout with a probability above 0.
 
     A module of torch has its ``p``. Attention that drops out by a function, and paths that are dropped whole, keep the
     probability in an attribute named after it.
@@ -162,7 +162,7 @@ def _describe_adapter(model: nn.Module) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], *, without: frozenset[str] = frozenset(), prefix: str = "") -> dict[str, Any]:
-    """{dotted name: plain value}; nested objects are opened, lists are values."""
+    """Return {dotted name: plain value}. Nested objects are opened; lists are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in without:
@@ -175,7 +175,7 @@ def _flat(values: Mapping[str, Any], *, without: frozenset[str] = frozenset(), p
 
 
 def _plain(value: Any) -> Any:
-    """JSON for a value of a configuration; what is not JSON (infinities, dtypes) as text."""
+    """Return a value of a configuration as JSON. Values that JSON lacks (infinities, dtypes) become text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

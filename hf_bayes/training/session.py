@@ -27,7 +27,7 @@ class Begun(NamedTuple):
         active: the run.
         diagnosis: its diagnostics and checkpoints.
         optimizer: its learning rate.
-        checkpoint: the checkpoint that it resumes from; None starts it anew.
+        checkpoint: the checkpoint that it resumes from; None for a new run.
     """
 
     active: ActiveRun
@@ -37,14 +37,14 @@ class Begun(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """True if the checkpoint is the end of the run, where Trainer would make one update more."""
+        """True if the checkpoint is the end of the run. (Trainer would make one more update.)"""
         if self.checkpoint is None:
             return False
         return self.diagnosis.checkpoints.check(self.checkpoint) >= self.active.problem.num_steps
 
 
 def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: str | bool | None) -> Begun:
-    """Return a run that was announced, and checked as far as that needs no update.
+    """Return a run that has been announced, after all checks that need no update.
 
     Args:
         resume: a checkpoint; True takes the newest one that is complete.

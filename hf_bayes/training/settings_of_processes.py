@@ -16,7 +16,7 @@ _SHARED = (
 
 
 def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Strata:
-    """Return how many rows each process has, once it is clear that all were launched for one run.
+    """Return the number of rows of each process, after a check that all were launched for one run.
 
     Raises:
         ValueError: naming the process and the setting that differs.

@@ -34,7 +34,7 @@ class Setup(NamedTuple):
         inherited: the posterior that is the prior; None under the method's own prior.
         start: [d], the weights that chains start around.
         origin: [M, d], where the chains of this process start.
-        likelihood: of the labels, as it is before anything is fitted to it.
+        likelihood: the likelihood of the labels, before anything is fitted.
     """
 
     model: BayesianModel
@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @property
     def spread(self) -> LocalMembers:
-        """The place of the members of a prediction while chains run."""
+        """The processes that hold the members of a prediction while chains run."""
         return SpreadMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
 
 
@@ -92,5 +92,5 @@ def set_up(
 
 
 def place_chains(model: BayesianModel, theta: Tensor) -> None:
-    """Put chains [M, d] into the model: the next run starts there. Nothing else writes theta into a model."""
+    """Put chains [M, d] into the model, as the start of the next run. Nothing else writes theta into a model."""
     model.theta.data = theta.detach().clone()

@@ -1,4 +1,4 @@
-"""The lines that a run prints: few numbers a step, whatever the number of chains.
+"""The lines that a run prints: few numbers per step, for any number of chains.
 
 ``Trainer.log`` hands every number to all callbacks. Those of ``report_to`` (TensorBoard, Weights & Biases and others)
 and ``trainer.state.log_history`` keep each chain's own; the callbacks that print get what ``short_line`` leaves.
@@ -21,7 +21,7 @@ _SPEED = re.compile(r".*(_runtime|_per_second|_model_preparation_time)")
 
 
 def short_line(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is printed of a step's or an evaluation's numbers: means over chains in place of every chain's own.
+    """Return the printed numbers of a step or an evaluation: means over chains instead of the numbers of each chain.
 
     What other code logs stays, so that a line exceeds ``MAX_NUMBERS`` only if that code alone does. In an evaluation
     with more numbers than that, timings go first.

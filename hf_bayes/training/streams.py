@@ -1,4 +1,4 @@
-"""Training data without a length: rows in the order in which they come, for all chains the same."""
+"""Training data without a length: all chains get the same rows, in the order of the data set."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Stream:
         return DataLoader(updates, batch_size=None, collate_fn=_as_it_is)
 
     def first(self) -> dict[str, Any]:
-        """Return the first rows, as ``keep_first`` found them or read anew."""
+        """Return the first rows: those that ``keep_first`` stored, or read again."""
         return self._read_first() if self._first is None else self._first
 
     def keep_first(self) -> None:
-        """Read the first rows now: in the middle of a pass, a stream that draws as it goes would go on differently."""
+        """Read and store the first rows now, because reading them later could change a stream that draws its rows."""
         self._first = self._read_first()
 
     def check(self, batch: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Stream:
             refuse_labels(self.model.likelihood, batch["labels"], self.model.num_outputs, where=where)
 
     def describe(self, collate: Callable[..., Any]) -> dict[str, Any]:
-        """Return what a checkpoint is bound to of the stream."""
+        """Return the identity of the stream for a checkpoint."""
         first = self._turns()
         first.set_epoch(0)
         # workers share a stream out, so that other workers give its rows in another order

@@ -10,7 +10,7 @@ MAX_POINTS = 200
 
 
 def logged_of_chains(log_history: list[dict[str, Any]], num_chains: int) -> dict[str, Any]:
-    """Return {"step": [P], name: [P, K]}: what was logged of every chain."""
+    """Return {"step": [P], name: [P, K]}: the logged numbers of every chain."""
     entries = thinned([entry for entry in log_history if "loss/chain_0" in entry])
     names = sorted({key.split("/chain_")[0] for entry in entries[-1:] for key in entry if "/chain_" in key})
     chains = range(num_chains)
@@ -28,13 +28,13 @@ def logged_convergence(log_history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def thinned(values: list[Any]) -> list[Any]:
-    """Return at most ``MAX_POINTS`` of the values, spread evenly, the last among them."""
+    """Return at most ``MAX_POINTS`` of the values, spread evenly and including the last one."""
     step = -(-len(values) // MAX_POINTS) or 1
     return values[::-1][::step][::-1]
 
 
 def rounded(value: Any) -> Any:
-    """Round numbers to five digits, which are more than a plot shows."""
+    """Round numbers to five digits, more than a plot shows."""
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value

@@ -51,7 +51,7 @@ else:  # whichever class follows in the order of resolution: TRL's, a user's own
 
 
 class BayesianTrainerMixin(_Host):
-    """Put before transformers' or TRL's SFT trainer: ``class BayesianSFT(BayesianTrainerMixin, SFTTrainer)``.
+    """A mixin for transformers' Trainer or TRL's: ``class BayesianSFT(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
         model: a transformers or peft model; what it makes trainable is random (or ``subspace``). Where ``args`` has
@@ -65,13 +65,13 @@ class BayesianTrainerMixin(_Host):
             then, and the base is frozen.
         kwargs: for the trainer after the mixin.
     Attributes:
-        setup: what does not change after construction: model, method, mesh, start.
+        setup: the settings that do not change after construction: model, method, mesh, start.
         rows: the training rows; None without ``train_dataset``.
         active: the last run; None before ``train``.
         diagnosis: its diagnostics, and the checkpoints that it can be resumed from.
         outcome: its posterior, and evaluation.
     Raises:
-        ValueError: before anything runs, for settings under which the method would not sample what it says.
+        ValueError: before anything runs, for settings with which the method would not sample its target.
     """
 
     loss_is_scaled_for_ga = True
@@ -120,7 +120,7 @@ class BayesianTrainerMixin(_Host):
 
     @property
     def method(self) -> MethodConfig:
-        """The method, for batches of this size."""
+        """The config of the method, for batches of this size."""
         return self.setup.method if self.rows is None else self.rows.method
 
     @property
@@ -140,7 +140,7 @@ class BayesianTrainerMixin(_Host):
 
     @property
     def posterior(self) -> Posterior:
-        """The result of ``train``: of several processes, the draws of the chains of this one."""
+        """The result of ``train``; with several processes, the draws of the chains of this process."""
         return self.outcome.required()
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class BayesianTrainerMixin(_Host):
         return output
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect the micro-batches of an update; with the last one the chains move. Returns the mean loss per term."""
+        """Collect the micro-batches of an update; advance the chains at the last one. Return the mean loss per term."""
         active = _required(self.active)
         active.pending.append(inputs)
         if not self.accelerator.sync_gradients:
@@ -173,7 +173,7 @@ class BayesianTrainerMixin(_Host):
         return active.update(float(_required(self.optimizer).param_groups[0]["lr"]))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the holder of the learning rate: ``Run.update`` moves the chains."""
+        """Return an optimizer that only holds the learning rate; ``Run.update`` advances the chains."""
         return _required(self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -201,7 +201,7 @@ class BayesianTrainerMixin(_Host):
         return _required(self.rows).take(epoch_iterator, num_batches), None
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return R: rows of an update, per chain, over all processes that share it."""
+        """Return R, the number of rows in an update of a chain, over all processes that share it."""
         return _required(self.rows).rows_per_update(self._train_batch_size)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -264,7 +264,7 @@ class BayesianTrainerMixin(_Host):
         Args:
             card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
         Returns:
-            The commit, a text which is its address; what will be it, if not blocking; None in processes but the first.
+            The commit, a text with its address, or its future if not blocking; None in all processes but the first.
         """
         self.outcome.card = author_fields(self.outcome.card, card)
         self.save_model()
@@ -289,7 +289,7 @@ class BayesianTrainerMixin(_Host):
         _required(self.diagnosis).checkpoints.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse what cannot go on, before anything runs; the base model is the one given, not a checkpoint's."""
+        """Refuse a checkpoint that cannot be resumed, before anything runs. The base model is not loaded from it."""
         _required(self.diagnosis).checkpoints.check(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
