@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
 from benchmarks.models import WHERE, members, tokens
 from benchmarks.training import LENGTH, ROWS, plain_step
-from hf_bayes.members.module_hooks import Taps
+from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import survey
@@ -69,7 +69,7 @@ def seconds(
             elapsed = time.perf_counter() - start
         spent.append((len(rows), elapsed))
 
-    apart = mock.patch.object(Taps, "_reading", return_value=lambda module, args, kwargs: None)
+    apart = mock.patch.object(LayerHooks, "_input_hook", return_value=lambda module, args, kwargs: None)
     with nullcontext() if one_factor else apart:
         survey(model, theta, batches, num_rows, CurvatureSpec(structure=structure))
     return sum(size / num_rows * elapsed for size, elapsed in spent)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import moved
-from hf_bayes.members.module_hooks import Taps, pieces
+from hf_bayes.members.module_hooks import LayerHooks, pieces
 from hf_bayes.members.single_member import plain
 from hf_bayes.methods.laplace.accumulators import GradientSum
 from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
@@ -31,7 +31,7 @@ Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
 
 TRUE = EmpiricalFisherOfRows()
-"""Pulls back scores at the data's labels: their sum over rows is the gradient."""
+"""The VJPs of the scores at the data's labels. Their sum over rows is the gradient of the log-likelihood."""
 
 
 class Survey(NamedTuple):
@@ -95,9 +95,9 @@ def survey(
             return _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
     layout, estimator = model.layout, spec.build_estimator()
     with plain(model.members, theta):
-        taps = Taps(model.model, layout.names)
-        run = partial(_run, model, taps, theta, batches, seed=seed, mesh=mesh, context=context)
-        accumulator, fallbacks = spec.accumulator(layout, theta, taps.taps)
+        hooks = LayerHooks(model.model, layout.names)
+        run = partial(_run, model, hooks, theta, batches, seed=seed, mesh=mesh, context=context)
+        accumulator, fallbacks = spec.accumulator(layout, theta, hooks.layers)
         # rows' own scores are what the gradient is made of: it is exact at no cost
         free = isinstance(estimator, EmpiricalFisherOfRows)
         halves = halves_of(num_rows, layout.dim, seed) if gradient and not free else None
@@ -140,7 +140,7 @@ def _require_finite(what: str, value: Tensor) -> None:
 
 def _run(
     model: BayesianModel,
-    taps: Taps,
+    hooks: LayerHooks,
     theta: Tensor,
     batches: Batches,
     jobs: list[Job],
@@ -153,15 +153,15 @@ def _run(
     """Tell the accumulators of some rows; their log-likelihood and terms."""
     kind = CausalPass if isinstance(model, BayesianModelForCausalLM) else OutputPass
     mine = _share(rows, mesh)
-    one = kind(model, taps, jobs, mine, seed)
-    with taps.open(), torch.enable_grad():
+    one = kind(model, hooks, jobs, mine, seed)
+    with hooks.open(), torch.enable_grad():
         for batch in batches(mine):
             # a tensor that two modules own needs the gradient of each row whole
-            for part in pieces(batch, 1 if any(tap.tied for tap in taps.taps) else None):
+            for part in pieces(batch, 1 if any(layer.tied for layer in hooks.layers) else None):
                 with context():
-                    one.look(part)
+                    one.add_batch(part)
     if one.num_terms:  # without terms nobody reads a language model's head
-        taps.check_all_called()
+        hooks.check_all_called()
     if mesh is not None and mesh.data_size > 1:
         for _, accumulators in jobs:
             for accumulator in accumulators:

@@ -178,8 +178,8 @@ FAULTS = (
           ("methods/mcmc/test_penalty.py::test_langevin_acceptance_uses_both_proposal_densities",)),
     # -- Gaussians
     Fault("mean_field: the prior counts twice", "methods/variational/mean_field.py",
-          "torch.add(pull, prior_pull, alpha=self.prior_weight)",
-          "torch.add(pull, prior_pull, alpha=2 * self.prior_weight)",
+          "torch.add(grad_log_lik, grad_log_prior, alpha=self.prior_weight)",
+          "torch.add(grad_log_lik, grad_log_prior, alpha=2 * self.prior_weight)",
           ("methods/variational/test_mean_field.py::test_temper_says_whether_the_prior_is_tempered",)),
     Fault("mean_field: the entropy without T", "methods/variational/mean_field.py",
           "mul_(std).div_(self.temperature).sub_(1)", "mul_(std).sub_(1).div_(self.temperature)",

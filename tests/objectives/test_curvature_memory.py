@@ -170,9 +170,9 @@ def test_the_bound_catches_a_pass_that_keeps_module_inputs(monkeypatch: pytest.M
     kept: list[Any] = []
     add = DiagonalSum.add
 
-    def keep(self: DiagonalSum, share: Any) -> None:
-        kept.append(share)
-        add(self, share)
+    def keep(self: DiagonalSum, record: Any) -> None:
+        kept.append(record)
+        add(self, record)
 
     monkeypatch.setattr(DiagonalSum, "add", keep)
     assert not measured("diagonal", checkpointing=True).within_bound

@@ -63,7 +63,7 @@ def run(made: Problem, *, batch: int = 3, **changes: Any) -> Survey:
         return survey(model, theta, made.batches(batch), len(made.rows), spec, **options)
 
 
-def pulls(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
+def cotangents(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
     streams = brute_force.uniform_streams(rows, lambda s, row: generator(0, "labels", s, row), samples or 0)
     return brute_force.cotangents(made, rows, estimator, samples, streams)
 
@@ -81,7 +81,7 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
     family: str, part: str, task: str, estimator: str, samples: int | None
 ) -> None:
     made, rows = looked(family, part, task)
-    expected = brute_force.outer(rows, pulls(made, rows, estimator, samples))
+    expected = brute_force.outer(rows, cotangents(made, rows, estimator, samples))
     tolerance = TOLERANCE.get(family, 1e-7)
     for structure in ("full", "diagonal", "low_rank"):
         found = run(made, estimator=estimator, num_samples=samples, structure=structure, rank=400)
@@ -100,7 +100,7 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
 @pytest.mark.parametrize("rank", [3, 8])
 def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: str, rank: int) -> None:
     made, rows = looked(family, part, task)
-    values, vectors = torch.linalg.eigh(brute_force.outer(rows, pulls(made, rows, "ef_token", None)))
+    values, vectors = torch.linalg.eigh(brute_force.outer(rows, cotangents(made, rows, "ef_token", None)))
     expected = vectors[:, -rank:] * values[-rank:] @ vectors[:, -rank:].T  # at most nine terms: the sketch has them all
     found = run(made, estimator="ef_token", num_samples=None, structure="low_rank", rank=rank, gradient=False)
     assert found.curvature.columns.shape[1] <= rank  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def test_kfac_is_its_dense_definition(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
     made, rows = looked(family, part, task)
-    expected = brute_force.kfac(made, rows, pulls(made, rows, estimator, samples), sharing)
+    expected = brute_force.kfac(made, rows, cotangents(made, rows, estimator, samples), sharing)
     found = run(made, estimator=estimator, num_samples=samples, structure="kronecker", sharing=sharing, gradient=False)
     assert error(found.curvature.dense(), expected) < TOLERANCE.get(family, 1e-7)
 
@@ -122,16 +122,16 @@ def test_kfac_is_its_dense_definition(
 def test_the_comparison_catches_wrong_curvatures() -> None:
     """Broken twins: the wrong square, the wrong labels, the wrong N, other weight sharing."""
     made, rows = looked("gpt2", "lora", "lm")
-    per_token = brute_force.outer(rows, pulls(made, rows, "ef_token", None))
-    per_row = brute_force.outer(rows, pulls(made, rows, "ef_sequence", 1))
+    per_token = brute_force.outer(rows, cotangents(made, rows, "ef_token", None))
+    per_row = brute_force.outer(rows, cotangents(made, rows, "ef_sequence", 1))
     assert error(run(made, estimator="ef_sequence", structure="full").curvature.dense(), per_token) > 0.01
     assert error(run(made, estimator="ef_token", num_samples=None, structure="full").curvature.dense(), per_row) > 0.01
     assert error(run(made, estimator="ggn", num_samples=2, seed=1, structure="full").curvature.dense(),
-                 brute_force.outer(rows, pulls(made, rows, "ggn", 2))) > 0.01  # fmt: skip
+                 brute_force.outer(rows, cotangents(made, rows, "ggn", 2))) > 0.01  # fmt: skip
     doubled = run(made, estimator="ef_sequence", structure="full", scale=2.0)
     assert error(doubled.curvature.dense(), 2 * per_row) < 1e-7
     assert error(doubled.curvature.dense(), per_row) > 0.01
-    reduce = brute_force.kfac(made, rows, pulls(made, rows, "ef_sequence", 1), "reduce")
+    reduce = brute_force.kfac(made, rows, cotangents(made, rows, "ef_sequence", 1), "reduce")
     assert error(run(made, estimator="ef_sequence", structure="kronecker").curvature.dense(), reduce) > 0.01
 
 
@@ -196,8 +196,8 @@ def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
     made, rows = looked(family, part, task)
-    own_pulls, tolerance = pulls(made, rows, estimator, samples), TOLERANCE.get(family, 1e-7)
-    moments, options = brute_force.outer(rows, own_pulls), {"estimator": estimator, "num_samples": samples}
+    own_cotangents, tolerance = cotangents(made, rows, estimator, samples), TOLERANCE.get(family, 1e-7)
+    moments, options = brute_force.outer(rows, own_cotangents), {"estimator": estimator, "num_samples": samples}
     found, plain = (
         run(made, structure=structure, sharing=sharing, gradient=False, **options).curvature.blocks  # type: ignore[attr-defined]
         for structure in ("kronecker_corrected", "kronecker")
@@ -216,7 +216,7 @@ def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
         assert torch.equal(block.right, before.right)
         basis = torch.kron(block.left.contiguous(), block.right.contiguous())
         wanted = (basis.T @ own @ basis).diagonal().view_as(block.eigenvalues)
-        factors = brute_force.factors(made, name, rows, own_pulls, sharing)
+        factors = brute_force.factors(made, name, rows, own_cotangents, sharing)
         for axis, (factor, size, vectors) in enumerate(zip(*factors, (block.left, block.right), strict=True)):
             # below the rounding of what was summed, of float32 within some modules: 0
             null = (vectors.T @ factor @ vectors).diagonal() < (1e-12 if family == "llama" else 1e-14) * size
@@ -266,7 +266,7 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
     made.head = torch.nn.Identity()
     made.subspace = "wte"
     rows = brute_force.look(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
-    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     assert error(run(made, structure="full", num_samples=2).curvature.dense(), expected) < 1e-7
     for structure in ("diagonal", "kronecker"):
         found = run(made, structure=structure, num_samples=2)
@@ -282,7 +282,7 @@ def test_a_module_called_twice_is_summed_or_refused() -> None:
     made.subspace = "layer.0.attention.self.query"
     made.head = made.model.classifier  # type: ignore[assignment]
     rows = brute_force.look(made)
-    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     for structure in ("full", "low_rank"):
         assert error(run(made, structure=structure, num_samples=2).curvature.dense(), expected) < 1e-7
     for structure in ("diagonal", "kronecker"):
@@ -326,8 +326,8 @@ def test_a_parameter_that_no_forward_reads_is_refused() -> None:
 
 def test_a_long_side_gets_a_diagonal_factor() -> None:
     made, rows = looked("gpt2", "head", "lm")
-    own = pulls(made, rows, "ggn", 2)
-    g = torch.cat([row.pull(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
+    own = cotangents(made, rows, "ggn", 2)
+    g = torch.cat([row.vjp(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
     x = torch.cat([row.inputs["lm_head.weight"] for row in rows])
     found = run(made, structure="kronecker", num_samples=2, max_factor=4)
     assert found.curvature.blocks[0].left is None  # type: ignore[attr-defined]
@@ -341,9 +341,9 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
     sources: dict[str, int] = {}
     add = KroneckerSum.add
 
-    def spy(self: KroneckerSum, share: Any) -> None:
-        sources[share.tap.path.split("self_attn.")[1]] = share.source
-        add(self, share)
+    def spy(self: KroneckerSum, record: Any) -> None:
+        sources[record.layer.path.split("self_attn.")[1]] = record.source
+        add(self, record)
 
     monkeypatch.setattr(KroneckerSum, "add", spy)
     run(made, structure="kronecker", gradient=False)

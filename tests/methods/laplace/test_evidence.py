@@ -18,7 +18,7 @@ from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.evidence import BOUNDS, Expansion, groups, maximise
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import looked, pulls
+from tests.objectives.test_curvature_pass import cotangents, looked
 
 
 def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
@@ -50,7 +50,7 @@ def test_kfac_evidence_of_a_classifier_matches_dense_matrices(
         made.model, made.rows, config, subspace=made.subspace, collate=brute_force.pad, batch_size=2
     )
     (note,), (tau,) = posterior.config.diagnostics["laplace"], chosen
-    covariance, own = posterior.approximation.covariances[0], pulls(made, rows, "ggn", None)
+    covariance, own = posterior.approximation.covariances[0], cotangents(made, rows, "ggn", None)
     theta = posterior.approximation.means[0]
     log_lik = brute_force.log_lik(made, rows)
 

@@ -91,19 +91,19 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def test_a_negative_square_is_stored_as_below_noise_not_as_zero() -> None:
     torch.manual_seed(0)
-    first, pull = torch.randn(4), torch.zeros(4)
+    first, prior_gradient = torch.randn(4), torch.zeros(4)
     opposed = torch.stack([first, -first])  # halves that say the opposite: no gradient that they agree on
-    report = how_far(Slope(opposed, 2, 40), pull, Diagonal(torch.ones(4)), 1.0)
+    report = how_far(Slope(opposed, 2, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
     assert report == {
         "gradient_norm": None, "displacement": None, "gradient_rows": 2,
         "below_noise": ["gradient_norm", "displacement"],
     }  # fmt: skip
     assert json.loads(json.dumps(report)) == report
-    found = how_far(Slope(torch.stack([first, first]), 2, 40), pull, Diagonal(torch.full((4,), 0.1)), 1.0)
+    found = how_far(Slope(torch.stack([first, first]), 2, 40), prior_gradient, Diagonal(torch.full((4,), 0.1)), 1.0)
     assert found["gradient_norm"] == pytest.approx(float(first.norm()), rel=1e-6)
     assert found["displacement"] == pytest.approx(float(0.1 * first.norm()) / 2, rel=1e-6)
     assert "below_noise" not in found
-    exact = how_far(Slope(torch.zeros(2, 4), 40, 40), pull, Diagonal(torch.ones(4)), 1.0)
+    exact = how_far(Slope(torch.zeros(2, 4), 40, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
     assert (exact["gradient_norm"], exact["displacement"]) == (0, 0)  # of all rows zero is zero
 
 
