@@ -46,7 +46,7 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
-        self.tail = LastFeedForward(core, self.context)
+        self.last_feed_forward = LastFeedForward(core, self.context)
         self.blocked = BlockedLinears(core, [item.module for item in self.stacked])
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
@@ -70,7 +70,7 @@ class Members:
         for item in self.stacked:
             item.install()
         self.trunk.install()
-        self.tail.install()
+        self.last_feed_forward.install()
         self.blocked.install()
 
     def remove(self) -> None:
@@ -79,7 +79,7 @@ class Members:
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
-        self.tail.remove()
+        self.last_feed_forward.remove()
         self.blocked.remove()
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
@@ -87,7 +87,7 @@ class Members:
     def require_attached(self) -> None:
         """Check that the model has its member axis. Without it, all members would be equal, with EU 0.
 
-        ``bind`` and ``single_member.plain`` call this, and so do all predictions of ``BayesianModel``.
+        ``bind`` and ``single_member.as_single_model`` call this, and so do all predictions of ``BayesianModel``.
 
         Raises:
             ValueError: if the member axis has been removed.

@@ -4,7 +4,7 @@ The model is called with M * B folded rows, so everything that it derives from t
 right shape. Hooks cut the inputs of the trunk's blocks to B rows, and repeat them to M * B rows at the first random
 block. A hook that does not fire costs time and never correctness, because the rows that it would have cut are copies.
 
-If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.once``). A
+If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.run_once``). A
 ``TrunkMemory`` keeps the trunk's output for rows that occur again.
 """
 
@@ -64,7 +64,7 @@ class Trunk:
         self.handles = []
 
     @contextmanager
-    def once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+    def run_once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
         """Run the trunk only in the first of several passes over the same rows, until the end of the block.
 
         If the model calls a block of the trunk again after the trunk's last block (ALBERT has one block for all

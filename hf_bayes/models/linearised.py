@@ -20,7 +20,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
-from hf_bayes.members.single_member import plain
+from hf_bayes.members.single_member import as_single_model
 from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.output_covariance import covariance_of_outputs, head_covariance
@@ -94,7 +94,7 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     components = []
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
-        with torch.inference_mode(False), torch.enable_grad(), plain(model.members, mean), hooks.open():
+        with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
             size = None if head else max(1, JACOBIAN_BUDGET // (model.layout.dim * model.config.num_labels))
             parts = [_of_batch(model, hooks, head, mean, covariance, part) for part in _rows_of(inputs, size)]
         components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])

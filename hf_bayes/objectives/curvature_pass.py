@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.module_hooks import LayerHooks, pieces
-from hf_bayes.members.single_member import plain
+from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.laplace.accumulators import GradientSum
 from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.estimators import EmpiricalFisherOfRows
@@ -91,10 +91,10 @@ def survey(
     spec.check_size(model.layout.dim, None, None)
     everything = range(num_rows)
     if spec.estimator == "hessian":
-        with plain(model.members, theta) as random:
+        with as_single_model(model.members, theta) as random:
             return _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
     layout, estimator = model.layout, spec.build_estimator()
-    with plain(model.members, theta):
+    with as_single_model(model.members, theta):
         hooks = LayerHooks(model.model, layout.names)
         run = partial(_run, model, hooks, theta, batches, seed=seed, mesh=mesh, context=context)
         accumulator, fallbacks = spec.accumulator(layout, theta, hooks.layers)

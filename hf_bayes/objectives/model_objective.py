@@ -251,7 +251,7 @@ class ModelObjective:
         trunk = self.model.members.trunk
         if shared != self.shared or (self.model.training and trunk.has_dropout):
             return nullcontext()
-        return trunk.once(batch)
+        return trunk.run_once(batch)
 
     def _seed_dropout(self, members: slice, step: int, micro: int) -> None:
         """Make dropout masks a function of seed, chain, step and micro-batch, so that a resumed run draws the same."""

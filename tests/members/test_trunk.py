@@ -313,7 +313,7 @@ def test_memory_keeps_nothing_of_blocks_that_run_again() -> None:
     with torch.no_grad(), attach(model, subspace="last_layer", num_members=2) as bayesian:
         trunk = bayesian.members.trunk
         trunk.memory = TrunkMemory(1e9)
-        with trunk.once(batch()), bayesian.members.bind(bayesian.theta):
+        with trunk.run_once(batch()), bayesian.members.bind(bayesian.theta):
             bayesian.members.forward(batch())
     assert not trunk.memory.rows
 

@@ -249,7 +249,7 @@ FAULTS = (
           "return base if single is None else context.repeat(base)", "pass",
           ("members/test_stacked.py::test_a_disabled_adapter_leaves_the_base_model",)),
     Fault("threads do not wait for each other", "models/prediction_mode.py",
-          "with self.turns, nullcontext() if not self.training else evaluating(self):",
+          "with self.lock, nullcontext() if not self.training else evaluating(self):",
           "with nullcontext() if not self.training else evaluating(self):",
           ("models/test_token_uncertainty.py::test_threads_that_ask_one_model_take_turns",)),
     Fault("views of members are kept by the name of theta alone", "members/engine.py",
