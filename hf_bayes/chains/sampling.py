@@ -74,8 +74,8 @@ def sample(
             ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
             may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
             the support it is NaN or infinite, or raises an exception of ``energy_objective.OUTSIDE_SUPPORT``.
-        theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
-            apart (relative to the RMS of theta, to 0.01 if it is zero).
+        theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
+            ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
         num_steps: updates.
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
@@ -99,7 +99,7 @@ def sample(
     plan.check_method(method, batches)
     plan.check_seed(seed)
     plan.check_batches(method, batches, batches_per_step, batch_fraction)
-    start = plan.starts_of(theta, method, seed)
+    start = plan.starting_points(theta, method, seed)
     burned = plan.burn_in_of(burn_in, num_steps)
     draw_steps = plan.draw_steps_of(num_steps, burned, thin)
     rates = plan.rates_of(learning_rate, num_steps, method, draw_steps)
@@ -156,8 +156,8 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
         warnings.warn(
             f"{name}: {len(still)} of {acceptance.shape[1]} chains (the first is {still[0]}) accept nothing after "
             f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
-            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or starts "
-            "of higher probability",
+            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or "
+            "starting points of higher probability",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""The plan of ``sample``: checks of its arguments, and starts, draws and step sizes before the first update."""
+"""The plan of ``sample``: checks of its arguments, and starting points, draws and step sizes of the run."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def check_batches(
         )
 
 
-def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
-    """Return the starts of the chains [M, d], a fresh tensor."""
+def starting_points(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
+    """Return the starting points of the chains [M, d], a fresh tensor."""
     if not isinstance(theta, Tensor):
         raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
     if theta.dtype not in (torch.float32, torch.float64):
@@ -131,15 +131,15 @@ def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
                 f"{method.name} is not used: leave it out, or give one start [d]",
                 stacklevel=3,
             )
-        starts = theta.clone(memory_format=torch.contiguous_format)
+        points = theta.clone(memory_format=torch.contiguous_format)
     else:
         centre = theta.expand(method.num_chains, -1)
         scale = theta.square().mean().sqrt().item() or 0.01
         rngs = [generator(seed, "init", chain, device=theta.device) for chain in range(method.num_chains)]
-        starts = centre + method.init_jitter * scale * randn(rngs, centre)
-    if not bool(torch.isfinite(starts).all()):
+        points = centre + method.init_jitter * scale * randn(rngs, centre)
+    if not bool(torch.isfinite(points).all()):
         raise ValueError("theta has non-finite elements: chains must start at finite points")
-    return starts
+    return points
 
 
 def rates_of(

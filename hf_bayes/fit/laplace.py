@@ -143,7 +143,7 @@ def _fit(
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
-        count(heldout, name="heldout", halves=config.requirements.heldout == "halves")
+        count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)
@@ -156,13 +156,13 @@ def _fit(
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
     likelihood = model.likelihood
     try:
-        revision = config.revise(theta, objective.look, problem)
-        if revision.noise_std is not None:
-            model.likelihood = Normal(revision.noise_std)
+        found = config.final_pass(theta, objective.data_pass, problem)
+        if found.noise_std is not None:
+            model.likelihood = Normal(found.noise_std)
         verdict = f"a Gaussian around {len(theta)} given points: not assessed"
         return to_posterior(
-            model, revision.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
-            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **revision.report},
+            model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
+            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **found.report},
             prior=None if inherited is None else inherited.record,
         )  # fmt: skip
     finally:

@@ -31,7 +31,7 @@ def count_terms(
     batch_size: int = 64,
     progress: bool = True,
     name: str = "train_dataset",
-    halves: bool = False,
+    both_halves: bool = False,
     by_row: str | None = None,
     check: Callable[..., None] | None = None,
 ) -> TermCount:
@@ -42,7 +42,7 @@ def count_terms(
         shift: whether labels are those of the next token.
         num_outputs: of the model, which its labels must fit; None looks at no label's value.
         name: what the caller calls it.
-        halves: whether its even and its odd rows must each hold terms.
+        both_halves: whether its even and its odd rows must each hold terms.
         by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
             collator may pack rows.
         check: of inputs, such as a model's ``InputCheck``.
@@ -77,7 +77,7 @@ def count_terms(
         raise ValueError(
             f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
         )
-    if halves and not bool(parts.all()):
+    if both_halves and not bool(parts.all()):
         raise ValueError(
             f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
             "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"

@@ -86,7 +86,7 @@ def start_run(
         scale: the size of the data and of an update.
         num_steps: updates of the run.
         learning_rate: the peak of its schedule.
-        seed: of starts, noise and dropout masks.
+        seed: of starting points, noise and dropout masks.
         start: [d], the weights that chains start around; None: those of the model.
         theta: [M, d], where the chains of this process start; None draws them around ``start``.
         inherited: the posterior that is the prior; None takes the method's own prior.

@@ -72,7 +72,7 @@ class ProbeConvergence:
         They do not stand for draws where chains go in cycles, or are not themselves what the run ends in.
         """
         active, method = self._active, self._active.method
-        visited = method.requirements.draws_are_chain_states and not method.requirements.one_more_pass
+        visited = method.requirements.draws_are_chain_states and not method.requirements.final_pass
         sampled = visited and method.temperature > 0 and method.schedule is None
         interval = active.monitor.probe_steps
         burned = active.problem.burn_in // interval if interval else 0

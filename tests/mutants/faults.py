@@ -68,21 +68,21 @@ FAULTS = (
           """\
         momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
         theta = state.theta + step_size * momentum
-        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
 """,
           """\
         h0 = math.sqrt(problem.learning_rate / problem.num_data)  # the buffer is h0 times the momentum of the state
         fresh = noise_std * math.sqrt(h / h0) * randn(rngs, state.theta) - step_size * gradient
         momentum = config.momentum * state.momentum + h / h0 * fresh
         theta = state.theta + h0 * momentum
-        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
         momentum = h0 / h * momentum
 """, (CYCLES,)),
     Fault("sghmc: beta is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
           "decay = 1 - h * friction", "decay = self.config.momentum", (CYCLES,)),
     Fault("sghmc: momenta start at N(0, I), whatever T", "methods/sgmcmc/sghmc.py",
-          "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)",
-          "SGHMCState(theta, randn(rngs, theta), step, account)",
+          "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, noise_statistics)",
+          "SGHMCState(theta, randn(rngs, theta), step, noise_statistics)",
           ("methods/sgmcmc/test_laws.py::test_momenta_start_at_their_stationary_law[sghmc]",)),
     Fault("sgld: noise without sqrt(2)", "methods/sgmcmc/sgld.py",
           "math.sqrt(2 * step_size * self.temperature) * randn", "math.sqrt(step_size * self.temperature) * randn",
@@ -104,7 +104,7 @@ FAULTS = (
           "return SGHMCEulerState(theta, momentum,", "return SGHMCEulerState(state.theta + h * momentum, momentum,",
           (law("sghmc_euler"),)),
     Fault("gradient noise is added to the injected noise, not taken off", "methods/sgmcmc/gradient_noise.py",
-          "injected - brought", "injected + brought",
+          "injected - from_gradient", "injected + from_gradient",
           ("methods/sgmcmc/test_gradient_noise.py::test_corrected_euler_is_the_noise_of_posteriors_beta",)),
     Fault("preconditioner: the most sensitive tensor has mass 1", "methods/sgmcmc/preconditioner.py",
           "sigma / sigma.amin(1, keepdim=True)", "sigma / sigma.amax(1, keepdim=True)",

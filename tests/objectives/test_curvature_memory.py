@@ -17,7 +17,7 @@ from hf_bayes.methods.laplace.accumulators import OVERSAMPLING, DiagonalSum
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from tests import tiny_models as models
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -123,7 +123,7 @@ def measured(structure: str, *, checkpointing: bool = False, part: str = "lora")
 
         def look() -> None:
             spec = CurvatureSpec(structure=structure, rank=RANK)
-            survey(bayesian, theta, lambda rows: [batch], case.rows, spec, gradient=False)
+            run_curvature_pass(bayesian, theta, lambda rows: [batch], case.rows, spec, gradient=False)
 
         kept, decomposing = theta.nbytes, 0
         if structure.startswith("kronecker"):

@@ -22,7 +22,7 @@ from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import Survey, survey
+from hf_bayes.objectives.curvature_pass import CurvaturePassResult, run_curvature_pass
 from tests import tiny_models as models
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import Problem, Row, problem
@@ -55,12 +55,12 @@ def looked(family: str, part: str, task: str) -> tuple[Problem, list[Row]]:
     return _CACHE[key]
 
 
-def run(made: Problem, *, batch: int = 3, **changes: Any) -> Survey:
+def run(made: Problem, *, batch: int = 3, **changes: Any) -> CurvaturePassResult:
     options = {k: changes.pop(k) for k in ("scale", "gradient", "seed") if k in changes}
     noise = brute_force.NOISE if made.task == "regression" else None
     with attach(made.model, subspace=made.subspace, noise_std=noise) as model:
         theta, spec = model.theta[0].detach(), CurvatureSpec(**changes)
-        return survey(model, theta, made.batches(batch), len(made.rows), spec, **options)
+        return run_curvature_pass(model, theta, made.batches(batch), len(made.rows), spec, **options)
 
 
 def cotangents(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
@@ -92,8 +92,8 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
     slope = sum(
         torch.einsum("tcd,tc->d", row.jacobian, brute_force.score(made, row.logits, row.labels)) for row in rows
     )
-    assert found.slope is not None
-    assert error(found.slope.mean, torch.as_tensor(slope)) < tolerance
+    assert found.gradient is not None
+    assert error(found.gradient.mean, torch.as_tensor(slope)) < tolerance
 
 
 @problems
@@ -174,7 +174,9 @@ def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
 
     with attach(made.model, subspace=made.subspace) as model:
         theta = model.theta[0].detach()
-        found, expected = (survey(model, theta, batches, 3, spec) for batches in (unmasked, made.batches(1)))
+        found, expected = (
+            run_curvature_pass(model, theta, batches, 3, spec) for batches in (unmasked, made.batches(1))
+        )
     assert error(found.curvature.dense(), expected.curvature.dense()) < 1e-9  # float64 sums in another order
 
 
@@ -313,7 +315,7 @@ def test_modules_whose_rows_are_not_the_batchs_are_refused(family: str, rows: in
         attach(model, subspace=subspace) as bayesian,
         pytest.raises(ValueError, match=r"its module was called with \d rows, expected \d: .*leave it out of"),
     ):
-        survey(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
+        run_curvature_pass(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
 
 
 def test_a_parameter_that_no_forward_reads_is_refused() -> None:
@@ -364,7 +366,7 @@ def test_the_pass_disables_dropout_and_restores_the_model() -> None:
         before = {name: (value.clone(), value.requires_grad) for name, value in made.model.named_parameters()}
         forwards = [vars(module).get("forward") for module in made.model.modules()]
         spec = CurvatureSpec(num_samples=2)
-        found = [survey(model, theta + shift, made.batches(3), 3, spec) for shift in (0, 0, 1)]
+        found = [run_curvature_pass(model, theta + shift, made.batches(3), 3, spec) for shift in (0, 0, 1)]
         assert all(module.training for module in made.model.modules())
         assert [vars(module).get("forward") for module in made.model.modules()] == forwards
         for name, value in made.model.named_parameters():
@@ -389,7 +391,7 @@ def test_activation_checkpointing_changes_nothing_and_recomputes(part: str) -> N
                 models.switch_on_checkpointing(model)
             calls.clear()
             spec = CurvatureSpec(structure="kronecker")
-            found.append(survey(model, model.theta[0].detach(), made.batches(3), 3, spec))
+            found.append(run_curvature_pass(model, model.theta[0].detach(), made.batches(3), 3, spec))
             runs = len(calls)
         assert runs == (3 if checkpointing else 1)  # once forward, once for each of two backward passes
     handle.remove()

@@ -166,11 +166,11 @@ class RowSum(Accumulator):
         self.rows = self.like.new_zeros(num_rows, self.layout.dim)
 
     def add(self, record: Any) -> None:
-        starts = dict(zip(self.layout.names, torch.tensor([0, *self.layout.sizes]).cumsum(0).tolist(), strict=False))
+        offsets = dict(zip(self.layout.names, torch.tensor([0, *self.layout.sizes]).cumsum(0).tolist(), strict=False))
         for rows, found in self._by_rows(record):
             for name, value in found.items():
                 flat = value.flatten(1)
-                self.rows[rows, starts[name] : starts[name] + flat.shape[1]] += flat
+                self.rows[rows, offsets[name] : offsets[name] + flat.shape[1]] += flat
 
     def end_vjp(self) -> None:
         self._take(self.rows)
