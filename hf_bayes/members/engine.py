@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
 from hf_bayes.members.last_feed_forward import LastFeedForward
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
-from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.trunk import Trunk
 
 FOLDED_ROWS = 1024
 """Rows (members x sequences x positions) of one pass. With more rows, several passes are faster, because their

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Likelihood

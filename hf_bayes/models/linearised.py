@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.output_covariance import covariance_of_outputs, head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS

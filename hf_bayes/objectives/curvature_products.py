@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.module_hooks import LayerHooks, LayerRecord
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.methods.laplace.accumulators import Accumulator
 from hf_bayes.methods.laplace.estimators import Estimator, Terms
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import per_tensor_mean
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
 
 

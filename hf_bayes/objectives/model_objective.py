@@ -17,7 +17,7 @@ from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.types import Evaluation, HeldOut, Info
 from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.curvature_pass import Batches, CurvaturePassResult, run_curvature_pass

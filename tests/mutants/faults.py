@@ -214,7 +214,7 @@ FAULTS = (
           "covariance = temper(curvature, precision, temperature=self.temperature / self.strength, what=self.temper)",
           ("models/test_inherited_prior.py::test_each_structure_adds_lambda_times_the_curvature[diagonal]",)),
     # -- the member axis and what is made of it
-    Fault("folding: row b * M + m in place of m * B + b", "members/trunk.py",
+    Fault("folding: row b * M + m in place of m * B + b", "members/inputs.py",
           "return value.repeat(num_members, *[1] * (value.ndim - 1))",
           "return value.repeat_interleave(num_members, dim=0)", (FOLDED,)),
     Fault("folding: every member has the adapter of the first", "members/stacked.py",
@@ -316,7 +316,7 @@ FAULTS = (
           "        if found:\n            break\n    loaders",
           '        if found:\n            return TASKS["sequence_classification"]\n    loaders',
           ("models/test_recognition.py::test_another_head_is_refused_by_name_and_left_as_it_was",)),
-    Fault("images belong to rows only where there are as many", "members/trunk.py",
+    Fault("images belong to rows only where there are as many", "members/inputs.py",
           "if value.shape[0] == num_rows or name in PICTURES:", "if value.shape[0] == num_rows:",
           ("models/test_image_text.py::test_the_first_image_of_another_row_is_caught",)),
     Fault("a registered pipeline takes the tokenizer of the base", "pipelines/registration.py",
