@@ -24,6 +24,9 @@ class Requirements:
             one batch from each process.
         gradient_variance: "needed": an evaluation without ``grad_variance`` is refused. "useful": it is estimated where
             that costs little. "none": it is not estimated.
+        gradient_variance_setting: the setting that makes this variance needed, as error messages quote it.
+        tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
+        tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
@@ -41,6 +44,9 @@ class Requirements:
     min_batches: int = 1
     allows_private_rows: bool = False
     gradient_variance: Need = "none"
+    gradient_variance_setting: str = ""
+    tensor_names_setting: str = ""
+    tensor_scales_setting: str = ""
     final_pass: bool = False
     all_chains_in_one_pass: bool = False
     heldout: Literal["none", "whole", "split"] = "none"

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def fit_laplace(
     heldout: Any = None,
     seed: int = 0,
 ) -> Posterior:
-    """The Laplace approximation around weights that are there: of a finished adapter, or of each draw of a posterior.
+    """Return the Laplace approximation around given weights: a finished adapter, or each draw of a posterior.
 
     Of several processes (``torchrun``) all must call it: they share the rows, and each returns the whole.
 
@@ -78,37 +79,50 @@ def fit_laplace(
         ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
             not positive definite.
     """
-    config: Any = METHODS["laplace"]() if method is None else method
-    if getattr(config, "name", None) != "laplace":
-        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    config = _checked_config(method)
     require_seed(seed)
     _refuse_to_choose(config, heldout)
     _check_data(data, heldout, batch_size, num_data, data_unit)
-    if isinstance(model, (str, os.PathLike)):
-        model = _load(model)
-    owned = not isinstance(model, BayesianModel)
-    if not owned and noise_std is not None:
-        raise ValueError(
-            f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
-            f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
-        )
-    if owned and noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
-        noise_std = 1.0
-    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
-    if not owned and bayesian.posterior is not None:
-        subspace = bayesian.posterior.config.subspace
-    try:
+    with _as_bayesian(model, config, subspace, noise_std) as bayesian:
         refuse_frozen_adapter(bayesian)
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)
+        if bayesian.posterior is not None:
+            subspace = bayesian.posterior.config.subspace
         return _fit(
             bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
             tokenizer, heldout, seed, inherited,
         )  # fmt: skip
+
+
+def _checked_config(method: MethodConfig | None) -> Any:
+    config: Any = METHODS["laplace"]() if method is None else method
+    if getattr(config, "name", None) != "laplace":
+        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    return config
+
+
+@contextmanager
+def _as_bayesian(model: Any, config: Any, subspace: str, noise_std: float | None) -> Iterator[BayesianModel]:
+    """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards."""
+    if isinstance(model, (str, os.PathLike)):
+        model = _load(model)
+    if isinstance(model, BayesianModel):
+        if noise_std is not None:
+            raise ValueError(
+                f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
+                f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+            )
+        yield model
+        return
+    if noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
+        noise_std = 1.0
+    bayesian = attach(model, subspace=subspace, noise_std=noise_std)
+    try:
+        yield bayesian
     finally:
-        if owned:
-            bayesian.detach()
+        bayesian.detach()
 
 
 def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:

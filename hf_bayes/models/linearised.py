@@ -74,8 +74,8 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
     if model.posterior is None or not isinstance(model.posterior.approximation, Gaussian):
         found = "none" if model.posterior is None else f"one of {model.posterior.config.approximation}"
         raise ValueError(
-            f"linearise needs a Gaussian posterior, got {found}: load one that fit_laplace or mean_field has made, "
-            "or predict by members"
+            f"linearise needs a Gaussian posterior, got {found}: load one whose method makes a "
+            "Gaussian (docs/laplace.md), or predict by members"
         )
     return Linearisation(model.posterior.approximation, link)
 

@@ -303,12 +303,25 @@ class ModelOfUpdate:
                         noise.add(members, part)
         variance = None
         if split_rows and grad is not None and self._count == 1:
-            variance = between_halves(objective, theta, objective.prepare(self._mine[0]), -grad, step=self._step)
+            variance = self._variance_between_halves(theta, -grad)
         log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
         if objective.private is not None:
             log_liks = objective.private.contribution(log_liks)
             grad = None if grad is None else objective.private.weight * grad
         return self._on_all_data(log_liks, grad, noise, variance, len(chosen))
+
+    def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
+        """Return the variance of ``grad`` [M, d], of minus the log-likelihood on the update's single micro-batch."""
+        objective, batch = self._objective, self._objective.prepare(self._mine[0])
+        chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
+        options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
+        return between_halves(
+            objective.model,
+            batch,
+            grad,
+            lambda half, number: objective.passes(theta, half, micro=number, **options),
+            num_groups=1 if objective.shared else len(objective.chains),
+        )
 
     def _on_all_data(
         self,

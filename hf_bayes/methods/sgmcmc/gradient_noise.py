@@ -43,7 +43,10 @@ class LangevinConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
+        return Requirements(
+            gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
+            gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,10 @@ class CorrectedLangevinConfig(LangevinConfig):
 
     @property
     def requirements(self) -> Requirements:
-        requirements = super().requirements
-        return replace(requirements, gradient_variance="needed") if self.correct_gradient_noise else requirements
+        if not self.correct_gradient_noise:
+            return super().requirements
+        setting = "correct_gradient_noise=True"
+        return replace(super().requirements, gradient_variance="needed", gradient_variance_setting=setting)
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:

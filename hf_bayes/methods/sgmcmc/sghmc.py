@@ -29,12 +29,13 @@ This is the same chain in theta M^(1/2): lambda / M replaces lambda in the stati
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws
@@ -104,6 +105,11 @@ class SGHMCConfig(CorrectedLangevinConfig):
         self._check_count("preconditioner_batches", self.preconditioner_batches, minimum=1)
         if self.preconditioner_period is not None:
             self._check_count("preconditioner_period", self.preconditioner_period, minimum=1)
+
+    @property
+    def requirements(self) -> Requirements:
+        setting = "preconditioner='layerwise'" if self.preconditioner == "layerwise" else ""
+        return replace(super().requirements, tensor_scales_setting=setting)
 
     def build(self, problem: Problem) -> Rule[SGHMCState] | Rule[PreconditionedSGHMCState]:
         dynamics = Dynamics(self, problem)
