@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import UNNAMED, Problem
@@ -151,7 +151,7 @@ def check_batches(
     method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
 ) -> None:
     """Raise for numbers of batches with which the method, or any method, cannot run."""
-    if isinstance(batches_per_step, bool) or not isinstance(batches_per_step, int) or batches_per_step < 1:
+    if not is_count(batches_per_step):
         raise ValueError(f"batches_per_step must be an integer >= 1, got {batches_per_step!r}")
     if batches is None and batches_per_step > 1:
         raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
@@ -219,22 +219,21 @@ def rates_of(
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_finite_number(value) and bool(value > 0)
 
 
 def burn_in_of(burn_in: float, num_steps: int) -> int:
     """Return the number of updates before the first draw."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+    if not is_count(num_steps):
         raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
-    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in % 1 == 0))
-    if isinstance(burn_in, bool) or not whole:
+    if not is_finite_number(burn_in) or burn_in < 0 or (burn_in >= 1 and burn_in % 1 != 0):
         raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
     return burn_in_steps(burn_in, num_steps)
 
 
 def draw_steps_of(num_steps: int, burn_in: int, thin: int) -> range:
     """Return the updates, counted from 1, after which draws are taken."""
-    if isinstance(thin, bool) or not isinstance(thin, int) or thin < 1:
+    if not is_count(thin):
         raise ValueError(f"thin must be an integer >= 1, got {thin!r}")
     draw_steps = range(burn_in + thin, num_steps + 1, thin)
     if not draw_steps:

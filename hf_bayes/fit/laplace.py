@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import Problem
 from hf_bayes.distributed.mesh import ChainMesh
@@ -132,7 +133,7 @@ def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_un
             _require_rows(name, given)
     if heldout is not None and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
     if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
         raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")

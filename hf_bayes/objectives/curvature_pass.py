@@ -159,7 +159,7 @@ def _run(
     model: BayesianModel, hooks: LayerHooks, theta: Tensor, data: _Data, jobs: list[Job], rows: Sequence[int]
 ) -> list[float]:
     """Pass the VJPs of some rows to the accumulators, and return the rows' log-likelihood and number of terms."""
-    kind = CausalPass if isinstance(model, BayesianModelForCausalLM) else OutputPass
+    kind = CausalPass if model.shifts_labels else OutputPass
     own_rows = _share(rows, data.mesh)
     one = kind(model, hooks, jobs, own_rows, data.seed)
     with hooks.open(), torch.enable_grad():
@@ -197,7 +197,7 @@ def _hessian(
     spec: CurvatureSpec,
 ) -> CurvaturePassResult:
     """Return the result for the Hessian, computed column by column through the graph of the gradient."""
-    dim, causal, parameters = model.layout.dim, isinstance(model, BayesianModelForCausalLM), list(random.values())
+    dim, parameters = model.layout.dim, list(random.values())
     scale, mesh, num_rows = data.scale, data.mesh, data.num_rows
     matrix, gradient = theta.new_zeros(dim, dim), theta.new_zeros(dim)
     log_lik, num_terms = 0.0, 0.0
@@ -211,7 +211,7 @@ def _hessian(
                 if isinstance(model, BayesianModelForCausalLM):
                     inputs = model.numbered({**batch, "use_cache": False})
                 labels = inputs.pop("labels")
-                labels = next_tokens(labels, inputs.get("attention_mask")) if causal else labels
+                labels = next_tokens(labels, inputs.get("attention_mask")) if model.shifts_labels else labels
                 with data.context():
                     logits = model.members.forward(inputs).logits
                 labels = labels.flatten(0, logits.ndim - 2)
