@@ -53,7 +53,7 @@ class Bytes(NamedTuple):
     """
 
     step: int
-    look: int
+    data_pass: int
     kept: int
     gradients: int
     decomposing: int
@@ -61,7 +61,7 @@ class Bytes(NamedTuple):
 
     @property
     def within_bound(self) -> bool:
-        return self.look <= max(self.step + self.gradients, self.decomposing) + self.kept + self.tokens
+        return self.data_pass <= max(self.step + self.gradients, self.decomposing) + self.kept + self.tokens
 
 
 class Live(TorchDispatchMode):
@@ -121,7 +121,7 @@ def measured(structure: str, *, checkpointing: bool = False, part: str = "lora")
             bayesian.train()
             bayesian.log_lik(leaf, dict(batch), folded=False).loss.sum().backward()
 
-        def look() -> None:
+        def data_pass() -> None:
             spec = CurvatureSpec(structure=structure, rank=RANK)
             run_curvature_pass(bayesian, theta, lambda rows: [batch], case.rows, spec, gradient=False)
 
@@ -138,7 +138,7 @@ def measured(structure: str, *, checkpointing: bool = False, part: str = "lora")
         # of structures that mix modules all modules' at once
         gradients = case.rows * theta.nbytes * 2 if times is None else 4 * times * largest
         tokens = case.rows * case.length * (4 * case.fields["hidden_size"] + 64)
-        return Bytes(peak(step), peak(look), kept, gradients, decomposing, tokens)
+        return Bytes(peak(step), peak(data_pass), kept, gradients, decomposing, tokens)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

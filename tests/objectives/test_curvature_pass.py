@@ -1,4 +1,4 @@
-"""Every cell of estimator x structure x subspace x likelihood against its definition."""
+"""Every combination of estimator x structure x subspace x likelihood against its definition."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ TOLERANCE = {"llama": 1e-5}
 _CACHE: dict[Any, tuple[Problem, list[Row]]] = {}
 
 
-def looked(family: str, part: str, task: str) -> tuple[Problem, list[Row]]:
+def evaluated(family: str, part: str, task: str) -> tuple[Problem, list[Row]]:
     key = (family, part, task)
     if key not in _CACHE:
         made = problem(*key)
-        _CACHE[key] = (made, brute_force.look(made))
+        _CACHE[key] = (made, brute_force.evaluate_rows(made))
     return _CACHE[key]
 
 
@@ -80,7 +80,7 @@ CELLS = [("ggn", None), ("ggn", 2), ("ef_sequence", 1), ("ef_token", None), ("ef
 def test_full_diagonal_and_low_rank_are_those_of_brute_force(
     family: str, part: str, task: str, estimator: str, samples: int | None
 ) -> None:
-    made, rows = looked(family, part, task)
+    made, rows = evaluated(family, part, task)
     expected = brute_force.outer(rows, cotangents(made, rows, estimator, samples))
     tolerance = TOLERANCE.get(family, 1e-7)
     for structure in ("full", "diagonal", "low_rank"):
@@ -99,7 +99,7 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
 @problems
 @pytest.mark.parametrize("rank", [3, 8])
 def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: str, rank: int) -> None:
-    made, rows = looked(family, part, task)
+    made, rows = evaluated(family, part, task)
     values, vectors = torch.linalg.eigh(brute_force.outer(rows, cotangents(made, rows, "ef_token", None)))
     expected = vectors[:, -rank:] * values[-rank:] @ vectors[:, -rank:].T  # at most nine terms: the sketch has them all
     found = run(made, estimator="ef_token", num_samples=None, structure="low_rank", rank=rank, gradient=False)
@@ -113,7 +113,7 @@ def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: s
 def test_kfac_is_its_dense_definition(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
-    made, rows = looked(family, part, task)
+    made, rows = evaluated(family, part, task)
     expected = brute_force.kfac(made, rows, cotangents(made, rows, estimator, samples), sharing)
     found = run(made, estimator=estimator, num_samples=samples, structure="kronecker", sharing=sharing, gradient=False)
     assert error(found.curvature.dense(), expected) < TOLERANCE.get(family, 1e-7)
@@ -121,7 +121,7 @@ def test_kfac_is_its_dense_definition(
 
 def test_the_comparison_catches_wrong_curvatures() -> None:
     """Broken twins: the wrong square, the wrong labels, the wrong N, other weight sharing."""
-    made, rows = looked("gpt2", "lora", "lm")
+    made, rows = evaluated("gpt2", "lora", "lm")
     per_token = brute_force.outer(rows, cotangents(made, rows, "ef_token", None))
     per_row = brute_force.outer(rows, cotangents(made, rows, "ef_sequence", 1))
     assert error(run(made, estimator="ef_sequence", structure="full").curvature.dense(), per_token) > 0.01
@@ -144,7 +144,7 @@ SHARED += [(structure, "reduce") for structure in STRUCTURES if structure.starts
     ("gpt2", "lora", "lm"), ("bert", "lora", "classes"), ("gpt2", "block", "lm"), ("bert", "block", "classes"),
 ])  # fmt: skip
 def test_batches_do_not_matter(family: str, part: str, task: str, structure: str, sharing: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     whole = run(made, batch=3, structure=structure, sharing=sharing, num_samples=2)
     for size in (1, 2):
         parts = run(made, batch=size, structure=structure, sharing=sharing, num_samples=2)
@@ -156,7 +156,7 @@ def test_a_basis_that_rounding_chose_would_let_batches_matter(monkeypatch: pytes
     """The broken twin: moments in the null spaces of the factors as they come. 3 rows are fewer than the widths."""
     spectrum = KroneckerSum._spectrum
     monkeypatch.setattr(KroneckerSum, "_spectrum", lambda *args: spectrum(*args)._replace(num_null=0))
-    made, _ = looked("gpt2", "lora", "lm")
+    made, _ = evaluated("gpt2", "lora", "lm")
     one, other = (
         run(made, batch=batch, structure="kronecker_corrected", sharing="reduce", num_samples=2).curvature.dense()
         for batch in (1, 3)
@@ -166,7 +166,7 @@ def test_a_basis_that_rounding_chose_would_let_batches_matter(monkeypatch: pytes
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
-    made, _ = looked("gpt2", "lora", "lm")
+    made, _ = evaluated("gpt2", "lora", "lm")
     spec = CurvatureSpec(structure="kronecker", sharing=sharing)
 
     def unmasked(numbers: Any) -> Any:
@@ -181,7 +181,7 @@ def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
 
 
 def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:
-    made, _ = looked("gpt2", "head", "lm")
+    made, _ = evaluated("gpt2", "head", "lm")
     for estimator in ("ef_token", "ggn"):
         exact = run(made, estimator=estimator, num_samples=None, structure="full", gradient=False).curvature.dense()
         mean = run(made, estimator=estimator, num_samples=400, structure="full", gradient=False).curvature.dense()
@@ -197,7 +197,7 @@ def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:
 def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
-    made, rows = looked(family, part, task)
+    made, rows = evaluated(family, part, task)
     own_cotangents, tolerance = cotangents(made, rows, estimator, samples), TOLERANCE.get(family, 1e-7)
     moments, options = brute_force.outer(rows, own_cotangents), {"estimator": estimator, "num_samples": samples}
     found, plain = (
@@ -234,7 +234,7 @@ def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
 
 @problems
 def test_the_hessian_is_that_of_autograd(family: str, part: str, task: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     layout, named = made.layout, dict(made.model.named_parameters())
     start = layout.flatten({name: named[name].detach() for name in layout.names})
 
@@ -267,7 +267,7 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
     made.model.transformer.wte.weight = made.model.lm_head.weight  # type: ignore[union-attr]
     made.head = torch.nn.Identity()
     made.subspace = "wte"
-    rows = brute_force.look(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
+    rows = brute_force.evaluate_rows(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
     expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     assert error(run(made, structure="full", num_samples=2).curvature.dense(), expected) < 1e-7
     for structure in ("diagonal", "kronecker"):
@@ -277,13 +277,13 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
 
 
 def test_a_module_called_twice_is_summed_or_refused() -> None:
-    made, rows = looked("bert", "block", "classes")
+    made, rows = evaluated("bert", "block", "classes")
     made = Problem(copy.deepcopy(made.model), "layer.1.attention.self.query", "classes", made.rows, made.head)
     layers = made.model.bert.encoder.layer  # type: ignore[union-attr]
     layers[0].attention.self.query = layers[1].attention.self.query
     made.subspace = "layer.0.attention.self.query"
     made.head = made.model.classifier  # type: ignore[assignment]
-    rows = brute_force.look(made)
+    rows = brute_force.evaluate_rows(made)
     expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     for structure in ("full", "low_rank"):
         assert error(run(made, structure=structure, num_samples=2).curvature.dense(), expected) < 1e-7
@@ -327,7 +327,7 @@ def test_a_parameter_that_no_forward_reads_is_refused() -> None:
 
 
 def test_a_long_side_gets_a_diagonal_factor() -> None:
-    made, rows = looked("gpt2", "head", "lm")
+    made, rows = evaluated("gpt2", "head", "lm")
     own = cotangents(made, rows, "ggn", 2)
     g = torch.cat([row.vjp(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
     x = torch.cat([row.inputs["lm_head.weight"] for row in rows])
@@ -339,7 +339,7 @@ def test_a_long_side_gets_a_diagonal_factor() -> None:
 
 
 def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = looked("llama", "lora", "lm")
+    made, _ = evaluated("llama", "lora", "lm")
     sources: dict[str, int] = {}
     add = KroneckerSum.add
 
@@ -355,7 +355,7 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_pass_disables_dropout_and_restores_the_model() -> None:
-    without = run(looked("gpt2", "lora", "lm")[0], num_samples=2)
+    without = run(evaluated("gpt2", "lora", "lm")[0], num_samples=2)
     made = problem("gpt2", "lora", "lm")
     for module in made.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -410,7 +410,7 @@ def test_a_bfloat16_base_gives_float32_curvature(structure: str) -> None:
     assert float(found.curvature.diagonal.sum() / expected.curvature.diagonal.sum()) == pytest.approx(1, abs=0.1)
 
 
-# -- cells --------------------------------------------------------------------------------------------------------
+# -- combinations -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("estimator", "structure"), list(itertools.product(ESTIMATORS, STRUCTURES)))
@@ -418,7 +418,7 @@ def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> Non
     row = next(line for line in table().splitlines() if line.startswith(f"| {estimator} "))
     exists = row.split("|")[2 + STRUCTURES.index(structure)].strip() == "yes"
     spec = CurvatureSpec(estimator=estimator, structure=structure)
-    made, _ = looked("bert", "head", "classes")
+    made, _ = evaluated("bert", "head", "classes")
     if exists:
         assert run(made, estimator=estimator, structure=structure).curvature.dim == made.layout.dim
     else:
@@ -441,7 +441,7 @@ def test_the_documented_table_is_the_printed_one() -> None:
 )
 def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(looked("bert", "head", "classes")[0], **changes)
+        run(evaluated("bert", "head", "classes")[0], **changes)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> Non
 def test_what_is_too_large_is_refused_before_the_pass(
     limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = looked("gpt2", "head", "lm")
+    made, _ = evaluated("gpt2", "head", "lm")
     monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 10)
     monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were asked for"))
     with pytest.raises(ValueError, match=message):

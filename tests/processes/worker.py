@@ -287,10 +287,12 @@ class Worker:
                     for start in range(0, len(numbers), 2))  # fmt: skip
 
         with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
-            cells = {structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"}
-            cells |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
-            cells["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
-            for structure, spec in cells.items():
+            combinations = {
+                structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"
+            }
+            combinations |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
+            combinations["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
+            for structure, spec in combinations.items():
                 for name, processes in (("look", mesh), ("deaf", deaf)):
                     found = run_curvature_pass(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
                     whole = spec.structure != "diagonal"  # else the rest is zeros

@@ -131,7 +131,7 @@ class Row:
     vjp: Callable[[Tensor], dict[str, Tensor]]
 
 
-def look(problem: Problem) -> list[Row]:
+def evaluate_rows(problem: Problem) -> list[Row]:
     """Run every row separately."""
     layout, named = problem.layout, dict(problem.model.named_parameters())
     parameters = [named[name] for name in layout.names]

@@ -79,7 +79,7 @@ def test_halves_are_the_scaled_gradients_of_their_rows(
     assert found is not None
     assert free is not None
     assert (found.num_rows, found.num_data_rows, free.num_rows) == (4, 5, 5)
-    rows = brute_force.look(made)
+    rows = brute_force.evaluate_rows(made)
     each = [
         torch.einsum("tcd,tc->d", row.jacobian, brute_force.score(made, row.logits, row.labels)).double()
         for row in rows

@@ -29,7 +29,7 @@ from hf_bayes.objectives.heldout import HeldOutRows
 from tests import tiny_models as models
 from tests.fit.test_laplace import NOISE, STD, regression
 from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import looked
+from tests.objectives.test_curvature_pass import evaluated
 from tests.runs import label_rows, trainer
 
 PARTS = [
@@ -74,7 +74,7 @@ def test_draws_follow_the_covariance_and_are_differentiable(curvature: Curvature
 @pytest.mark.parametrize(("family", "part", "task"), PARTS)
 @pytest.mark.parametrize("rows", ["all", "odd"])
 def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, part: str, task: str, rows: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     noise = {"noise_std": brute_force.NOISE} if task == "regression" else {}
     with attach(made.model, subspace=made.subspace, **noise) as model:
         ask = HeldOutRows(model, made.batches(2), len(made.rows), hide=True)
