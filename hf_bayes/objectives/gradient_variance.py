@@ -89,6 +89,8 @@ def between_halves(
             if others is None:  # g / b - (whole - g) / c
                 difference = one.mul_(1 / b + 1 / c).sub_(grad[members], alpha=1 / c)
             else:
-                difference = one.div_(b).sub_(others[index], alpha=1 / c)
+                other = others[index]
+                assert other is not None
+                difference = one.div_(b).sub_(other, alpha=1 / c)
             variance[members] = b * c * per_tensor_mean(difference.square_(), model.layout.sizes)
     return variance
