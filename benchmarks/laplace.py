@@ -1,4 +1,4 @@
-"""A batch of 4 x 128 in the Laplace pass of ``survey``, LoRA on all layers, in plain LoRA AdamW steps.
+"""A batch of 4 x 128 in the curvature pass, LoRA on all layers, in plain LoRA AdamW steps.
 
 What is timed is a batch, from its request to the next one's. The gradient at the MAP takes batches of its own, from a
 part of the rows of a large data set: a batch of the pass bears that part of one of them.
@@ -17,10 +17,10 @@ from torch import Tensor
 from benchmarks.harness import Line, Settings, Work, compare, interleave, synchronize
 from benchmarks.models import WHERE, members, tokens
 from benchmarks.training import LENGTH, ROWS, plain_step
-from hf_bayes.members.module_hooks import Taps
+from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
 
 MANY_ROWS = 10_000
 """Of a data set whose gradient is found from a part of the rows."""
@@ -69,7 +69,7 @@ def seconds(
             elapsed = time.perf_counter() - start
         spent.append((len(rows), elapsed))
 
-    apart = mock.patch.object(Taps, "_reading", return_value=lambda module, args, kwargs: None)
+    apart = mock.patch.object(LayerHooks, "_input_hook", return_value=lambda module, args, kwargs: None)
     with nullcontext() if one_factor else apart:
-        survey(model, theta, batches, num_rows, CurvatureSpec(structure=structure))
+        run_curvature_pass(model, theta, batches, num_rows, CurvatureSpec(structure=structure))
     return sum(size / num_rows * elapsed for size, elapsed in spent)

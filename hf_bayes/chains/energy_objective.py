@@ -125,7 +125,7 @@ class EnergyObjective:
             bad = [m for m in range(len(theta)) if self._raises_at(theta[m].expand_as(theta), batches)]
             raise FloatingPointError(
                 f"energy raised {type(error).__name__} ({error!s:.200}) at the start of chains {bad}: chains must "
-                "start inside the support. Use other starts, or a smaller init_jitter"
+                "start inside the support. Use other starting points, or a smaller init_jitter"
             ) from error
         bad = (~energy.isfinite()).nonzero()[:, 0].tolist()
         if bad:

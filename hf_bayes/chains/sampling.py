@@ -19,9 +19,8 @@ from hf_bayes.chains.run import Run
 from hf_bayes.chains.sampling_plan import Batches, Energy
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import chain_generators
-from hf_bayes.core.types import UNNAMED, Approximation, Info, Problem
+from hf_bayes.core.types import Approximation, Info, Problem
 from hf_bayes.diagnostics.convergence import MAX_RHAT, rhat, rhat_by_chance
-from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.registry import build
 
 MAX_LOOKED_AT = 32
@@ -74,8 +73,8 @@ def sample(
             ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
             may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
             the support it is NaN or infinite, or raises an exception of ``energy_objective.OUTSIDE_SUPPORT``.
-        theta: [M, d] starts of M chains; or [d], the centre of ``method.num_chains`` starts ``method.init_jitter``
-            apart (relative to the RMS of theta, to 0.01 if it is zero).
+        theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
+            ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
         num_steps: updates.
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
@@ -95,37 +94,41 @@ def sample(
             to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
             a chain must start where it is finite.
     """
-    plan.check_energy(energy)
-    plan.check_method(method, batches)
-    plan.check_seed(seed)
-    plan.check_batches(method, batches, batches_per_step, batch_fraction)
-    start = plan.starts_of(theta, method, seed)
-    burned = plan.burn_in_of(burn_in, num_steps)
-    draw_steps = plan.draw_steps_of(num_steps, burned, thin)
-    rates = plan.rates_of(learning_rate, num_steps, method, draw_steps)
-    problem = Problem(
-        num_data=num_data,
-        prior=FlatPrior(),
-        learning_rate=max(rates),
-        num_steps=num_steps,
-        burn_in=burned,
-        shapes={UNNAMED: (start.shape[1],)},
-        draw_steps=draw_steps,
+    plan.check_arguments(energy, method, batches, batches_per_step, batch_fraction, seed)
+    start = plan.starting_points(theta, method, seed)
+    problem, rates = plan.problem_of(
+        method, learning_rate, dim=start.shape[1], num_data=num_data, num_steps=num_steps, burn_in=burn_in, thin=thin,
         batch_fraction=batch_fraction,
-    )
+    )  # fmt: skip
     objective = EnergyObjective(energy, batched=batches is not None)
+    steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
+    result = _run(method, problem, objective, start, _updates(batches, batches_per_step), steps, seed)
+    _warn_of_doubts(method, problem, result, objective)
+    return result
+
+
+def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[Any]]:
+    """Yield the batches of each update, without end."""
+    stream = itertools.repeat(None) if batches is None else _cycle(batches)
+    while True:
+        yield list(itertools.islice(stream, batches_per_step))
+
+
+def _run(
+    method: MethodConfig,
+    problem: Problem,
+    objective: EnergyObjective,
+    start: Tensor,
+    updates: Iterator[list[Any]],
+    rates: Iterable[float],
+    seed: int,
+) -> SampleResult:
+    """Run the chains from ``start`` [M, d], one update for each rate, and return their draws."""
     rngs = chain_generators(seed, len(start), device=start.device)
     run = Run(build(method, problem), objective, start, rngs, problem, draws_on=start.device)
-    stream = itertools.repeat(None) if batches is None else _cycle(batches)
-    steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
-    infos = _follow(run, objective, (list(itertools.islice(stream, batches_per_step)) for _ in rates), steps)
+    infos = _follow(run, objective, updates, rates)
     draws, approximation = torch.stack(run.draws, 1), run.finish()
-    info = _stack(infos, len(start))
-    _warn_of_refusals(method.name, info, burned)
-    _warn_of_exceptions(method.name, info, objective.first_error)
-    if method.requirements.all_data_in_every_update:
-        _warn_of_disagreement(method.name, draws)
-    return SampleResult(draws, approximation, info, run.state)
+    return SampleResult(draws, approximation, _stack(infos, len(start)), run.state)
 
 
 def _follow(
@@ -137,16 +140,22 @@ def _follow(
         infos.append(run.update(batches, learning_rate).info)
         if run.num_updates == 1:
             objective.check_independent(start, batches)
-        if run.num_updates in (
-            draw_steps[0],
-            draw_steps[-1],
-        ):  # chains have parted by now, if they started at one point
+        # chains that started at one point have parted by now
+        if run.num_updates in (draw_steps[0], draw_steps[-1]):
             objective.check_independent(run.theta, batches)
     return infos
 
 
+def _warn_of_doubts(method: MethodConfig, problem: Problem, result: SampleResult, objective: EnergyObjective) -> None:
+    """Warn of chains that accepted nothing, raised exceptions, or disagree where they should not."""
+    _warn_of_refusals(method.name, result.info, problem.burn_in)
+    _warn_of_exceptions(method.name, result.info, objective.first_error)
+    if method.requirements.all_data_in_every_update:
+        _warn_of_disagreement(method.name, result.draws)
+
+
 def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
-    """Say which chains of an accept-reject kernel cannot be expected to have moved since burn-in."""
+    """Warn of chains of an accept-reject kernel that have probably not moved since burn-in."""
     if "acceptance" not in info:
         return
     acceptance = info["acceptance"][burn_in:].double()
@@ -156,9 +165,9 @@ def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
         warnings.warn(
             f"{name}: {len(still)} of {acceptance.shape[1]} chains (the first is {still[0]}) accept nothing after "
             f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
-            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or starts "
-            "of higher probability",
-            stacklevel=3,
+            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or "
+            "starting points of higher probability",
+            stacklevel=4,
         )
 
 
@@ -170,12 +179,12 @@ def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Excepti
     warnings.warn(
         f"{name}: the energy raised an exception in {int(raised.sum())} of {raised.numel()} moves, which were rejected "
         f"as outside the support. The first was {type(first_error).__name__}: {first_error!s:.200}",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
 def _warn_of_disagreement(name: str, draws: Tensor) -> None:
-    """Say that chains [M, S, d] of a method that others are judged by are not of one law, by R-hat of coordinates."""
+    """Warn if the R-hat of coordinates shows that the chains [M, S, d] of an exact kernel have not converged."""
     num_chains, num_draws, dim = draws.shape
     if num_chains < 2 or num_draws < 4:
         return
@@ -186,15 +195,15 @@ def _warn_of_disagreement(name: str, draws: Tensor) -> None:
     if float(ratios[worst]) > max(MAX_RHAT, by_chance):
         warnings.warn(
             f"{name}: R-hat {float(ratios[worst]):.3g} of coordinate {int(looked_at[worst])} over {num_chains} chains "
-            f"of {num_draws} draws, {MAX_RHAT:g} is allowed: the chains are not of one law yet and can judge nobody. "
-            "Give them a longer burn-in and more draws (one law in several modes: compare functions that do not tell "
-            "modes apart, by hf_bayes.diagnostics.convergence.unconverged)",
-            stacklevel=3,
+            f"of {num_draws} draws, {MAX_RHAT:g} is allowed: the chains have not converged. Give them a longer "
+            "burn-in and more draws (if the law has several modes: compare functions that have the same values in all "
+            "modes, by hf_bayes.diagnostics.convergence.unconverged)",
+            stacklevel=4,
         )
 
 
 def _cycle(batches: Batches) -> Iterator[Any]:
-    """Batches without end. A Mapping is one batch that was forgotten to be put in a list."""
+    """Yield batches without end. A Mapping is refused: it is probably one batch that is not in a list."""
     if isinstance(batches, (Mapping, Tensor)):
         raise ValueError(f"batches must be an iterable of batches, got one {type(batches).__name__}: put it in a list")
     for passes in itertools.count():

@@ -1,9 +1,8 @@
-"""The plan of ``sample``: checks of its arguments, and starts, draws and step sizes before the first update."""
+"""The plan of ``sample``: checks of its arguments, and starting points, draws and step sizes of the run."""
 
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -14,14 +13,68 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig, check_config
+from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
+from hf_bayes.core.types import UNNAMED, Problem
+from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.registry import rate_factor
 
 Energy = Callable[[Tensor, Any], Tensor]
 """(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def check_arguments(
+    energy: Energy,
+    method: MethodConfig,
+    batches: Batches | None,
+    batches_per_step: int,
+    batch_fraction: float | None,
+    seed: Any,
+) -> None:
+    """Check the arguments of ``sample`` that do not depend on the number of updates.
+
+    Raises:
+        ValueError: naming the first argument that cannot be used.
+    """
+    check_energy(energy)
+    check_method(method, batches)
+    check_seed(seed)
+    check_batches(method, batches, batches_per_step, batch_fraction)
+
+
+def problem_of(
+    method: MethodConfig,
+    learning_rate: float | Callable[[int], float],
+    *,
+    dim: int,
+    num_data: float,
+    num_steps: int,
+    burn_in: float,
+    thin: int,
+    batch_fraction: float | None,
+) -> tuple[Problem, list[float]]:
+    """Return the problem of a run on theta [M, ``dim``], and the step size of each update.
+
+    Raises:
+        ValueError: for numbers of updates or step sizes that cannot be run.
+    """
+    burned = burn_in_of(burn_in, num_steps)
+    draw_steps = draw_steps_of(num_steps, burned, thin)
+    rates = rates_of(learning_rate, num_steps, method, draw_steps)
+    problem = Problem(
+        num_data=num_data,
+        prior=FlatPrior(),
+        learning_rate=max(rates),
+        num_steps=num_steps,
+        burn_in=burned,
+        shapes={UNNAMED: (dim,)},
+        draw_steps=draw_steps,
+        batch_fraction=batch_fraction,
+    )
+    return problem, rates
 
 
 def check_seed(seed: Any) -> None:
@@ -31,7 +84,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_method(method: MethodConfig, batches: Batches | None) -> None:
-    """Refuse what the config asks for and ``sample`` would have to ignore."""
+    """Refuse settings of the config that ``sample`` would have to ignore."""
     check_config(method)
     none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
     setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
@@ -40,11 +93,12 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
             f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
             f"into the energy and leave {setting} out"
         )
-    if method.requirements.gradient_variance == "needed":
+    needs = method.requirements
+    if needs.gradient_variance == "needed":
         raise ValueError(
-            f"sample takes one gradient per update and cannot tell its noise, which {method.name} asks for: use "
-            "BayesianTrainer with gradient_accumulation_steps >= 2, or leave measure_gradient_noise and "
-            "correct_gradient_noise out"
+            f"sample takes one gradient per update and cannot tell its noise, which {method.name} needs for "
+            f"{needs.gradient_variance_setting}: use BayesianTrainer with gradient_accumulation_steps >= 2, or leave "
+            "it out"
         )
     if method.temper != "posterior":
         raise ValueError(
@@ -58,19 +112,18 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
                 f"sample takes burn_in and thin as its own arguments and would ignore {name}="
                 f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
             )
-    targets = getattr(method, "targets", None)
-    if targets is not None:
+    if needs.tensor_names_setting:
         raise ValueError(
-            f"sample's theta is one tensor without a name, but {method.name} sets targets={targets!r}, which are "
-            "chosen by name: leave targets out, or use BayesianTrainer"
+            f"sample's theta is one tensor without a name, but {method.name} sets {needs.tensor_names_setting}, which "
+            "selects tensors by name: leave it out, or use BayesianTrainer"
         )
-    if getattr(method, "preconditioner", None) == "layerwise":
+    if needs.tensor_scales_setting:
         warnings.warn(
-            "preconditioner='layerwise' finds a mass for each tensor relative to the others, and sample's theta is one "
-            "tensor: its mass is 1, and the updates in which it is measured do not move. Leave preconditioner out",
-            stacklevel=3,
+            f"{needs.tensor_scales_setting} of {method.name} scales each tensor relative to the others, and sample's "
+            "theta is one tensor: its scale is 1, and the updates that measure it do not move theta. Leave it out",
+            stacklevel=4,
         )
-    if method.requirements.all_data_in_every_update and batches is not None:
+    if needs.all_data_in_every_update and batches is not None:
         raise ValueError(
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
             "energy hold the data"
@@ -97,8 +150,8 @@ def check_energy(energy: Energy) -> None:
 def check_batches(
     method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
 ) -> None:
-    """Raise for numbers of batches that the method, or anybody, cannot run with."""
-    if isinstance(batches_per_step, bool) or not isinstance(batches_per_step, int) or batches_per_step < 1:
+    """Raise for numbers of batches with which the method, or any method, cannot run."""
+    if not is_count(batches_per_step):
         raise ValueError(f"batches_per_step must be an integer >= 1, got {batches_per_step!r}")
     if batches is None and batches_per_step > 1:
         raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
@@ -112,8 +165,8 @@ def check_batches(
         )
 
 
-def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
-    """Return the starts of the chains [M, d], a fresh tensor."""
+def starting_points(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
+    """Return the starting points of the chains [M, d], a fresh tensor."""
     if not isinstance(theta, Tensor):
         raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
     if theta.dtype not in (torch.float32, torch.float64):
@@ -131,21 +184,21 @@ def starts_of(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
                 f"{method.name} is not used: leave it out, or give one start [d]",
                 stacklevel=3,
             )
-        starts = theta.clone(memory_format=torch.contiguous_format)
+        points = theta.clone(memory_format=torch.contiguous_format)
     else:
         centre = theta.expand(method.num_chains, -1)
         scale = theta.square().mean().sqrt().item() or 0.01
         rngs = [generator(seed, "init", chain, device=theta.device) for chain in range(method.num_chains)]
-        starts = centre + method.init_jitter * scale * randn(rngs, centre)
-    if not bool(torch.isfinite(starts).all()):
+        points = centre + method.init_jitter * scale * randn(rngs, centre)
+    if not bool(torch.isfinite(points).all()):
         raise ValueError("theta has non-finite elements: chains must start at finite points")
-    return starts
+    return points
 
 
 def rates_of(
     learning_rate: float | Callable[[int], float], num_steps: int, method: MethodConfig, draw_steps: range
 ) -> list[float]:
-    """The step size of each update."""
+    """Return the step size of each update."""
     if not callable(learning_rate):
         if not _positive(learning_rate):
             raise ValueError(f"learning_rate must be a finite number > 0, got {learning_rate!r}")
@@ -166,22 +219,21 @@ def rates_of(
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_finite_number(value) and bool(value > 0)
 
 
 def burn_in_of(burn_in: float, num_steps: int) -> int:
-    """Updates before the first draw."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+    """Return the number of updates before the first draw."""
+    if not is_count(num_steps):
         raise ValueError(f"num_steps must be an integer >= 1, got {num_steps!r}")
-    whole = isinstance(burn_in, (int, float)) and (0 <= burn_in < 1 or (burn_in >= 1 and burn_in % 1 == 0))
-    if isinstance(burn_in, bool) or not whole:
+    if not is_finite_number(burn_in) or burn_in < 0 or (burn_in >= 1 and burn_in % 1 != 0):
         raise ValueError(f"burn_in must be a fraction in [0, 1) or a number of updates, got {burn_in!r}")
     return burn_in_steps(burn_in, num_steps)
 
 
 def draw_steps_of(num_steps: int, burn_in: int, thin: int) -> range:
-    """The updates, counted from 1, after which draws are taken."""
-    if isinstance(thin, bool) or not isinstance(thin, int) or thin < 1:
+    """Return the updates, counted from 1, after which draws are taken."""
+    if not is_count(thin):
         raise ValueError(f"thin must be an integer >= 1, got {thin!r}")
     draw_steps = range(burn_in + thin, num_steps + 1, thin)
     if not draw_steps:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from hf_bayes.core import schedules
+from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
@@ -103,15 +104,14 @@ class MethodConfig:
         return self.temperature if self.temper == "likelihood" else 1.0
 
     def _check_count(self, field: str, value: Any, *, minimum: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if not is_count(value, minimum=minimum):
             raise ValueError(f"{self.name}: {field} must be an integer >= {minimum}, got {value!r}")
 
     def _check_number(
         self, field: str, value: Any, *, minimum: float, maximum: float = math.inf, strict: bool = False
     ) -> None:
         """Require a finite number in [minimum, maximum); ``strict`` excludes the minimum."""
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not fine or value < minimum or value >= maximum or (strict and value == minimum):
+        if not is_finite_number(value) or value < minimum or value >= maximum or (strict and value == minimum):
             bound = f"{'>' if strict else '>='} {minimum:g}" + ("" if maximum == math.inf else f" and < {maximum:g}")
             raise ValueError(f"{self.name}: {field} must be a finite number {bound}, got {value!r}")
 

@@ -24,9 +24,12 @@ class Requirements:
             one batch from each process.
         gradient_variance: "needed": an evaluation without ``grad_variance`` is refused. "useful": it is estimated where
             that costs little. "none": it is not estimated.
-        one_more_pass: the method passes over the data once more after its last update (``Rule.revise``).
+        gradient_variance_setting: the setting that makes this variance needed, as error messages quote it.
+        tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
+        tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
+        final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
-        heldout: "whole": that pass also uses held-out rows. "halves": it fits on one half of them and judges the fit on
+        heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
             the other half. "none": it uses none.
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
         draws_are_chain_states: the stored draws are states that the chains visited.
@@ -41,9 +44,12 @@ class Requirements:
     min_batches: int = 1
     allows_private_rows: bool = False
     gradient_variance: Need = "none"
-    one_more_pass: bool = False
+    gradient_variance_setting: str = ""
+    tensor_names_setting: str = ""
+    tensor_scales_setting: str = ""
+    final_pass: bool = False
     all_chains_in_one_pass: bool = False
-    heldout: Literal["none", "whole", "halves"] = "none"
+    heldout: Literal["none", "whole", "split"] = "none"
     heldout_setting: str = ""
     draws_are_chain_states: bool = True
     ends_at_map: bool = False

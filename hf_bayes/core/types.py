@@ -152,8 +152,8 @@ class HeldOut(NamedTuple):
     part: str
 
 
-class Look(Protocol):
-    """One more pass over the data, after the last update, for a method that requests it (``Rule.revise``)."""
+class DataPass(Protocol):
+    """One more pass over the data, after the last update, for a method that requests it (``Rule.final_pass``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Return the result of the pass that ``what`` describes.
@@ -164,7 +164,7 @@ class Look(Protocol):
         ...
 
 
-class Revision(NamedTuple):
+class FinalPassResult(NamedTuple):
     """The result of one more pass over the data.
 
     Attributes:
@@ -186,15 +186,15 @@ class Rule(NamedTuple, Generic[State]):
         locate: (state, rngs) -> (theta [M, d] at which the gradient is needed, state); called once per update.
         update: (state, evaluation, lr, rngs) -> (state, info), with lr the step size of this update.
         finish: (state, draws [M, S, d]) -> Approximation.
-        revise: (state, draws, look) -> Revision, in place of ``finish`` where a pass over the data is possible; None if
-            the method does not need one.
+        final_pass: (state, draws, data_pass) -> FinalPassResult, in place of ``finish`` where a pass over the data
+            is possible; None if the method does not need one.
     """
 
     init: Callable[[Tensor, Rngs], State]
     locate: Callable[[State, Rngs], tuple[Tensor, State]]
     update: Callable[[State, Evaluation, float, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
-    revise: Callable[[State, Tensor, Look], Revision] | None = None
+    final_pass: Callable[[State, Tensor, DataPass], FinalPassResult] | None = None
 
 
 class Kernel(NamedTuple, Generic[State]):

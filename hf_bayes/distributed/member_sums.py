@@ -44,7 +44,7 @@ class LocalMembers:
         """Give all processes the same random state. Call it before tokens are drawn, so that all draw the same text."""
 
 
-class SpreadMembers(LocalMembers):
+class DistributedMembers(LocalMembers):
     """Sums over members that are distributed over the processes of ``group``.
 
     Every process holds the same number of members and receives the same inputs. Probabilities and entropies are summed

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import Problem
 from hf_bayes.distributed.mesh import ChainMesh
@@ -51,7 +53,7 @@ def fit_laplace(
     heldout: Any = None,
     seed: int = 0,
 ) -> Posterior:
-    """The Laplace approximation around weights that are there: of a finished adapter, or of each draw of a posterior.
+    """Return the Laplace approximation around given weights: a finished adapter, or each draw of a posterior.
 
     Of several processes (``torchrun``) all must call it: they share the rows, and each returns the whole.
 
@@ -78,37 +80,50 @@ def fit_laplace(
         ValueError: before the pass, for a model, data or method that it cannot be made of; after it, if H + tau is
             not positive definite.
     """
-    config: Any = METHODS["laplace"]() if method is None else method
-    if getattr(config, "name", None) != "laplace":
-        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    config = _checked_config(method)
     require_seed(seed)
     _refuse_to_choose(config, heldout)
     _check_data(data, heldout, batch_size, num_data, data_unit)
-    if isinstance(model, (str, os.PathLike)):
-        model = _load(model)
-    owned = not isinstance(model, BayesianModel)
-    if not owned and noise_std is not None:
-        raise ValueError(
-            f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their own "
-            f"({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
-        )
-    if owned and noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
-        noise_std = 1.0
-    bayesian = model if isinstance(model, BayesianModel) else attach(model, subspace=subspace, noise_std=noise_std)
-    if not owned and bayesian.posterior is not None:
-        subspace = bayesian.posterior.config.subspace
-    try:
+    with _as_bayesian(model, config, subspace, noise_std) as bayesian:
         refuse_frozen_adapter(bayesian)
         inherited = None if prior is None else inherit(prior, bayesian, config, data_unit=data_unit)
         if inherited is not None:
             inherited.check_tokenizer(tokenizer)
+        if bayesian.posterior is not None:
+            subspace = bayesian.posterior.config.subspace
         return _fit(
             bayesian, data, config, collate or default_data_collator, batch_size, num_data, data_unit, subspace,
             tokenizer, heldout, seed, inherited,
         )  # fmt: skip
+
+
+def _checked_config(method: MethodConfig | None) -> Any:
+    config: Any = METHODS["laplace"]() if method is None else method
+    if getattr(config, "name", None) != "laplace":
+        raise ValueError(f"method must be a LaplaceConfig, got {type(config).__name__}: other methods need a trainer")
+    return config
+
+
+@contextmanager
+def _as_bayesian(model: Any, config: Any, subspace: str, noise_std: float | None) -> Iterator[BayesianModel]:
+    """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards."""
+    if isinstance(model, (str, os.PathLike)):
+        model = _load(model)
+    if isinstance(model, BayesianModel):
+        if noise_std is not None:
+            raise ValueError(
+                f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
+                f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+            )
+        yield model
+        return
+    if noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
+        noise_std = 1.0
+    bayesian = attach(model, subspace=subspace, noise_std=noise_std)
+    try:
+        yield bayesian
     finally:
-        if owned:
-            bayesian.detach()
+        bayesian.detach()
 
 
 def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
@@ -118,7 +133,7 @@ def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_un
             _require_rows(name, given)
     if heldout is not None and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
     if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
         raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
@@ -143,7 +158,7 @@ def _fit(
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
-        count(heldout, name="heldout", halves=config.requirements.heldout == "halves")
+        count(heldout, name="heldout", both_halves=config.requirements.heldout == "split")
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)
@@ -156,13 +171,13 @@ def _fit(
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, data=data_access)
     likelihood = model.likelihood
     try:
-        revision = config.revise(theta, objective.look, problem)
-        if revision.noise_std is not None:
-            model.likelihood = Normal(revision.noise_std)
+        found = config.final_pass(theta, objective.data_pass, problem)
+        if found.noise_std is not None:
+            model.likelihood = Normal(found.noise_std)
         verdict = f"a Gaussian around {len(theta)} given points: not assessed"
         return to_posterior(
-            model, revision.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
-            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **revision.report},
+            model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
+            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **found.report},
             prior=None if inherited is None else inherited.record,
         )  # fmt: skip
     finally:

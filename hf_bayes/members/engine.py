@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
 from hf_bayes.members.last_feed_forward import LastFeedForward
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
-from hf_bayes.members.trunk import Trunk, num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.trunk import Trunk
 
 FOLDED_ROWS = 1024
 """Rows (members x sequences x positions) of one pass. With more rows, several passes are faster, because their
@@ -46,7 +47,7 @@ class Members:
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
-        self.tail = LastFeedForward(core, self.context)
+        self.last_feed_forward = LastFeedForward(core, self.context)
         self.blocked = BlockedLinears(core, [item.module for item in self.stacked])
         self.checkpointing = Checkpointing(core, self.context)
         self._viewed: tuple[Tensor, Any, dict[str, Tensor]] | None = None
@@ -70,7 +71,7 @@ class Members:
         for item in self.stacked:
             item.install()
         self.trunk.install()
-        self.tail.install()
+        self.last_feed_forward.install()
         self.blocked.install()
 
     def remove(self) -> None:
@@ -79,7 +80,7 @@ class Members:
         for item in self.stacked:
             item.remove()
         self.trunk.remove()
-        self.tail.remove()
+        self.last_feed_forward.remove()
         self.blocked.remove()
         self.checkpointing.remove()
         self.context.tensors, self._viewed = {}, None
@@ -87,7 +88,7 @@ class Members:
     def require_attached(self) -> None:
         """Check that the model has its member axis. Without it, all members would be equal, with EU 0.
 
-        ``bind`` and ``single_member.plain`` call this, and so do all predictions of ``BayesianModel``.
+        ``bind`` and ``single_member.as_single_model`` call this, and so do all predictions of ``BayesianModel``.
 
         Raises:
             ValueError: if the member axis has been removed.

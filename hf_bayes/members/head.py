@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.members.engine import Members
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes of the float32 logits of one chunk, for all members together. On a CPU they fit the caches; on a GPU they keep

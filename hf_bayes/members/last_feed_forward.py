@@ -28,13 +28,14 @@ class LastFeedForward:
 
     Attributes:
         kept: the number of positions at the end of each row that will be read; None means all.
-        once: True if a forward runs the block once (see ``look``). None until this is known; then nothing is cut.
+        runs_once: True if a forward runs the block once (see ``count_calls``). None until this is known; until then
+            nothing is cut.
     """
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         self.context = context
         self.kept: int | None = None
-        self.once: bool | None = None
+        self.runs_once: bool | None = None
         self.full: int | None = None  # T, while the module runs on fewer positions
         self._calls = 0
         self.module = _feed_forward(model)
@@ -54,14 +55,14 @@ class LastFeedForward:
             handle.remove()
         self.handles = []
 
-    def look(self, forward: Callable[[], object]) -> None:
+    def count_calls(self, forward: Callable[[], object]) -> None:
         """Run ``forward`` and count how often the model calls its last block; if more than once, nothing is cut."""
         self._calls = 0
         forward()
-        self.once = self._calls == 1
+        self.runs_once = self._calls == 1
 
     @contextmanager
-    def only(self, kept: int | None) -> Iterator[None]:
+    def on_last_positions(self, kept: int | None) -> Iterator[None]:
         """Within the block, only the last ``kept`` positions of the last block's output are computed."""
         self.kept = kept
         try:
@@ -77,7 +78,7 @@ class LastFeedForward:
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         self._calls += 1
-        if not self.once or not self._cuts(args):
+        if not self.runs_once or not self._cuts(args):
             return None
         assert self.kept is not None
         self.context.num_positions, self.full = self.kept, self.context.num_positions

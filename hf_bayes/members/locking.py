@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 
-class Turns:
+class CopyableLock:
     """A reentrant lock. A copy of it is a new, independent lock."""
 
     def __init__(self) -> None:
@@ -18,5 +18,5 @@ class Turns:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
-    def __reduce__(self) -> tuple[type[Turns], tuple[Any, ...]]:
-        return Turns, ()
+    def __reduce__(self) -> tuple[type[CopyableLock], tuple[Any, ...]]:
+        return CopyableLock, ()

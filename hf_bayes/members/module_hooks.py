@@ -1,9 +1,9 @@
-"""Taps: hooks that record the input and the output gradient of the modules that own random parameters.
+"""Hooks that record the input and the output gradient of the modules that own random parameters.
 
-A tap is an identity in the autograd graph, behind the module. Its backward passes (input, output gradient) to a
-consumer, and does not store them. The input is an ordinary saved tensor, so activation checkpointing drops and
+An identity is put into the autograd graph behind each of these modules. Its backward passes (input, output gradient) to
+a consumer, and does not store them. The input is an ordinary saved tensor, so activation checkpointing drops and
 recomputes it. Random parameters need no gradient themselves: the gradient of each row follows from (input, output
-gradient). One backward pass that delivers these pairs is called a pull.
+gradient). One backward pass that delivers these pairs is one vector-Jacobian product (VJP).
 
 curvlinops (matrix-free products, K-FAC on nn.Linear) is no replacement. It supports neither Conv1D, norms and
 embeddings nor peft's factors, it differentiates the loss of whole batches in its own loop, and it keeps the logits of
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.members import compat
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
 
 
-class Tap:
+class HookedLayer:
     """A module that owns random parameters.
 
     Attributes:
@@ -36,7 +36,7 @@ class Tap:
         transposed: True if the weight matrix is [in, out] (Conv1D).
         tied: names of parameters that another module owns as well.
         is_head: True if the module computes the model's outputs.
-        reader: the module whose input identifies the input of this one (see ``Taps``).
+        reader: the module whose input identifies the input of this one (see ``LayerHooks``).
     """
 
     def __init__(self, path: str, module: nn.Module, names: Mapping[str, str], tied: set[str]) -> None:
@@ -80,21 +80,21 @@ class Tap:
         }
 
 
-class Share(NamedTuple):
-    """The input and output gradient of one module in one pull.
+class LayerRecord(NamedTuple):
+    """The input and output gradient of one module in one backward pass.
 
     Attributes:
-        tap: the module.
-        source: a number of the input; taps with the same input tensor have the same number.
+        layer: the module.
+        source: a number of the input; layers with the same input tensor have the same number.
         x: [R, P, in] the input (embeddings: [R, P]).
         g: [R, P, out] the output gradient.
         rows: the rows of the batch that ``x`` and ``g`` belong to.
         valid: [R, P] bool, False at padding; None if every position counts.
-        first: True in the first pull of a batch, when inputs are new.
-        again: True if the pull has already delivered these rows of this module, because the model calls it repeatedly.
+        first: True in the first backward pass of a batch, when inputs are new.
+        again: True if the pass has already delivered these rows of this module, because the model calls it repeatedly.
     """
 
-    tap: Tap
+    layer: HookedLayer
     source: int
     x: Tensor
     g: Tensor
@@ -104,8 +104,8 @@ class Share(NamedTuple):
     again: bool
 
 
-class Taps:
-    """All taps of a model.
+class LayerHooks:
+    """The hooks on all layers of a model that own random parameters.
 
     Args:
         model: the model that the names refer to, without a member axis.
@@ -122,14 +122,14 @@ class Taps:
                 owned.append((path, module, own))
         uses = [name for _, _, own in owned for name in own.values()]
         tied = {name for name in uses if uses.count(name) > 1}
-        self.taps = [Tap(path, module, own, tied) for path, module, own in owned]
+        self.layers = [HookedLayer(path, module, own, tied) for path, module, own in owned]
         self._read_lora_inputs(model)
         head = _head_of(model)
-        for tap in self.taps:
-            tap.is_head = head is not None and tap.path.startswith(head)
+        for layer in self.layers:
+            layer.is_head = head is not None and layer.path.startswith(head)
         self.anchor = torch.zeros((), requires_grad=True)
-        """A leaf on which every tapped output depends. A backward pass to it runs all taps, and nothing else."""
-        self._consume: Callable[[Share], None] | None = None
+        """A leaf on which every hooked output depends. A backward pass to it reaches all hooks, and nothing else."""
+        self._consume: Callable[[LayerRecord], None] | None = None
         self._first = True
         self._delivered: set[tuple[int, int]] = set()
         self._called: set[int] = set()
@@ -144,23 +144,23 @@ class Taps:
     def _read_lora_inputs(self, model: nn.Module) -> None:
         """Identify the input of a LoRA factor A by the input of its layer, because peft casts it for each layer."""
         factors = {
-            id(factor): layer
-            for layer in model.modules()
-            if isinstance(layer, LoraLayer)
-            for factor in layer.lora_A.values()
+            id(factor): lora
+            for lora in model.modules()
+            if isinstance(lora, LoraLayer)
+            for factor in lora.lora_A.values()
         }
-        for tap in self.taps:
-            tap.reader = factors.get(id(tap.module), tap.module)
+        for layer in self.layers:
+            layer.reader = factors.get(id(layer.module), layer.module)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Tap every forward until the end of the block."""
-        device = next(iter(self.taps)).module.parameters().__next__().device
+        """Register the hooks until the end of the block."""
+        device = next(iter(self.layers)).module.parameters().__next__().device
         self.anchor = torch.zeros((), requires_grad=True, device=device)
         handles = []
-        for index, tap in enumerate(self.taps):
-            handles.append(tap.reader.register_forward_pre_hook(self._reading(index), with_kwargs=True))
-            handles.append(tap.module.register_forward_hook(self._tapping(index)))
+        for index, layer in enumerate(self.layers):
+            handles.append(layer.reader.register_forward_pre_hook(self._input_hook(index), with_kwargs=True))
+            handles.append(layer.module.register_forward_hook(self._output_hook(index)))
         try:
             yield
         finally:
@@ -182,12 +182,12 @@ class Taps:
         self._valid = None if mask is None or mask.ndim != 2 else mask.bool()
         self._seen, self._sources = [], {}
 
-    def listen(self, consume: Callable[[Share], None], *, first: bool) -> None:
-        """Start a pull: pass the inputs and output gradients of the next backward passes to ``consume``.
+    def on_backward(self, consume: Callable[[LayerRecord], None], *, first: bool) -> None:
+        """Pass the inputs and output gradients of the next backward pass to ``consume``.
 
         Args:
             consume: called once per module and call of the module.
-            first: True for the first pull of a batch.
+            first: True for the first backward pass of a batch.
         """
         self._consume, self._first, self._delivered = consume, first, set()
 
@@ -201,7 +201,7 @@ class Taps:
         finally:
             self._rows, self._one_row, self._valid = before
 
-    def _reading(self, index: int) -> Callable[..., None]:
+    def _input_hook(self, index: int) -> Callable[..., None]:
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             self._seen = [(ref, source) for ref, source in self._seen if ref() is not None]
@@ -211,10 +211,10 @@ class Taps:
 
         return remember
 
-    def _tapping(self, index: int) -> Callable[..., Tensor]:
+    def _output_hook(self, index: int) -> Callable[..., Tensor]:
         apply: Callable[..., Tensor] = _Identity.apply
 
-        def tap(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def insert_identity(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             x, rows = args[0], 1 if self._one_row else self._num_rows
             self._called.add(index)
             if isinstance(module, nn.Embedding) and output.shape[0] == 1 < rows:  # position ids [1, T] for all rows
@@ -223,7 +223,7 @@ class Taps:
                 self._require_rows(index, output)
             return apply(self, index, self._sources.get(index, index), x, output, self.anchor)
 
-        return tap
+        return insert_identity
 
     def _require_rows(self, index: int, output: Tensor) -> None:
         """Check that the output has the rows of the batch; otherwise gradients cannot be assigned to rows.
@@ -234,18 +234,18 @@ class Taps:
         tokens = output.ndim == 2 and output.shape[0] == self._num_rows * self._num_positions  # row after row
         if output.shape[0] != self._num_rows and not tokens:
             raise ValueError(
-                f"{next(iter(self.taps[index].names.values()))}: its module was called with {output.shape[0]} rows, "
+                f"{next(iter(self.layers[index].names.values()))}: its module was called with {output.shape[0]} rows, "
                 f"expected {self._num_rows}: the model puts positions first, shuffles rows (experts), or calls it on a "
                 "table. Row gradients are not defined there: leave it out of the subspace, or use estimator='hessian'"
             )
 
     def check_all_called(self) -> None:
-        """Check, after a pass, that it called every tapped module. Without a call there is no curvature.
+        """Check, after a pass, that it called every hooked module. Without a call there is no curvature.
 
         Raises:
             ValueError: naming a parameter that was not read. The model uses it outside its module, or not at all.
         """
-        unread = [name for i, tap in enumerate(self.taps) if i not in self._called for name in tap.names.values()]
+        unread = [name for i, layer in enumerate(self.layers) if i not in self._called for name in layer.names.values()]
         if unread:
             raise ValueError(
                 f"{len(unread)} random parameters were not read in a forward pass, first {unread[0]}: the model uses "
@@ -253,7 +253,7 @@ class Taps:
             )
 
     def deliver(self, index: int, source: int, x: Tensor, g: Tensor) -> None:
-        """Pass the input and output gradient of a tap to the consumer; the tap's backward calls this."""
+        """Pass the input and output gradient of a layer to the consumer; the backward of the identity calls this."""
         if self._consume is None:
             return
         key = (index, self._rows.start)
@@ -263,26 +263,26 @@ class Taps:
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)
         valid = self._valid if self._valid is not None and self._valid.shape == g.shape[:2] else None
-        tap = self.taps[index]
-        if tap.is_head and not self._one_row:
+        layer = self.layers[index]
+        if layer.is_head and not self._one_row:
             known = self._terms is not None and self._terms.shape == g.shape[:2]
             valid = self._terms if known else g.ne(0).any(-1)  # a sequence classifier reads one position per row
-        self._consume(Share(tap, source, x, g, self._rows, valid, self._first, again))
+        self._consume(LayerRecord(layer, source, x, g, self._rows, valid, self._first, again))
 
 
 class _Identity(torch.autograd.Function):
-    """The identity y -> y. Its backward calls ``Taps.deliver``."""
+    """The identity y -> y. Its backward calls ``LayerHooks.deliver``."""
 
     @staticmethod
-    def forward(ctx: Any, taps: Taps, index: int, source: int, x: Tensor, y: Tensor, anchor: Tensor) -> Tensor:
-        ctx.taps, ctx.index, ctx.source = taps, index, source
+    def forward(ctx: Any, hooks: LayerHooks, index: int, source: int, x: Tensor, y: Tensor, anchor: Tensor) -> Tensor:
+        ctx.hooks, ctx.index, ctx.source = hooks, index, source
         ctx.save_for_backward(x)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.taps.deliver(ctx.index, ctx.source, x, g)
+        ctx.hooks.deliver(ctx.index, ctx.source, x, g)
         return None, None, None, None, g, g.new_zeros(())
 
 

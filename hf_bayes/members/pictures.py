@@ -43,8 +43,8 @@ def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tens
         if grid is None and num_images == num_rows and pixels.ndim == 5:
             raise ValueError(_unknown(num_images, num_rows))
     images = torch.cat([(owners == row).nonzero()[:, 0] for row in index.tolist()])
-    starts = patches.cumsum(0) - patches
-    pieces = [torch.arange(int(starts[image]), int(starts[image] + patches[image])) for image in images.tolist()]
+    offsets = patches.cumsum(0) - patches
+    pieces = [torch.arange(int(offsets[image]), int(offsets[image] + patches[image])) for image in images.tolist()]
     by_patch = torch.cat(pieces) if pieces else images
     found = {}
     for name, value in pictures.items():

@@ -16,7 +16,7 @@ from hf_bayes.members.evaluation_mode import evaluating
 
 
 @contextmanager
-def plain(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
+def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Parameter]]:
     """Give the model its own forwards until the end of the block, with ``row`` [d] in its random parameters.
 
     The model is in evaluation mode meanwhile, because dropout would change the likelihood. Checkpointed blocks keep

@@ -4,7 +4,7 @@ The model is called with M * B folded rows, so everything that it derives from t
 right shape. Hooks cut the inputs of the trunk's blocks to B rows, and repeat them to M * B rows at the first random
 block. A hook that does not fire costs time and never correctness, because the rows that it would have cut are copies.
 
-If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.once``). A
+If members run in several passes over the same rows, only the first pass runs the trunk (``Trunk.run_once``). A
 ``TrunkMemory`` keeps the trunk's output for rows that occur again.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from hf_bayes.core.layout import decoder_blocks, decoder_of
 from hf_bayes.members.context import Context
-from hf_bayes.members.pictures import PICTURES, pictures_of
+from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.pictures import pictures_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -64,7 +65,7 @@ class Trunk:
         self.handles = []
 
     @contextmanager
-    def once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
+    def run_once(self, inputs: dict[str, Any] | None = None) -> Iterator[None]:
         """Run the trunk only in the first of several passes over the same rows, until the end of the block.
 
         If the model calls a block of the trunk again after the trunk's last block (ALBERT has one block for all
@@ -302,45 +303,3 @@ def _has_dropout(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     functional = config is not None and _drops(config.to_dict())
     return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-
-
-def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
-    """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major.
-
-    All images are repeated together, whatever the number per row, because they are in the order of the rows. Positions
-    on several axes, [axes, rows, T], have their rows in the second dimension.
-    """
-
-    def fold(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: fold(key, item) for key, item in value.items()}
-        if not isinstance(value, Tensor) or value.ndim < 2:
-            return value
-        if name == "position_ids" and value.ndim == 3:
-            return value.repeat(1, num_members, 1)
-        if value.shape[0] == num_rows or name in PICTURES:
-            return value.repeat(num_members, *[1] * (value.ndim - 1))
-        return value
-
-    return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
-
-
-def num_rows_of(inputs: dict[str, Any]) -> int:
-    """Return B, the first dimension of the model's main input."""
-    return _main_input(inputs).shape[0]
-
-
-def num_positions_of(inputs: dict[str, Any]) -> int:
-    """Return T, the second dimension of the model's main input; 1 if it has none."""
-    shape = _main_input(inputs).shape
-    return shape[1] if len(shape) > 1 else 1
-
-
-def _main_input(inputs: dict[str, Any]) -> Tensor:
-    for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        if isinstance(value := inputs.get(key), Tensor):
-            return value
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
-    if not tensors:
-        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
-    return tensors[0]

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members import Members
-from hf_bayes.members.locking import Turns
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
 from hf_bayes.models.gradient_flags import GradientFlags
@@ -76,7 +76,7 @@ class BayesianModel(PreTrainedModel):
         self.members_per_pass: int | None = None
         self.check_inputs = InputCheck(core)
         self.current_members = CurrentMembers()
-        self.turns = Turns()
+        self.lock = CopyableLock()
         self.theta = nn.Parameter(theta)
         model.requires_grad_(False)
         self.members.install()

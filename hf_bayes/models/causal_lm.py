@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score

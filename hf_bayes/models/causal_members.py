@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -91,7 +91,7 @@ class CausalMembers:
             hidden, output = self._pass(passes[0], inputs, cache)
             cache = output.past_key_values if cache is None else cache
             return HiddenStates(hidden, output, leave_room(cache), num_rows_of(inputs))
-        with self.members.trunk.once():
+        with self.members.trunk.run_once():
             runs = [self._pass(theta, inputs, None if cache is None else empty_like(cache)) for theta in passes]
         outputs = [output for _, output in runs]
         if cache is not None:
@@ -103,13 +103,13 @@ class CausalMembers:
 
     def hidden_of_last(self, model: BayesianModel, inputs: dict[str, Any], cache: Any, num_kept: int) -> HiddenStates:
         """Run the backbone, and its last feed-forward layer only for the last ``num_kept`` positions; 0 means all."""
-        tail = self.members.tail
-        if tail.once is None and 0 < num_kept < num_positions_of(inputs):
+        last_feed_forward = self.members.last_feed_forward
+        if last_feed_forward.runs_once is None and 0 < num_kept < num_positions_of(inputs):
             names = ("input_ids", "inputs_embeds")
             token = {name: inputs[name][:1, :1] for name in names if inputs.get(name) is not None}
             with self.members.bind(model.current[:1]):
-                tail.look(lambda: self.head.hidden({**token, "use_cache": False}))
-        with tail.only(num_kept or None):
+                last_feed_forward.count_calls(lambda: self.head.hidden({**token, "use_cache": False}))
+        with last_feed_forward.on_last_positions(num_kept or None):
             return self.hidden(model, inputs, cache)
 
     def logits(self, theta: Tensor, states: HiddenStates, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.distributed.member_sums import LocalMembers, SpreadMembers
+from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
 
 
 class CurrentMembers:
@@ -44,7 +44,7 @@ class CurrentMembers:
             self.shown, self.shown_spread = before
 
 
-def share_of(theta: Tensor, group: Any) -> tuple[Tensor, SpreadMembers]:
+def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:
     """Return this process's share of ``theta`` [M, d], and the processes that hold the other members.
 
     Args:
@@ -57,7 +57,7 @@ def share_of(theta: Tensor, group: Any) -> tuple[Tensor, SpreadMembers]:
             "members are spread over the processes of a launch, and this one has no process group: start it with "
             "accelerate launch or torchrun, and make an accelerate PartialState() first"
         )
-    spread = SpreadMembers(group)
+    spread = DistributedMembers(group)
     if len(theta) % spread.size:
         raise ValueError(
             f"{len(theta)} members cannot be dealt to {spread.size} processes evenly: load another number of members"

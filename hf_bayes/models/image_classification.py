@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForImageClassification
 
-from hf_bayes.members.trunk import num_positions_of
+from hf_bayes.members.inputs import num_positions_of
 from hf_bayes.models.classification import BayesianClassifier
 
 

@@ -33,7 +33,7 @@ class MemberPredictor:
     def member_logits(self, model: BayesianModel, inputs: dict[str, Any]) -> Tensor:
         """Return [M, B, ..., C] logits of the current members."""
         pieces = []
-        with model.members.trunk.once():
+        with model.members.trunk.run_once():
             for theta in model.passes(inputs):
                 with model.members.bind(theta):
                     pieces.append(model.members.logits(inputs))

@@ -2,7 +2,7 @@
 
 J [C, d] is the Jacobian of a row's outputs at the mean. The live model shows the mean as its one member. If the random
 parameters are a linear head, J is the head's input and nothing is differentiated. Otherwise there is a backward pass
-for each output, in which taps read the gradient of every row on its own.
+for each output, in which hooks read the gradient of every row on its own.
 
 A language model has too many outputs for J, one for each word at each position: see ``linearised_lm``.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
-from hf_bayes.members.module_hooks import Share, Tap, Taps, pieces
-from hf_bayes.members.single_member import plain
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
+from hf_bayes.members.single_member import as_single_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.output_covariance import covariance_of_outputs, head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
@@ -74,8 +74,8 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
     if model.posterior is None or not isinstance(model.posterior.approximation, Gaussian):
         found = "none" if model.posterior is None else f"one of {model.posterior.config.approximation}"
         raise ValueError(
-            f"linearise needs a Gaussian posterior, got {found}: load one that fit_laplace or mean_field has made, "
-            "or predict by members"
+            f"linearise needs a Gaussian posterior, got {found}: load one whose method makes a "
+            "Gaussian (docs/laplace.md), or predict by members"
         )
     return Linearisation(model.posterior.approximation, link)
 
@@ -89,23 +89,28 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].
     """
-    taps = Taps(model.model, model.layout.names)
-    head = linear_head(taps, model.layout)
+    hooks = LayerHooks(model.model, model.layout.names)
+    head = linear_head(hooks, model.layout)
     components = []
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
-        with torch.inference_mode(False), torch.enable_grad(), plain(model.members, mean), taps.open():
+        with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
             size = None if head else max(1, JACOBIAN_BUDGET // (model.layout.dim * model.config.num_labels))
-            parts = [_of_batch(model, taps, head, mean, covariance, part) for part in _rows_of(inputs, size)]
+            parts = [_of_batch(model, hooks, head, mean, covariance, part) for part in _rows_of(inputs, size)]
         components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
     return Outputs(*(torch.stack(pieces) for pieces in zip(*components, strict=True)))
 
 
 def _of_batch(
-    model: BayesianModel, taps: Taps, head: Tap | None, like: Tensor, covariance: Covariance, inputs: dict[str, Any]
+    model: BayesianModel,
+    hooks: LayerHooks,
+    head: HookedLayer | None,
+    like: Tensor,
+    covariance: Covariance,
+    inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     rows = num_rows_of(inputs)
-    taps.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
+    hooks.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
     logits = model.members.logits(inputs)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(
@@ -114,52 +119,52 @@ def _of_batch(
         )
 
     def spread_of(outputs: Tensor) -> Tensor:
-        features = None if head is None else _features(taps, outputs, like)
+        features = None if head is None else _features(hooks, outputs, like)
         if head is not None and features is not None:
             return head_covariance(covariance, model.layout, features, weight=head.names["weight"])
-        return covariance_of_outputs(covariance, model.layout, _jacobian(taps, outputs, model.layout, like))
+        return covariance_of_outputs(covariance, model.layout, _jacobian(hooks, outputs, model.layout, like))
 
     spread = spread_of(logits) if logits.ndim == 2 else torch.stack([spread_of(one) for one in logits.unbind(1)], 1)
     return widened(logits.detach()).to(like.dtype), spread
 
 
-def linear_head(taps: Taps, layout: Layout) -> Tap | None:
+def linear_head(hooks: LayerHooks, layout: Layout) -> HookedLayer | None:
     """Return the linear module that owns all random parameters; None if there is no such module."""
-    if len(taps.taps) != 1:
+    if len(hooks.layers) != 1:
         return None
-    (tap,) = taps.taps
-    return tap if tap.weight is not None and not tap.transposed and tap.reader is tap.module else None
+    (layer,) = hooks.layers
+    return layer if layer.weight is not None and not layer.transposed and layer.reader is layer.module else None
 
 
-def _features(taps: Taps, logits: Tensor, like: Tensor) -> Tensor | None:
+def _features(hooks: LayerHooks, logits: Tensor, like: Tensor) -> Tensor | None:
     """Return [B, n] inputs of the linear module whose outputs are the logits; None if the logits differ from them."""
-    found: list[Share] = []
-    taps.listen(found.append, first=True)
+    found: list[LayerRecord] = []
+    hooks.on_backward(found.append, first=True)
     weights = torch.arange(1, logits.shape[-1] + 1, dtype=logits.dtype, device=logits.device)
-    torch.autograd.backward(logits, weights.expand_as(logits), inputs=[taps.anchor], retain_graph=True)
+    torch.autograd.backward(logits, weights.expand_as(logits), inputs=[hooks.anchor], retain_graph=True)
     if len(found) != 1:
         return None
-    (share,) = found
-    read = share.g.ne(0).any(-1)
-    if share.g.shape[-1] != len(weights) or not bool((read.sum(1) == 1).all()):
+    (record,) = found
+    read = record.g.ne(0).any(-1)
+    if record.g.shape[-1] != len(weights) or not bool((read.sum(1) == 1).all()):
         return None
-    return share.x[read].to(like.dtype) if bool((share.g[read] == weights).all()) else None
+    return record.x[read].to(like.dtype) if bool((record.g[read] == weights).all()) else None
 
 
-def _jacobian(taps: Taps, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
+def _jacobian(hooks: LayerHooks, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
     """Return {name: [B, C, *shape]} by a backward pass for each output."""
     rows, num_outputs = logits.shape
     found = {name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()}
     for output in range(num_outputs):
 
-        def add(share: Share, output: int = output) -> None:
-            for name, gradient in share.tap.row_gradients(share.x, share.g, like.dtype).items():
-                found[name][share.rows, output] += gradient
+        def add(record: LayerRecord, output: int = output) -> None:
+            for name, gradient in record.layer.row_gradients(record.x, record.g, like.dtype).items():
+                found[name][record.rows, output] += gradient
 
-        taps.listen(add, first=output == 0)
+        hooks.on_backward(add, first=output == 0)
         cotangent = torch.zeros_like(logits)
         cotangent[:, output] = 1
-        torch.autograd.backward(logits, cotangent, inputs=[taps.anchor], retain_graph=True)
+        torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=True)
     return found
 
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.module_hooks import Taps
+from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.members.quantised import foreign_linears
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.compat import attention_of
@@ -119,17 +119,17 @@ class ClosedHead:
     def __init__(self, model: BayesianModel, head: ChunkedHead, link: str) -> None:
         self.head, self.layout = head, model.layout
         self.module: Any = model.core.get_output_embeddings()
-        taps = Taps(model.model, model.layout.names)
-        tap = linear_head(taps, model.layout)
+        hooks = LayerHooks(model.model, model.layout.names)
+        layer = linear_head(hooks, model.layout)
         instead = (
             f"{link} needs a covariance of all words at a position: take link='monte_carlo', whose draws need none"
         )
-        if tap is None or tap.module is not self.module:
+        if layer is None or layer.module is not self.module:
             raise ValueError(
                 f"link {link!r} has a closed form for a language model whose linear head alone is random, got "
                 f"{len(model.layout.names)} random tensors, first {model.layout.names[0]}: {instead}"
             )
-        self.weight = tap.names["weight"]
+        self.weight = layer.names["weight"]
         self.num_words = model.layout.named_shapes[self.weight][0]
         if self.num_words**2 > JACOBIAN_BUDGET:
             raise ValueError(

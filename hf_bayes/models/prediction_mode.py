@@ -25,7 +25,7 @@ def predicts(method: Predicting) -> Predicting:
     @functools.wraps(method)
     def predicting(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.members.require_attached()
-        with self.turns, nullcontext() if not self.training else evaluating(self):
+        with self.lock, nullcontext() if not self.training else evaluating(self):
             return method(self, *args, **kwargs)
 
     return cast(Predicting, predicting)

@@ -13,13 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import moved
-from hf_bayes.members.module_hooks import Taps, pieces
-from hf_bayes.members.single_member import plain
+from hf_bayes.members.module_hooks import LayerHooks, pieces
+from hf_bayes.members.single_member import as_single_model
 from hf_bayes.methods.laplace.accumulators import GradientSum
 from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.estimators import EmpiricalFisherOfRows
-from hf_bayes.methods.laplace.gradient_estimate import Slope
-from hf_bayes.methods.laplace.gradient_estimate import halves as halves_of
+from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate, draw_half_batches
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
@@ -31,16 +30,16 @@ Batches = Callable[[Sequence[int]], Iterable[dict[str, Any]]]
 """Numbers of rows in the data -> these rows, in this order, in batches."""
 
 TRUE = EmpiricalFisherOfRows()
-"""Pulls back scores at the data's labels: their sum over rows is the gradient."""
+"""The VJPs of the scores at the data's labels. Their sum over rows is the gradient of the log-likelihood."""
 
 
-class Survey(NamedTuple):
+class CurvaturePassResult(NamedTuple):
     """The result of a pass, on the scale of the full data.
 
     Attributes:
         curvature: H of -log p(D | theta).
         log_lik: log p(D | theta) in nats.
-        slope: grad log p(D | theta); None if nobody asked.
+        gradient: grad log p(D | theta); None if it was not requested.
         num_rows: examples or sequences.
         num_terms: likelihood terms.
         fallbacks: {parameter: why it is kept diagonally}.
@@ -48,13 +47,13 @@ class Survey(NamedTuple):
 
     curvature: Curvature
     log_lik: float
-    slope: Slope | None
+    gradient: GradientEstimate | None
     num_rows: int
     num_terms: int
     fallbacks: dict[str, str]
 
 
-def survey(
+def run_curvature_pass(
     model: BayesianModel,
     theta: Tensor,
     batches: Batches,
@@ -66,7 +65,7 @@ def survey(
     seed: int = 0,
     mesh: ChainMesh | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Survey:
+) -> CurvaturePassResult:
     """Return log-likelihood, gradient and curvature of all data at theta.
 
     Dropout is off meanwhile. Memory is that of a training step with the batch (of a random head: plus the logits of one
@@ -78,59 +77,77 @@ def survey(
         num_rows: in the data.
         spec: estimator and structure.
         scale: nats of the result per nat of a term: N over the number of terms, where N is not that number.
-        gradient: find the gradient, too: of many rows and parameters from a part of the rows (``laplace.slope``), of
-            few for half a training step more, of ``ef_sequence`` exactly and at no cost.
-        seed: of labels and signs; those of a row depend on its number, and not on batches or processes.
-        mesh: its processes that share a chain share the rows, too, and each finds the whole; None is one process.
+        gradient: compute the gradient, too: for many rows and parameters from a part of the rows
+            (``laplace.gradient_estimate``), for few rows at the cost of half a training step more, for ``ef_sequence``
+            exactly and at no cost.
+        seed: seed of labels and signs. Those of a row depend on its number, and not on batches or processes.
+        mesh: its processes that share a chain share the rows, too, and each returns the result for all rows; None is
+            one process.
         context: entered around forwards, for autocast.
     Raises:
-        ValueError: before the pass, for a cell of estimator and structure that does not exist or has too many
+        ValueError: before the pass, for a combination of estimator and structure that does not exist or has too many
             parameters; for data without terms or with gradients that are not finite.
     """
     spec.check()
     spec.check_size(model.layout.dim, None, None)
-    everything = range(num_rows)
-    if spec.estimator == "hessian":
-        with plain(model.members, theta) as random:
-            return _hessian(model, theta, random, batches, num_rows, spec, scale, mesh, context)
-    layout, estimator = model.layout, spec.build_estimator()
-    with plain(model.members, theta):
-        taps = Taps(model.model, layout.names)
-        run = partial(_run, model, taps, theta, batches, seed=seed, mesh=mesh, context=context)
-        accumulator, fallbacks = spec.accumulator(layout, theta, taps.taps)
-        # rows' own scores are what the gradient is made of: it is exact at no cost
-        free = isinstance(estimator, EmpiricalFisherOfRows)
-        halves = halves_of(num_rows, layout.dim, seed) if gradient and not free else None
-        slopes = [GradientSum(layout, theta) for _ in halves or range(1 if gradient else 0)]
-        jobs: list[Job] = [(estimator, [accumulator, *slopes] if free else [accumulator])]
-        if halves is None and slopes and not free:
-            jobs.append((TRUE, [*slopes]))
-        log_lik, num_terms = run(jobs, everything)
-        if num_terms == 0:
-            raise ValueError(
-                "the data hold no likelihood term (all labels are -100 after the causal shift): check labels"
-            )
-        _require_finite("log-likelihood", torch.tensor(log_lik))
-        for slope, half in zip(slopes, halves or [], strict=False):
-            run([(TRUE, [slope])], half)
-        found = _slope(slopes, halves, num_rows, scale)
-        if spec.structure == "kronecker_corrected":
-            assert isinstance(accumulator, KroneckerSum)
-            accumulator = accumulator.corrected()
-            run([(estimator, [accumulator])], everything)
-    curvature = moved(accumulator.result().scaled(scale), "cpu")
-    return Survey(curvature, scale * log_lik, found, num_rows, int(num_terms), fallbacks)
+    data = _Data(batches, num_rows, scale, seed, mesh, context)
+    with as_single_model(model.members, theta) as random:
+        if spec.estimator == "hessian":
+            return _hessian(model, theta, random, data, spec)
+        return _outer_products(model, theta, data, spec, gradient=gradient)
 
 
-def _slope(slopes: list[GradientSum], halves: list[list[int]] | None, num_rows: int, scale: float) -> Slope | None:
-    if not slopes:
-        return None
-    totals = torch.stack([slope.total() for slope in slopes]).cpu()
+class _Data(NamedTuple):
+    """The data of a pass, see the arguments of ``run_curvature_pass``."""
+
+    batches: Batches
+    num_rows: int
+    scale: float
+    seed: int
+    mesh: ChainMesh | None
+    context: Callable[[], AbstractContextManager[Any]]
+
+
+def _outer_products(
+    model: BayesianModel, theta: Tensor, data: _Data, spec: CurvatureSpec, *, gradient: bool
+) -> CurvaturePassResult:
+    """Return the result for estimators that are sums of outer products of vector-Jacobian products."""
+    estimator, hooks = spec.build_estimator(), LayerHooks(model.model, model.layout.names)
+    run = partial(_run, model, hooks, theta, data)
+    accumulator, fallbacks = spec.accumulator(model.layout, theta, hooks.layers)
+    half_batches, sums = None, [GradientSum(model.layout, theta)] if gradient else []
+    jobs: list[Job] = [(estimator, [accumulator])]
+    if isinstance(estimator, EmpiricalFisherOfRows):  # the gradient is the sum of the same VJPs: exact at no cost
+        jobs = [(estimator, [accumulator, *sums])]
+    elif gradient:
+        half_batches = draw_half_batches(data.num_rows, model.layout.dim, data.seed)
+        if half_batches is None:
+            jobs.append((TRUE, [*sums]))
+        else:
+            sums = [GradientSum(model.layout, theta) for _ in half_batches]
+    log_lik, num_terms = run(jobs, range(data.num_rows))
+    if num_terms == 0:
+        raise ValueError("the data hold no likelihood term (all labels are -100 after the causal shift): check labels")
+    _require_finite("log-likelihood", torch.tensor(log_lik))
+    for total, rows in zip(sums, half_batches or [], strict=False):
+        run([(TRUE, [total])], rows)
+    found = _gradient_estimate(sums, half_batches, data) if gradient else None
+    if spec.structure == "kronecker_corrected":
+        assert isinstance(accumulator, KroneckerSum)
+        accumulator = accumulator.corrected()
+        run([(estimator, [accumulator])], range(data.num_rows))
+    curvature = moved(accumulator.result().scaled(data.scale), "cpu")
+    return CurvaturePassResult(curvature, data.scale * log_lik, found, data.num_rows, int(num_terms), fallbacks)
+
+
+def _gradient_estimate(sums: list[GradientSum], half_batches: list[list[int]] | None, data: _Data) -> GradientEstimate:
+    """Return the gradient on the scale of all data, from the sum over all rows or from the sums over two halves."""
+    totals = torch.stack([each.total() for each in sums]).cpu()
     _require_finite("gradient", totals)
-    if halves is None:
-        return Slope(scale * totals.expand(2, -1), num_rows, num_rows)
-    size = len(halves[0])
-    return Slope(scale * num_rows / size * totals, 2 * size, num_rows)
+    if half_batches is None:
+        return GradientEstimate(data.scale * totals.expand(2, -1), data.num_rows, data.num_rows)
+    size = len(half_batches[0])
+    return GradientEstimate(data.scale * data.num_rows / size * totals, 2 * size, data.num_rows)
 
 
 def _require_finite(what: str, value: Tensor) -> None:
@@ -139,34 +156,25 @@ def _require_finite(what: str, value: Tensor) -> None:
 
 
 def _run(
-    model: BayesianModel,
-    taps: Taps,
-    theta: Tensor,
-    batches: Batches,
-    jobs: list[Job],
-    rows: Sequence[int],
-    *,
-    seed: int,
-    mesh: ChainMesh | None,
-    context: Callable[[], AbstractContextManager[Any]],
+    model: BayesianModel, hooks: LayerHooks, theta: Tensor, data: _Data, jobs: list[Job], rows: Sequence[int]
 ) -> list[float]:
-    """Tell the accumulators of some rows; their log-likelihood and terms."""
-    kind = CausalPass if isinstance(model, BayesianModelForCausalLM) else OutputPass
-    mine = _share(rows, mesh)
-    one = kind(model, taps, jobs, mine, seed)
-    with taps.open(), torch.enable_grad():
-        for batch in batches(mine):
-            # a tensor that two modules own needs the gradient of each row whole
-            for part in pieces(batch, 1 if any(tap.tied for tap in taps.taps) else None):
-                with context():
-                    one.look(part)
-    if one.num_terms:  # without terms nobody reads a language model's head
-        taps.check_all_called()
-    if mesh is not None and mesh.data_size > 1:
+    """Pass the VJPs of some rows to the accumulators, and return the rows' log-likelihood and number of terms."""
+    kind = CausalPass if model.shifts_labels else OutputPass
+    own_rows = _share(rows, data.mesh)
+    one = kind(model, hooks, jobs, own_rows, data.seed)
+    with hooks.open(), torch.enable_grad():
+        for batch in data.batches(own_rows):
+            # a tensor that two modules own needs the whole gradient of each row
+            for part in pieces(batch, 1 if any(layer.tied for layer in hooks.layers) else None):
+                with data.context():
+                    one.add_batch(part)
+    if one.num_terms:  # without terms the head of a language model is not called
+        hooks.check_all_called()
+    if data.mesh is not None and data.mesh.data_size > 1:
         for _, accumulators in jobs:
             for accumulator in accumulators:
-                accumulator.sum_over(mesh)
-    return _sum((one.log_lik, one.num_terms), theta, mesh)
+                accumulator.sum_over(data.mesh)
+    return _sum((one.log_lik, one.num_terms), theta, data.mesh)
 
 
 def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
@@ -176,7 +184,7 @@ def _share(rows: Sequence[int], mesh: ChainMesh | None) -> list[int]:
 
 
 def _sum(values: tuple[float, ...], like: Tensor, mesh: ChainMesh | None) -> list[float]:
-    """Over the processes that share rows."""
+    """Return the sums over the processes that share rows."""
     total = torch.tensor(values, dtype=torch.float64)
     return (total if mesh is None else mesh.sum_over_data(total.to(like.device))).tolist()
 
@@ -185,29 +193,26 @@ def _hessian(
     model: BayesianModel,
     theta: Tensor,
     random: dict[str, nn.Parameter],
-    batches: Batches,
-    num_rows: int,
+    data: _Data,
     spec: CurvatureSpec,
-    scale: float,
-    mesh: ChainMesh | None,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> Survey:
-    """Column by column, through the gradient's own graph."""
-    dim, causal, parameters = model.layout.dim, isinstance(model, BayesianModelForCausalLM), list(random.values())
-    matrix, slope = theta.new_zeros(dim, dim), theta.new_zeros(dim)
+) -> CurvaturePassResult:
+    """Return the result for the Hessian, computed column by column through the graph of the gradient."""
+    dim, parameters = model.layout.dim, list(random.values())
+    scale, mesh, num_rows = data.scale, data.mesh, data.num_rows
+    matrix, gradient = theta.new_zeros(dim, dim), theta.new_zeros(dim)
     log_lik, num_terms = 0.0, 0.0
     for parameter in parameters:
         parameter.requires_grad_()
     try:
         # other attention kernels have no second derivative
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            for batch in batches(_share(range(num_rows), mesh)):
+            for batch in data.batches(_share(range(num_rows), mesh)):
                 inputs = dict(batch)
                 if isinstance(model, BayesianModelForCausalLM):
                     inputs = model.numbered({**batch, "use_cache": False})
                 labels = inputs.pop("labels")
-                labels = next_tokens(labels, inputs.get("attention_mask")) if causal else labels
-                with context():
+                labels = next_tokens(labels, inputs.get("attention_mask")) if model.shifts_labels else labels
+                with data.context():
                     logits = model.members.forward(inputs).logits
                 labels = labels.flatten(0, logits.ndim - 2)
                 value = model.likelihood.log_prob(logits.view(1, -1, logits.shape[-1]), labels[None]).sum()
@@ -218,7 +223,7 @@ def _hessian(
                     pairs = zip(second, parameters, strict=True)
                     filled = [torch.zeros_like(p) if g is None else g for g, p in pairs]
                     matrix[column] -= torch.cat([g.flatten() for g in filled]).to(matrix)
-                slope += flat.detach().to(slope)
+                gradient += flat.detach().to(gradient)
                 log_lik += float(value.detach())
                 num_terms += int(model.likelihood.is_term(labels).sum())
     finally:
@@ -227,10 +232,12 @@ def _hessian(
     log_lik, num_terms = _sum((log_lik, num_terms), theta, mesh)
     if mesh is not None:
         mesh.sum_over_data(matrix)
-        mesh.sum_over_data(slope)
+        mesh.sum_over_data(gradient)
     matrix = (matrix + matrix.mT) / 2
     curvature: Curvature = FullCurvature(matrix, hessian=True)
     if spec.structure == "diagonal":
         curvature = DiagonalCurvature(matrix.diagonal().clone(), hessian=True)
-    found = Slope(scale * slope.cpu().expand(2, -1), num_rows, num_rows)
-    return Survey(moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {})
+    found = GradientEstimate(scale * gradient.cpu().expand(2, -1), num_rows, num_rows)
+    return CurvaturePassResult(
+        moved(curvature.scaled(scale), "cpu"), scale * log_lik, found, num_rows, int(num_terms), {}
+    )

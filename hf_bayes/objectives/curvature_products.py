@@ -1,4 +1,4 @@
-"""Forwards of a pass over the data, and what estimators pull back through each: accumulators are told of every pull."""
+"""The vector-Jacobian products (VJPs) of a pass over the data: batch by batch, for estimators and accumulators."""
 
 from __future__ import annotations
 
@@ -10,57 +10,58 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
-from hf_bayes.members.module_hooks import Share, Taps
-from hf_bayes.members.trunk import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.module_hooks import LayerHooks, LayerRecord
 from hf_bayes.methods.laplace.accumulators import Accumulator
 from hf_bayes.methods.laplace.estimators import Estimator, Terms
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
-PULLS_AT_ONCE = 4
-"""Pulls whose gradients at the backbone's output are held together, so that the head runs once for them."""
+VJPS_AT_ONCE = 4
+"""The number of VJPs whose gradients at the backbone's output are held at once: the head runs once for all of them."""
 
 Job = tuple[Estimator, list[Accumulator]]
-"""What is pulled back, and who is told of it."""
+"""The estimator that defines the VJPs, and the accumulators that receive them."""
 
 
 class Pass:
-    """Pulls of one batch after the other.
+    """The VJPs of one batch after the other.
 
     Attributes:
-        num_terms, log_lik: of the batches so far.
+        num_terms: number of likelihood terms of the batches so far.
+        log_lik: their log-likelihood in nats.
     """
 
     def __init__(
         self,
         model: Any,
-        taps: Taps,
+        hooks: LayerHooks,
         jobs: list[Job],
         rows: Sequence[int],
         seed: int,
     ) -> None:
-        self.model, self.taps, self.jobs = model, taps, jobs
+        self.model, self.hooks, self.jobs = model, hooks, jobs
         self.likelihood: Likelihood = model.likelihood
         self.rows, self.seed = iter(rows), seed
         self.num_terms, self.log_lik = 0, 0.0
 
-    def look(self, batch: dict[str, Any]) -> None:
-        """A forward of the batch and everybody's pulls through it."""
-        raise AssertionError("a pass defines look")
+    def add_batch(self, batch: dict[str, Any]) -> None:
+        """Run the model on a batch, and pass the VJPs of all jobs to their accumulators."""
+        raise AssertionError("a pass defines add_batch")
 
     def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
         rows, mask = num_rows_of(batch), batch.get("attention_mask")
-        self.taps.begin(rows, num_positions_of(batch), mask, is_term if is_term.ndim == 2 else None)
+        self.hooks.begin(rows, num_positions_of(batch), mask, is_term if is_term.ndim == 2 else None)
         for _, accumulators in self.jobs:
             for accumulator in accumulators:
                 accumulator.begin(rows)
         self.num_terms += int(is_term.sum())
 
-    def _pulls(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
-        """Every pull of a batch, and who is told of it."""
+    def _vjps(self, num_outputs: int, num_ordinals: int) -> list[tuple[Estimator, int, list[Accumulator]]]:
+        """Return (estimator, number of the VJP, accumulators) for every VJP of a batch."""
         return [
             (estimator, index, accumulators)
             for estimator, accumulators in self.jobs
-            for index in range(estimator.num_pulls(self.likelihood, num_outputs, num_ordinals))
+            for index in range(estimator.num_vjps(self.likelihood, num_outputs, num_ordinals))
         ]
 
     def _uniforms(self, is_term: Tensor, num_outputs: int) -> Tensor:
@@ -77,18 +78,18 @@ class Pass:
         empty = torch.zeros(0, sum(count for _, count in rows), *shape)
         return (torch.stack(drawn) if drawn else empty).to(is_term.device)
 
-    def _listen(self, accumulators: list[Accumulator], *, first: bool) -> None:
-        def consume(share: Share) -> None:
+    def _on_backward(self, accumulators: list[Accumulator], *, first: bool) -> None:
+        def consume(record: LayerRecord) -> None:
             for accumulator in accumulators:
-                accumulator.add(share)
+                accumulator.add(record)
 
-        self.taps.listen(consume, first=first)
+        self.hooks.on_backward(consume, first=first)
 
 
 class OutputPass(Pass):
     """Classifiers and regressors, of rows or of the tokens in them."""
 
-    def look(self, batch: dict[str, Any]) -> None:
+    def add_batch(self, batch: dict[str, Any]) -> None:
         inputs = dict(batch)
         labels = inputs.pop("labels")
         is_term = self.likelihood.is_term(labels)
@@ -103,20 +104,20 @@ class OutputPass(Pass):
         uniforms = self._uniforms(is_term, logits.shape[-1])
         terms = Terms(flat.detach()[index], targets, ordinals.flatten()[index], uniforms)
         self.log_lik += float(self.likelihood.log_prob(terms.logits[None], targets[None]).double().sum())
-        pulls = self._pulls(logits.shape[-1], int(terms.ordinals.max()) + 1 if len(index) else 1)
-        for number, (estimator, pull, accumulators) in enumerate(pulls):
-            self._listen(accumulators, first=number == 0)
+        vjps = self._vjps(logits.shape[-1], int(terms.ordinals.max()) + 1 if len(index) else 1)
+        for number, (estimator, vjp, accumulators) in enumerate(vjps):
+            self._on_backward(accumulators, first=number == 0)
             cotangent = torch.zeros_like(flat)
-            cotangent[index] = estimator.cotangent(pull, terms, self.likelihood).to(flat.dtype)
-            torch.autograd.backward(flat, cotangent, inputs=[self.taps.anchor], retain_graph=number + 1 < len(pulls))
+            cotangent[index] = estimator.cotangent(vjp, terms, self.likelihood).to(flat.dtype)
+            torch.autograd.backward(flat, cotangent, inputs=[self.hooks.anchor], retain_graph=number + 1 < len(vjps))
             for accumulator in accumulators:
-                accumulator.end_pull()
+                accumulator.end_vjp()
 
 
 class CausalPass(Pass):
     """Causal language models: backbone once, head on a few positions at a time, as in training."""
 
-    def look(self, batch: dict[str, Any]) -> None:
+    def add_batch(self, batch: dict[str, Any]) -> None:
         head, inputs = self.model.head, self.model.numbered({**batch, "use_cache": False})
         labels, mask = inputs.pop("labels"), inputs.get("attention_mask")
         if mask is None:  # what follows a row's last label may be padding; no term reads it
@@ -133,46 +134,46 @@ class CausalPass(Pass):
         targets, orders = labels.flatten()[index], ordinals.flatten()[index]
         vocabulary = self.model.core.get_output_embeddings().weight.shape[0]
         uniforms = self._uniforms(is_term, vocabulary)
-        pulls = self._pulls(vocabulary, int(is_term.sum(1).max()))
-        random_head = not _within(head.backbone, self.taps)
-        size = 1 if random_head else PULLS_AT_ONCE
-        for start in range(0, len(pulls), size):
-            group = pulls[start : start + size]
+        vjps = self._vjps(vocabulary, int(is_term.sum(1).max()))
+        random_head = not _within(head.backbone, self.hooks)
+        size = 1 if random_head else VJPS_AT_ONCE
+        for start in range(0, len(vjps), size):
+            group = vjps[start : start + size]
             cotangents = [torch.zeros_like(flat) for _ in group]
             for number, part in enumerate(self._chunks(index, length, head.chunk_size(hidden), by_row=random_head)):
                 if not len(part):
                     continue
-                self._pull_head(flat, output, index[part], Terms(torch.empty(0), targets[part], orders[part],
+                self._vjps_of_head(flat, output, index[part], Terms(torch.empty(0), targets[part], orders[part],
                                 uniforms[:, part]), group, cotangents, first=start == 0,
                                 row=number if random_head else None)  # fmt: skip
             for number, ((_, _, accumulators), cotangent) in enumerate(zip(group, cotangents, strict=True)):
-                self._listen(accumulators, first=start + number == 0)
+                self._on_backward(accumulators, first=start + number == 0)
                 if hidden.requires_grad:
                     torch.autograd.backward(
                         hidden,
                         cotangent.view_as(hidden),
-                        inputs=[self.taps.anchor],
-                        retain_graph=start + number + 1 < len(pulls),
+                        inputs=[self.hooks.anchor],
+                        retain_graph=start + number + 1 < len(vjps),
                     )
                 for accumulator in accumulators:
-                    accumulator.end_pull()
+                    accumulator.end_vjp()
 
-    def _pull_head(
+    def _vjps_of_head(
         self, flat: Tensor, output: Any, index: Tensor, terms: Terms, group: list[Any], cotangents: list[Tensor],
         *, first: bool, row: int | None,
     ) -> None:  # fmt: skip
-        """Logits of some positions, their log-likelihood, and the pulls of ``group`` down to the hidden states."""
+        """Add the log-likelihood of some positions, and the VJPs of ``group`` down to the hidden states."""
         piece = flat[:, index].detach().requires_grad_()
-        with nullcontext() if row is None else self.taps.one_row(row):
+        with nullcontext() if row is None else self.hooks.one_row(row):
             logits = self.model.head.logits(piece, output)
             terms = terms._replace(logits=logits.detach()[0])
             if first:
                 log_probs = self.likelihood.log_prob(terms.logits[None], terms.labels[None])
                 self.log_lik += float(log_probs.double().sum())
-            for number, (estimator, pull, accumulators) in enumerate(group):
-                self._listen(accumulators, first=first and number == 0)
-                cotangent = estimator.cotangent(pull, terms, self.likelihood).to(logits.dtype)
-                inputs = [piece] if row is None else [piece, self.taps.anchor]
+            for number, (estimator, vjp, accumulators) in enumerate(group):
+                self._on_backward(accumulators, first=first and number == 0)
+                cotangent = estimator.cotangent(vjp, terms, self.likelihood).to(logits.dtype)
+                inputs = [piece] if row is None else [piece, self.hooks.anchor]
                 piece.grad = None
                 torch.autograd.backward(logits, cotangent[None], inputs=inputs, retain_graph=number + 1 < len(group))
                 assert piece.grad is not None
@@ -190,7 +191,7 @@ class CausalPass(Pass):
             yield places[owner == row]
 
 
-def _within(backbone: nn.Module, taps: Taps) -> bool:
-    """Return whether all taps are in the backbone."""
+def _within(backbone: nn.Module, hooks: LayerHooks) -> bool:
+    """Return whether all hooks are in the backbone."""
     inside = {id(module) for module in backbone.modules()}
-    return all(id(tap.module) in inside for tap in taps.taps)
+    return all(id(layer.module) in inside for layer in hooks.layers)

@@ -6,36 +6,15 @@ micro-batch, it is estimated from two halves of its rows (``between_halves``), w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import per_tensor_mean
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
-
-
-class GradientPasses(Protocol):
-    """The passes of a ``ModelObjective``."""
-
-    model: BayesianModel
-    shared: bool
-    chains: range
-
-    def member_chunks(self, batch: dict[str, Any]) -> list[slice]: ...
-
-    def passes(
-        self,
-        theta: Tensor,
-        batch: Any,
-        *,
-        gradient: bool,
-        step: int,
-        micro: int,
-        chunks: list[slice] | None = None,
-    ) -> Iterator[tuple[slice, Tensor, Tensor | None]]: ...
 
 
 class BetweenBatches:
@@ -68,7 +47,12 @@ class BetweenBatches:
 
 
 def between_halves(
-    objective: GradientPasses, theta: Tensor, batch: dict[str, Any], grad: Tensor, *, step: int
+    model: BayesianModel,
+    batch: dict[str, Any],
+    grad: Tensor,
+    passes: Callable[[dict[str, Any], int], Iterable[tuple[slice, Tensor, Tensor | None]]],
+    *,
+    num_groups: int,
 ) -> Tensor | None:
     """Return the variance [M, S] of a micro-batch's gradient, from the two halves of its rows.
 
@@ -79,35 +63,34 @@ def between_halves(
     both halves are passed, and the masks are part of the noise.
 
     Args:
-        theta: [M, d].
+        model: the model that is sampled.
         batch: prepared.
         grad: [M, d] of minus the log-likelihood of the whole.
-        step: number of the update, for dropout masks.
+        passes: (a half, its number) -> (members, loss [m], gradient [m, d]), as ``ModelObjective.passes`` yields them.
+        num_groups: the number of groups of rows in the batch: 1 if chains share rows, else the number of chains.
     Returns:
         None where a chain has a single row.
     """
-    groups = 1 if objective.shared else len(objective.chains)
-    rows = num_rows_of(batch) // groups
+    rows = num_rows_of(batch) // num_groups
     b, c = rows // 2, rows - rows // 2
     if b == 0:
         return None
-    first = torch.arange(rows).repeat(groups) < b
-    halves = [objective.model.take_rows(batch, part.nonzero()[:, 0]) for part in (first, ~first)]
-    dropout = objective.model.training and objective.model.members.trunk.has_dropout
-    variance = grad.new_zeros(len(grad), len(objective.model.layout.sizes))
-    chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
-
-    def passes(number: int) -> Any:
-        return objective.passes(theta, halves[number], gradient=True, step=step, micro=number, chunks=chunks)
-
-    devices = [theta.device] if theta.device.type == "cuda" else []
+    first = torch.arange(rows).repeat(num_groups) < b
+    halves = [model.take_rows(batch, part.nonzero()[:, 0]) for part in (first, ~first)]
+    variance = grad.new_zeros(len(grad), len(model.layout.sizes))
+    devices = [grad.device] if grad.device.type == "cuda" else []
+    others = None
+    if model.training and model.members.trunk.has_dropout:
+        with torch.random.fork_rng(devices=devices):
+            others = [other for _, _, other in passes(halves[1], 1)]
     with torch.random.fork_rng(devices=devices):
-        others = list(passes(1)) if dropout else None
-    with torch.random.fork_rng(devices=devices):
-        for index, (members, _, one) in enumerate(passes(0)):
+        for index, (members, _, one) in enumerate(passes(halves[0], 0)):
+            assert one is not None
             if others is None:  # g / b - (whole - g) / c
                 difference = one.mul_(1 / b + 1 / c).sub_(grad[members], alpha=1 / c)
             else:
-                difference = one.div_(b).sub_(others[index].grad, alpha=1 / c)
-            variance[members] = b * c * per_tensor_mean(difference.square_(), objective.model.layout.sizes)
+                other = others[index]
+                assert other is not None
+                difference = one.div_(b).sub_(other, alpha=1 / c)
+            variance[members] = b * c * per_tensor_mean(difference.square_(), model.layout.sizes)
     return variance

@@ -15,7 +15,12 @@ from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens, refuse_lab
 
 
 class TermCount(NamedTuple):
-    """Likelihood terms of a data set: of all rows, and of the row that has most."""
+    """The numbers of likelihood terms of a data set.
+
+    Attributes:
+        total: of all rows.
+        most: the largest number in one row.
+    """
 
     total: int
     most: int
@@ -31,18 +36,18 @@ def count_terms(
     batch_size: int = 64,
     progress: bool = True,
     name: str = "train_dataset",
-    halves: bool = False,
+    both_halves: bool = False,
     by_row: str | None = None,
     check: Callable[..., None] | None = None,
 ) -> TermCount:
-    """Likelihood terms of a data set, as the collator presents it: loss tokens after the causal shift, or examples.
+    """Count the likelihood terms of a data set as collated: loss tokens after the causal shift, or examples.
 
     Args:
         dataset: sized; rows that ``collate`` takes.
         shift: whether labels are those of the next token.
         num_outputs: of the model, which its labels must fit; None looks at no label's value.
         name: what the caller calls it.
-        halves: whether its even and its odd rows must each hold terms.
+        both_halves: whether its even and its odd rows must each hold terms.
         by_row: why a row of a batch must be a row of the data, and what to do where it is not, in words; None where a
             collator may pack rows.
         check: of inputs, such as a model's ``InputCheck``.
@@ -58,9 +63,7 @@ def count_terms(
         collate_fn=in_words(collate, name),
     )
     for index, batch in enumerate(tqdm(loader, desc="Counting likelihood terms", disable=not progress, leave=False)):
-        if batch.get("labels") is None:
-            raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
-        labels: Tensor = batch["labels"]
+        labels = _labels_of(batch)
         if check is not None:
             check(batch, where=name, first=index * batch_size)
         if num_outputs is not None:
@@ -72,14 +75,25 @@ def count_terms(
         per_row = likelihood.is_term(targets).reshape(len(labels), -1).sum(1)
         most = max(most, int(per_row.max()))
         parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
-    total = int(parts.sum())
-    if total == 0:
+    _require_terms(parts, name, both_halves=both_halves)
+    return TermCount(int(parts.sum()), most)
+
+
+def _labels_of(batch: Any) -> Tensor:
+    if batch.get("labels") is None:
+        raise ValueError(f"the data collator gives no labels (keys {sorted(batch)}): no likelihood without them")
+    labels: Tensor = batch["labels"]
+    return labels
+
+
+def _require_terms(parts: Tensor, name: str, *, both_halves: bool) -> None:
+    """Check that there are terms; ``parts`` [2] are the numbers of terms in even and in odd rows."""
+    if not bool(parts.any()):
         raise ValueError(
             f"no row of {name} has a likelihood term (all labels are -100 after the causal shift): check labels"
         )
-    if halves and not bool(parts.all()):
+    if both_halves and not bool(parts.all()):
         raise ValueError(
             f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
             "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"
         )
-    return TermCount(total, most)

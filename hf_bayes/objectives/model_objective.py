@@ -17,14 +17,14 @@ from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.types import Evaluation, HeldOut, Info
 from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.members.trunk import num_rows_of
+from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.curvature_pass import Batches, Survey, survey
+from hf_bayes.objectives.curvature_pass import Batches, CurvaturePassResult, run_curvature_pass
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.objectives.private_rows import Strata
+from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training."""
@@ -105,7 +105,7 @@ class ModelObjective:
         measures_noise: bool = False,
         seed: int = 0,
         members_per_pass: int | None = None,
-        private: Strata | None = None,
+        private: Stratum | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prepare: Callable[[Any], Any] | None = None,
         data: DataAccess | None = None,
@@ -138,13 +138,13 @@ class ModelObjective:
             column -= size
         raise AssertionError("theta has no such column")
 
-    # -- what a method may look at after its last update -----------------------------------------------------------
+    # -- passes over the data that a method may request after its last update ---------------------------------------
 
-    def curvature(self, theta: Tensor, spec: CurvatureSpec, *, gradient: bool = True) -> Survey:
-        """Return log-likelihood, gradient and curvature of all training data at ``theta`` [d] (``survey``)."""
+    def curvature(self, theta: Tensor, spec: CurvatureSpec, *, gradient: bool = True) -> CurvaturePassResult:
+        """Return log-likelihood, gradient and curvature of all training data at ``theta`` [d]."""
         assert self.data is not None
         assert self.scale.num_terms is not None
-        return survey(
+        return run_curvature_pass(
             self.model,
             theta.to(self.model.device),
             self.data.batches,
@@ -172,8 +172,8 @@ class ModelObjective:
             )
         return self._heldout(theta, what, gradient=gradient)
 
-    def look(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Pass over the data once more, for a method that needs it (``core.types.Look``)."""
+    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
         return (self.heldout if isinstance(what, HeldOut) else self.curvature)(theta, what, gradient=gradient)
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class ModelObjective:
         trunk = self.model.members.trunk
         if shared != self.shared or (self.model.training and trunk.has_dropout):
             return nullcontext()
-        return trunk.once(batch)
+        return trunk.run_once(batch)
 
     def _seed_dropout(self, members: slice, step: int, micro: int) -> None:
         """Make dropout masks a function of seed, chain, step and micro-batch, so that a resumed run draws the same."""
@@ -303,12 +303,25 @@ class ModelOfUpdate:
                         noise.add(members, part)
         variance = None
         if split_rows and grad is not None and self._count == 1:
-            variance = between_halves(objective, theta, objective.prepare(self._mine[0]), -grad, step=self._step)
+            variance = self._variance_between_halves(theta, -grad)
         log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
         if objective.private is not None:
-            log_liks = objective.private.part(log_liks)
+            log_liks = objective.private.contribution(log_liks)
             grad = None if grad is None else objective.private.weight * grad
         return self._on_all_data(log_liks, grad, noise, variance, len(chosen))
+
+    def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
+        """Return the variance of ``grad`` [M, d], of minus the log-likelihood on the update's single micro-batch."""
+        objective, batch = self._objective, self._objective.prepare(self._mine[0])
+        chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
+        options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
+        return between_halves(
+            objective.model,
+            batch,
+            grad,
+            lambda half, number: objective.passes(theta, half, micro=number, **options),
+            num_groups=1 if objective.shared else len(objective.chains),
+        )
 
     def _on_all_data(
         self,

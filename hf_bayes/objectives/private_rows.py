@@ -24,8 +24,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Strata:
-    """One process's place among those that keep their rows.
+class Stratum:
+    """The rows of one process, as one stratum of all data.
 
     Attributes:
         sizes: n_p, in the order of the processes.
@@ -68,7 +68,7 @@ class Strata:
         of_all = 1 - drawn * len(self.sizes) / self.num_rows
         return math.sqrt((1 - drawn / self.sizes[self.rank]) / of_all) if of_all > 0 else 1.0
 
-    def part(self, log_lik: Tensor) -> Tensor:
+    def contribution(self, log_lik: Tensor) -> Tensor:
         """Return what this process adds to the log-likelihoods of all, from those of the batches here [M, K]."""
         mean = log_lik.mean(1, keepdim=True)
         return self.weight * (mean + self.deviation_scale * (log_lik - mean))

@@ -12,7 +12,7 @@ from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import burn_in_steps, draw_steps
-from hf_bayes.core.types import Kernel, Problem
+from hf_bayes.core.types import Kernel, Problem, Rule
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import IndependentPrior
@@ -86,7 +86,7 @@ def start_run(
         scale: the size of the data and of an update.
         num_steps: updates of the run.
         learning_rate: the peak of its schedule.
-        seed: of starts, noise and dropout masks.
+        seed: of starting points, noise and dropout masks.
         start: [d], the weights that chains start around; None: those of the model.
         theta: [M, d], where the chains of this process start; None draws them around ``start``.
         inherited: the posterior that is the prior; None takes the method's own prior.
@@ -102,43 +102,35 @@ def start_run(
     if theta is None:
         theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains)
     prior = build_prior(method, model.layout, start, model.model, inherited)
-    burn_in = max(burn_in_steps(method.burn_in, num_steps), method.warm_start_steps)
     problem = Problem(
-        num_data=scale.num_data,
-        prior=prior.to(theta),
-        learning_rate=learning_rate,
-        num_steps=num_steps,
-        burn_in=burn_in,
-        shapes=model.layout.named_shapes,
-        draw_steps=draw_steps(num_steps, burn_in=burn_in, draws=method.draws_per_chain, thin=method.thin),
-        batch_fraction=batch_fraction,
-        most_terms=most_terms,
-        root_columns=model.num_root_columns,
-        noise_std=getattr(model.likelihood, "noise_std", None),
-        seed=seed,
-    )
-    built, needs = build(method, problem), method.requirements
-    exact, watches_noise = isinstance(built, Kernel), needs.gradient_variance != "none"
-    objective = ModelObjective(
-        model,
-        scale,
-        mesh=mesh,
-        dropout=not exact,  # an exact kernel needs a target that does not change between two evaluations
-        in_float64=exact,
-        returns_batches=exact and not needs.all_data_in_every_update,
-        measures_noise=watches_noise,
-        seed=seed,
-        **options,
-    )
+        num_data=scale.num_data, prior=prior.to(theta), learning_rate=learning_rate, num_steps=num_steps,
+        **_steps_of(method, num_steps), shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
+        most_terms=most_terms, root_columns=model.num_root_columns,
+        noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
+    )  # fmt: skip
+    built = build(method, problem)
+    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **_needs_of(method, built), **options)
     rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
     run = Run(
-        built,
-        objective,
-        theta,
-        rngs,
-        problem,
-        warm_start=method.warm_start_steps,
-        chains=mesh.chains,
-        watch_noise=watches_noise,
-    )
+        built, objective, theta, rngs, problem, warm_start=method.warm_start_steps, chains=mesh.chains,
+        watch_noise=objective.measures_noise,
+    )  # fmt: skip
     return StartedRun(run, objective, prior)
+
+
+def _steps_of(method: MethodConfig, num_steps: int) -> dict[str, Any]:
+    """Return the updates of burn-in, and the updates after which draws are taken, as fields of ``Problem``."""
+    burn_in = max(burn_in_steps(method.burn_in, num_steps), method.warm_start_steps)
+    draws = draw_steps(num_steps, burn_in=burn_in, draws=method.draws_per_chain, thin=method.thin)
+    return {"burn_in": burn_in, "draw_steps": draws}
+
+
+def _needs_of(method: MethodConfig, built: Rule[Any] | Kernel[Any]) -> dict[str, Any]:
+    """Return the evaluations that a method needs, as arguments of ``ModelObjective``."""
+    exact, needs = isinstance(built, Kernel), method.requirements
+    return {
+        "dropout": not exact,  # an exact kernel needs a target that does not change between two evaluations
+        "in_float64": exact,
+        "returns_batches": exact and not needs.all_data_in_every_update,
+        "measures_noise": needs.gradient_variance != "none",
+    }

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.compat import batch_size_of
 from hf_bayes.models.token_uncertainty import Scores
@@ -156,9 +157,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
                 "prompt, give the ids of both to model.score(input_ids, first=number of tokens of the prompt)"
             )
         self.check_tokenizer_arguments(self.tokenizer, tokenizer_kwargs, taken=_OWN)
-        if batch_size is not None and (
-            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
-        ):
+        if batch_size is not None and not is_count(batch_size):
             raise ValueError(
                 f"batch_size is how many texts go through the model at a time, got {batch_size!r}: give 1 or more"
             )

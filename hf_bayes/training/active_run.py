@@ -93,7 +93,7 @@ class ActiveRun:
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for a method that passes over the data once more."""
-        if not self.method.requirements.one_more_pass:
+        if not self.method.requirements.final_pass:
             return None
         host = self.host
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
@@ -153,8 +153,8 @@ class ActiveRun:
         place_chains(self.setup.model, self.run.theta)
         run, mesh, method = self.run, self.setup.mesh, self.run.method
         draws = torch.stack(run.draws, 1)
-        if isinstance(method, Rule) and method.revise is not None:
-            return self._revise(method, draws)
+        if isinstance(method, Rule) and method.final_pass is not None:
+            return self._final_pass(method, draws)
         approximation = run.finish()
         if isinstance(approximation, Draws):
             chain = approximation.chain + mesh.chains.start
@@ -164,20 +164,20 @@ class ActiveRun:
         # on the CPU, as draws are, whatever device the chains are on
         return Finished(moved(method.finish(state, draws), "cpu"), {}, LocalMembers())
 
-    def _revise(self, rule: Rule[Any], draws: Tensor) -> Finished:
+    def _final_pass(self, rule: Rule[Any], draws: Tensor) -> Finished:
         """Let a method pass over the data once more.
 
         A method with a pass for each chain makes it for the chains of this process. Processes that share chains share
         the rows and find the same.
         """
-        assert rule.revise is not None
-        mesh, state, look = self.setup.mesh, self.run.state, self.objective.look
+        assert rule.final_pass is not None
+        mesh, state, data_pass = self.setup.mesh, self.run.state, self.objective.data_pass
         parts: list[Any]
         try:
             if self.method.requirements.all_chains_in_one_pass:
-                parts = [rule.revise(state, mesh.gather_chains(draws), look)]
+                parts = [rule.final_pass(state, mesh.gather_chains(draws), data_pass)]
             else:
-                parts = mesh.exchange(rule.revise(state, draws, look))
+                parts = mesh.exchange(rule.final_pass(state, draws, data_pass))
         finally:
             self.objective.close()
         if parts[0].noise_std is not None:

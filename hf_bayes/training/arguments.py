@@ -87,7 +87,7 @@ class BayesianTrainingArguments(TrainingArguments):
         default=False,
         metadata={
             "help": "Whether every process's train_dataset is its own, of its own size, and its rows stay there: the "
-            "posterior is that of all of them together. For methods that compare batches (penalty)."
+            "posterior is that of all of them together. Not every method allows it."
         },
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_bayes.diagnostics.comparison import RowScores, row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
-from hf_bayes.distributed.member_sums import SpreadMembers
+from hf_bayes.distributed.member_sums import DistributedMembers
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.metrics import summarise
 from hf_bayes.models.predictives import Deviations
@@ -96,7 +96,7 @@ class Evaluator:
         """
         mesh = self._setup.mesh
         batches = [inputs]
-        if isinstance(self._setup.model.spread, SpreadMembers):
+        if isinstance(self._setup.model.spread, DistributedMembers):
             batches = mesh.exchange({k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()})
         results = [self._predict(host.prepare(batch), keep_logits, host, without_labels) for batch in batches]
         statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]

@@ -39,7 +39,7 @@ class HeldOutData:
             shift=model.shifts_labels,
             num_outputs=model.num_outputs,
             progress=False,
-            halves=method.requirements.heldout == "halves",
+            both_halves=method.requirements.heldout == "split",
             check=model.check_inputs,
         )
 

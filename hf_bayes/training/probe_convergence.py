@@ -72,7 +72,7 @@ class ProbeConvergence:
         They do not represent draws if chains have cycles, or if the result of the run is not the chains' states.
         """
         active, method = self._active, self._active.method
-        visited = method.requirements.draws_are_chain_states and not method.requirements.one_more_pass
+        visited = method.requirements.draws_are_chain_states and not method.requirements.final_pass
         sampled = visited and method.temperature > 0 and method.schedule is None
         interval = active.monitor.probe_steps
         burned = active.problem.burn_in // interval if interval else 0

@@ -25,7 +25,7 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
                 (args.max_steps <= 0, "set max_steps: it has no epochs"),
                 (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
                 (needs.all_data_in_every_update, f"{method.name} needs all rows in every move: materialise it"),
-                (needs.one_more_pass, f"{method.name} passes over all rows once more at the end: materialise it"),
+                (needs.final_pass, f"{method.name} passes over all rows once more at the end: materialise it"),
                 (needs.batch_order != "epochs", f"{method.name} draws rows anew for every move: materialise it"),
             )
             if missing

@@ -19,7 +19,7 @@ from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
-from hf_bayes.objectives.private_rows import Strata
+from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows, fingerprint_rows
 from hf_bayes.training.refusals import refuse_other_rows, require_batches, require_rows
@@ -53,7 +53,7 @@ class TrainingRows:
         self.num_rows: int | None = None
         self.num_terms: int | None = None
         self.most_terms: int | None = None
-        self.private: Strata | None = None
+        self.private: Stratum | None = None
         require_rows(dataset, args, method)
         own = args.private_rows
         require_batches(method, args.gradient_accumulation_steps * (1 if own else mesh.data_size))
@@ -100,7 +100,7 @@ class TrainingRows:
 
     def _reason_not_to_pack(self) -> str | None:
         """Return the reason why a collator may not pack rows, and what to do; None if packing is allowed."""
-        if self.method.requirements.one_more_pass:
+        if self.method.requirements.final_pass:
             return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
         if self.shared or len(self.mesh.chains) == 1:
             return None

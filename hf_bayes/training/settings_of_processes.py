@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributed.mesh import ChainMesh
-from hf_bayes.objectives.private_rows import Strata
+from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.refusals import refuse_other_settings
 
@@ -15,7 +15,7 @@ _SHARED = (
 )  # fmt: skip
 
 
-def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Strata:
+def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
     """Return the number of rows of each process, after a check that all were launched for one run.
 
     Raises:
@@ -26,7 +26,7 @@ def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Strata:
     for name, rows in sets.items():  # processes share the work on these rows, as if they were the same everywhere
         settings[f"rows of eval_dataset {name}".strip()] = len(rows) if hasattr(rows, "__len__") else None
     refuse_other_settings(mesh.share(settings))
-    return Strata(
+    return Stratum(
         tuple(mesh.share(len(host.train_dataset))),
         mesh.rank,
         args.per_device_train_batch_size,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributed.member_sums import LocalMembers, SpreadMembers
+from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
@@ -49,7 +49,7 @@ class Setup(NamedTuple):
     @property
     def spread(self) -> LocalMembers:
         """The processes that hold the members of a prediction while chains run."""
-        return SpreadMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
+        return DistributedMembers(self.mesh.chain_group) if self.mesh.chain_size > 1 else LocalMembers()
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def test_exact_chains_that_disagree_are_warned_of() -> None:
         starts = 9 * torch.tensor(sides)[:, None]
         sample(_wells, starts, HMCConfig(), learning_rate=0.1, num_steps=300, burn_in=100)
 
-    with pytest.warns(UserWarning, match=r"hmc: R-hat \d.* of coordinate 0 over 4 chains .* can judge nobody"):
+    with pytest.warns(UserWarning, match=r"hmc: R-hat \d.* of coordinate 0 over 4 chains .* have not converged"):
         draws_from([1.0, 1.0, -1.0, -1.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -473,7 +473,7 @@ def test_kernels_start_inside_the_support_and_never_leave_it(method: MethodConfi
         ({"method": SGLDConfig(draws_per_chain=5)}, r"would ignore draws_per_chain=5 of sgld"),
         (
             {"method": MCDropoutConfig(targets="q_proj")},
-            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave targets out, or use Bayes",
+            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave it out, or use Bayes",
         ),
         ({"method": SGLDConfig(warm_start_steps=3)}, r"warm_start_steps=3 count as burn-in, which is 0 of 10 updates"),
         ({"num_steps": 0}, r"num_steps must be an integer >= 1, got 0"),
@@ -610,6 +610,6 @@ def test_the_hmc_comparison_catches_wrong_temperature_and_data(reference: Tensor
 
 def test_masses_of_one_tensor_are_warned_of() -> None:
     method = SGHMCConfig(preconditioner="layerwise", preconditioner_batches=1)
-    with pytest.warns(UserWarning, match="sample's theta is one tensor: its mass is 1, and the updates in which it is"):
+    with pytest.warns(UserWarning, match="theta is one tensor: its scale is 1, and the updates that measure it do not"):
         sample(lambda theta, batch: 0.5 * theta.square().sum(1), torch.ones(2, 3), method, num_steps=10, thin=5,
                learning_rate=0.1, num_data=1)  # fmt: skip

@@ -37,7 +37,7 @@ def test_a_correction_needs_a_gradient_variance() -> None:
 
 
 def test_a_prior_for_each_tensor_needs_two_heldout_halves() -> None:
-    scopes = {"model": "whole", "tensor": "halves", "element": "halves"}
+    scopes = {"model": "whole", "tensor": "split", "element": "split"}
     for scope, heldout in scopes.items():
         requirements = LaplaceConfig(fit_prior="heldout", prior_scope=scope).requirements
         assert (requirements.heldout, requirements.all_chains_in_one_pass) == (heldout, True)

@@ -510,9 +510,9 @@ TOO_LARGE: list[tuple[str, str, dict[str, Any], str]] = [
     ("lm", "MAX_FULL", {"structure": "full"}, r"a matrix of \d+ x \d+; the limit is 20"),
     ("lm", "MAX_HESSIAN", {"estimator": "hessian"}, r"for each of \d+ elements; the limit is 20"),
     # rows of 4 and 6 tokens, in this order
-    ("lm", "MAX_PULLS", {"num_samples": None}, "319 backward passes for each of 5 terms of a row, 1595 > 20"),
-    ("classes", "MAX_PULLS", {"num_samples": None}, "29 backward passes for each of 1 terms of a row, 29 > 20"),
-    ("regression", "MAX_PULLS", {"num_samples": None}, "30 backward passes for each of 1 terms of a row, 30 > 20"),
+    ("lm", "MAX_VJPS", {"num_samples": None}, "319 backward passes for each of 5 terms of a row, 1595 > 20"),
+    ("classes", "MAX_VJPS", {"num_samples": None}, "29 backward passes for each of 1 terms of a row, 29 > 20"),
+    ("regression", "MAX_VJPS", {"num_samples": None}, "30 backward passes for each of 1 terms of a row, 30 > 20"),
 ]
 
 

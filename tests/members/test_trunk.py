@@ -19,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from hf_bayes.core.layout import Layout, select
 from hf_bayes.members import Members
-from hf_bayes.members.trunk import RowKey, TrunkMemory, num_positions_of, num_rows_of, repeat_rows, row_keys
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.trunk import RowKey, TrunkMemory, row_keys
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
 from tests import runs
@@ -313,7 +314,7 @@ def test_memory_keeps_nothing_of_blocks_that_run_again() -> None:
     with torch.no_grad(), attach(model, subspace="last_layer", num_members=2) as bayesian:
         trunk = bayesian.members.trunk
         trunk.memory = TrunkMemory(1e9)
-        with trunk.once(batch()), bayesian.members.bind(bayesian.theta):
+        with trunk.run_once(batch()), bayesian.members.bind(bayesian.theta):
             bayesian.members.forward(batch())
     assert not trunk.memory.rows
 

@@ -123,7 +123,7 @@ def test_last_logits_run_the_last_feed_forward_at_one_position(name: str) -> Non
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         whole = bayesian(**batch(), use_cache=True)
         positions: list[int] = []
-        feed_forward = bayesian.members.tail.module or nn.Identity()
+        feed_forward = bayesian.members.last_feed_forward.module or nn.Identity()
         handle = feed_forward.register_forward_pre_hook(lambda module, args: positions.append(args[0].shape[1]))
         kept = bayesian(**batch(), use_cache=True, logits_to_keep=1)
         handle.remove()
@@ -141,7 +141,9 @@ def test_several_passes_also_compute_only_the_last_position() -> None:
     positions: list[int] = []
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         bayesian.members_per_pass = 1
-        bayesian.members.tail.module.register_forward_pre_hook(lambda module, args: positions.append(args[0].shape[1]))
+        bayesian.members.last_feed_forward.module.register_forward_pre_hook(
+            lambda module, args: positions.append(args[0].shape[1])
+        )
         first, second = (bayesian(**batch(), logits_to_keep=1).logits for _ in range(2))
     assert positions == [1] * 7  # a look at one token, and three members twice
     assert torch.equal(first, second)
@@ -162,7 +164,7 @@ def test_a_failed_feed_forward_leaves_the_next_forward_whole() -> None:
     shorter = {name: value[:, 2:] for name, value in batch().items()}
     with torch.no_grad(), attach(model, theta, subspace=subspace) as bayesian:
         whole = bayesian(**shorter)
-        act = bayesian.members.tail.module.act_fn
+        act = bayesian.members.last_feed_forward.module.act_fn
         act.forward = lambda x: (_ for _ in ()).throw(MemoryError)  # between the hooks
         with pytest.raises(MemoryError):
             bayesian(**batch(), logits_to_keep=1)

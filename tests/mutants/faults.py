@@ -68,21 +68,21 @@ FAULTS = (
           """\
         momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
         theta = state.theta + step_size * momentum
-        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
 """,
           """\
         h0 = math.sqrt(problem.learning_rate / problem.num_data)  # the buffer is h0 times the momentum of the state
         fresh = noise_std * math.sqrt(h / h0) * randn(rngs, state.theta) - step_size * gradient
         momentum = config.momentum * state.momentum + h / h0 * fresh
         theta = state.theta + h0 * momentum
-        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
         momentum = h0 / h * momentum
 """, (CYCLES,)),
     Fault("sghmc: beta is kept while the learning rate falls", "methods/sgmcmc/sghmc.py",
           "decay = 1 - h * friction", "decay = self.config.momentum", (CYCLES,)),
     Fault("sghmc: momenta start at N(0, I), whatever T", "methods/sgmcmc/sghmc.py",
-          "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)",
-          "SGHMCState(theta, randn(rngs, theta), step, account)",
+          "SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, noise_statistics)",
+          "SGHMCState(theta, randn(rngs, theta), step, noise_statistics)",
           ("methods/sgmcmc/test_laws.py::test_momenta_start_at_their_stationary_law[sghmc]",)),
     Fault("sgld: noise without sqrt(2)", "methods/sgmcmc/sgld.py",
           "math.sqrt(2 * step_size * self.temperature) * randn", "math.sqrt(step_size * self.temperature) * randn",
@@ -104,7 +104,7 @@ FAULTS = (
           "return SGHMCEulerState(theta, momentum,", "return SGHMCEulerState(state.theta + h * momentum, momentum,",
           (law("sghmc_euler"),)),
     Fault("gradient noise is added to the injected noise, not taken off", "methods/sgmcmc/gradient_noise.py",
-          "injected - brought", "injected + brought",
+          "injected - from_gradient", "injected + from_gradient",
           ("methods/sgmcmc/test_gradient_noise.py::test_corrected_euler_is_the_noise_of_posteriors_beta",)),
     Fault("preconditioner: the most sensitive tensor has mass 1", "methods/sgmcmc/preconditioner.py",
           "sigma / sigma.amin(1, keepdim=True)", "sigma / sigma.amax(1, keepdim=True)",
@@ -178,8 +178,8 @@ FAULTS = (
           ("methods/mcmc/test_penalty.py::test_langevin_acceptance_uses_both_proposal_densities",)),
     # -- Gaussians
     Fault("mean_field: the prior counts twice", "methods/variational/mean_field.py",
-          "torch.add(pull, prior_pull, alpha=self.prior_weight)",
-          "torch.add(pull, prior_pull, alpha=2 * self.prior_weight)",
+          "torch.add(grad_log_lik, grad_log_prior, alpha=self.prior_weight)",
+          "torch.add(grad_log_lik, grad_log_prior, alpha=2 * self.prior_weight)",
           ("methods/variational/test_mean_field.py::test_temper_says_whether_the_prior_is_tempered",)),
     Fault("mean_field: the entropy without T", "methods/variational/mean_field.py",
           "mul_(std).div_(self.temperature).sub_(1)", "mul_(std).sub_(1).div_(self.temperature)",
@@ -214,7 +214,7 @@ FAULTS = (
           "covariance = temper(curvature, precision, temperature=self.temperature / self.strength, what=self.temper)",
           ("models/test_inherited_prior.py::test_each_structure_adds_lambda_times_the_curvature[diagonal]",)),
     # -- the member axis and what is made of it
-    Fault("folding: row b * M + m in place of m * B + b", "members/trunk.py",
+    Fault("folding: row b * M + m in place of m * B + b", "members/inputs.py",
           "return value.repeat(num_members, *[1] * (value.ndim - 1))",
           "return value.repeat_interleave(num_members, dim=0)", (FOLDED,)),
     Fault("folding: every member has the adapter of the first", "members/stacked.py",
@@ -249,7 +249,7 @@ FAULTS = (
           "return base if single is None else context.repeat(base)", "pass",
           ("members/test_stacked.py::test_a_disabled_adapter_leaves_the_base_model",)),
     Fault("threads do not wait for each other", "models/prediction_mode.py",
-          "with self.turns, nullcontext() if not self.training else evaluating(self):",
+          "with self.lock, nullcontext() if not self.training else evaluating(self):",
           "with nullcontext() if not self.training else evaluating(self):",
           ("models/test_token_uncertainty.py::test_threads_that_ask_one_model_take_turns",)),
     Fault("views of members are kept by the name of theta alone", "members/engine.py",
@@ -316,7 +316,7 @@ FAULTS = (
           "        if found:\n            break\n    loaders",
           '        if found:\n            return TASKS["sequence_classification"]\n    loaders',
           ("models/test_recognition.py::test_another_head_is_refused_by_name_and_left_as_it_was",)),
-    Fault("images belong to rows only where there are as many", "members/trunk.py",
+    Fault("images belong to rows only where there are as many", "members/inputs.py",
           "if value.shape[0] == num_rows or name in PICTURES:", "if value.shape[0] == num_rows:",
           ("models/test_image_text.py::test_the_first_image_of_another_row_is_caught",)),
     Fault("a registered pipeline takes the tokenizer of the base", "pipelines/registration.py",

@@ -17,7 +17,7 @@ from hf_bayes.methods.laplace.accumulators import OVERSAMPLING, DiagonalSum
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from tests import tiny_models as models
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -53,7 +53,7 @@ class Bytes(NamedTuple):
     """
 
     step: int
-    look: int
+    data_pass: int
     kept: int
     gradients: int
     decomposing: int
@@ -61,7 +61,7 @@ class Bytes(NamedTuple):
 
     @property
     def within_bound(self) -> bool:
-        return self.look <= max(self.step + self.gradients, self.decomposing) + self.kept + self.tokens
+        return self.data_pass <= max(self.step + self.gradients, self.decomposing) + self.kept + self.tokens
 
 
 class Live(TorchDispatchMode):
@@ -121,9 +121,9 @@ def measured(structure: str, *, checkpointing: bool = False, part: str = "lora")
             bayesian.train()
             bayesian.log_lik(leaf, dict(batch), folded=False).loss.sum().backward()
 
-        def look() -> None:
+        def data_pass() -> None:
             spec = CurvatureSpec(structure=structure, rank=RANK)
-            survey(bayesian, theta, lambda rows: [batch], case.rows, spec, gradient=False)
+            run_curvature_pass(bayesian, theta, lambda rows: [batch], case.rows, spec, gradient=False)
 
         kept, decomposing = theta.nbytes, 0
         if structure.startswith("kronecker"):
@@ -138,7 +138,7 @@ def measured(structure: str, *, checkpointing: bool = False, part: str = "lora")
         # of structures that mix modules all modules' at once
         gradients = case.rows * theta.nbytes * 2 if times is None else 4 * times * largest
         tokens = case.rows * case.length * (4 * case.fields["hidden_size"] + 64)
-        return Bytes(peak(step), peak(look), kept, gradients, decomposing, tokens)
+        return Bytes(peak(step), peak(data_pass), kept, gradients, decomposing, tokens)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -170,9 +170,9 @@ def test_the_bound_catches_a_pass_that_keeps_module_inputs(monkeypatch: pytest.M
     kept: list[Any] = []
     add = DiagonalSum.add
 
-    def keep(self: DiagonalSum, share: Any) -> None:
-        kept.append(share)
-        add(self, share)
+    def keep(self: DiagonalSum, record: Any) -> None:
+        kept.append(record)
+        add(self, record)
 
     monkeypatch.setattr(DiagonalSum, "add", keep)
     assert not measured("diagonal", checkpointing=True).within_bound

@@ -1,4 +1,4 @@
-"""Every cell of estimator x structure x subspace x likelihood against its definition."""
+"""Every combination of estimator x structure x subspace x likelihood against its definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import Survey, survey
+from hf_bayes.objectives.curvature_pass import CurvaturePassResult, run_curvature_pass
 from tests import tiny_models as models
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import Problem, Row, problem
@@ -47,23 +47,23 @@ TOLERANCE = {"llama": 1e-5}
 _CACHE: dict[Any, tuple[Problem, list[Row]]] = {}
 
 
-def looked(family: str, part: str, task: str) -> tuple[Problem, list[Row]]:
+def evaluated(family: str, part: str, task: str) -> tuple[Problem, list[Row]]:
     key = (family, part, task)
     if key not in _CACHE:
         made = problem(*key)
-        _CACHE[key] = (made, brute_force.look(made))
+        _CACHE[key] = (made, brute_force.evaluate_rows(made))
     return _CACHE[key]
 
 
-def run(made: Problem, *, batch: int = 3, **changes: Any) -> Survey:
+def run(made: Problem, *, batch: int = 3, **changes: Any) -> CurvaturePassResult:
     options = {k: changes.pop(k) for k in ("scale", "gradient", "seed") if k in changes}
     noise = brute_force.NOISE if made.task == "regression" else None
     with attach(made.model, subspace=made.subspace, noise_std=noise) as model:
         theta, spec = model.theta[0].detach(), CurvatureSpec(**changes)
-        return survey(model, theta, made.batches(batch), len(made.rows), spec, **options)
+        return run_curvature_pass(model, theta, made.batches(batch), len(made.rows), spec, **options)
 
 
-def pulls(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
+def cotangents(made: Problem, rows: list[Row], estimator: str, samples: int | None) -> list[list[Tensor]]:
     streams = brute_force.uniform_streams(rows, lambda s, row: generator(0, "labels", s, row), samples or 0)
     return brute_force.cotangents(made, rows, estimator, samples, streams)
 
@@ -80,8 +80,8 @@ CELLS = [("ggn", None), ("ggn", 2), ("ef_sequence", 1), ("ef_token", None), ("ef
 def test_full_diagonal_and_low_rank_are_those_of_brute_force(
     family: str, part: str, task: str, estimator: str, samples: int | None
 ) -> None:
-    made, rows = looked(family, part, task)
-    expected = brute_force.outer(rows, pulls(made, rows, estimator, samples))
+    made, rows = evaluated(family, part, task)
+    expected = brute_force.outer(rows, cotangents(made, rows, estimator, samples))
     tolerance = TOLERANCE.get(family, 1e-7)
     for structure in ("full", "diagonal", "low_rank"):
         found = run(made, estimator=estimator, num_samples=samples, structure=structure, rank=400)
@@ -92,15 +92,15 @@ def test_full_diagonal_and_low_rank_are_those_of_brute_force(
     slope = sum(
         torch.einsum("tcd,tc->d", row.jacobian, brute_force.score(made, row.logits, row.labels)) for row in rows
     )
-    assert found.slope is not None
-    assert error(found.slope.mean, torch.as_tensor(slope)) < tolerance
+    assert found.gradient is not None
+    assert error(found.gradient.mean, torch.as_tensor(slope)) < tolerance
 
 
 @problems
 @pytest.mark.parametrize("rank", [3, 8])
 def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: str, rank: int) -> None:
-    made, rows = looked(family, part, task)
-    values, vectors = torch.linalg.eigh(brute_force.outer(rows, pulls(made, rows, "ef_token", None)))
+    made, rows = evaluated(family, part, task)
+    values, vectors = torch.linalg.eigh(brute_force.outer(rows, cotangents(made, rows, "ef_token", None)))
     expected = vectors[:, -rank:] * values[-rank:] @ vectors[:, -rank:].T  # at most nine terms: the sketch has them all
     found = run(made, estimator="ef_token", num_samples=None, structure="low_rank", rank=rank, gradient=False)
     assert found.curvature.columns.shape[1] <= rank  # type: ignore[attr-defined]
@@ -113,25 +113,25 @@ def test_a_low_rank_keeps_the_largest_directions(family: str, part: str, task: s
 def test_kfac_is_its_dense_definition(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
-    made, rows = looked(family, part, task)
-    expected = brute_force.kfac(made, rows, pulls(made, rows, estimator, samples), sharing)
+    made, rows = evaluated(family, part, task)
+    expected = brute_force.kfac(made, rows, cotangents(made, rows, estimator, samples), sharing)
     found = run(made, estimator=estimator, num_samples=samples, structure="kronecker", sharing=sharing, gradient=False)
     assert error(found.curvature.dense(), expected) < TOLERANCE.get(family, 1e-7)
 
 
 def test_the_comparison_catches_wrong_curvatures() -> None:
     """Broken twins: the wrong square, the wrong labels, the wrong N, other weight sharing."""
-    made, rows = looked("gpt2", "lora", "lm")
-    per_token = brute_force.outer(rows, pulls(made, rows, "ef_token", None))
-    per_row = brute_force.outer(rows, pulls(made, rows, "ef_sequence", 1))
+    made, rows = evaluated("gpt2", "lora", "lm")
+    per_token = brute_force.outer(rows, cotangents(made, rows, "ef_token", None))
+    per_row = brute_force.outer(rows, cotangents(made, rows, "ef_sequence", 1))
     assert error(run(made, estimator="ef_sequence", structure="full").curvature.dense(), per_token) > 0.01
     assert error(run(made, estimator="ef_token", num_samples=None, structure="full").curvature.dense(), per_row) > 0.01
     assert error(run(made, estimator="ggn", num_samples=2, seed=1, structure="full").curvature.dense(),
-                 brute_force.outer(rows, pulls(made, rows, "ggn", 2))) > 0.01  # fmt: skip
+                 brute_force.outer(rows, cotangents(made, rows, "ggn", 2))) > 0.01  # fmt: skip
     doubled = run(made, estimator="ef_sequence", structure="full", scale=2.0)
     assert error(doubled.curvature.dense(), 2 * per_row) < 1e-7
     assert error(doubled.curvature.dense(), per_row) > 0.01
-    reduce = brute_force.kfac(made, rows, pulls(made, rows, "ef_sequence", 1), "reduce")
+    reduce = brute_force.kfac(made, rows, cotangents(made, rows, "ef_sequence", 1), "reduce")
     assert error(run(made, estimator="ef_sequence", structure="kronecker").curvature.dense(), reduce) > 0.01
 
 
@@ -144,7 +144,7 @@ SHARED += [(structure, "reduce") for structure in STRUCTURES if structure.starts
     ("gpt2", "lora", "lm"), ("bert", "lora", "classes"), ("gpt2", "block", "lm"), ("bert", "block", "classes"),
 ])  # fmt: skip
 def test_batches_do_not_matter(family: str, part: str, task: str, structure: str, sharing: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     whole = run(made, batch=3, structure=structure, sharing=sharing, num_samples=2)
     for size in (1, 2):
         parts = run(made, batch=size, structure=structure, sharing=sharing, num_samples=2)
@@ -156,7 +156,7 @@ def test_a_basis_that_rounding_chose_would_let_batches_matter(monkeypatch: pytes
     """The broken twin: moments in the null spaces of the factors as they come. 3 rows are fewer than the widths."""
     spectrum = KroneckerSum._spectrum
     monkeypatch.setattr(KroneckerSum, "_spectrum", lambda *args: spectrum(*args)._replace(num_null=0))
-    made, _ = looked("gpt2", "lora", "lm")
+    made, _ = evaluated("gpt2", "lora", "lm")
     one, other = (
         run(made, batch=batch, structure="kronecker_corrected", sharing="reduce", num_samples=2).curvature.dense()
         for batch in (1, 3)
@@ -166,7 +166,7 @@ def test_a_basis_that_rounding_chose_would_let_batches_matter(monkeypatch: pytes
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
-    made, _ = looked("gpt2", "lora", "lm")
+    made, _ = evaluated("gpt2", "lora", "lm")
     spec = CurvatureSpec(structure="kronecker", sharing=sharing)
 
     def unmasked(numbers: Any) -> Any:
@@ -174,12 +174,14 @@ def test_padding_that_no_mask_tells_of_is_no_position(sharing: str) -> None:
 
     with attach(made.model, subspace=made.subspace) as model:
         theta = model.theta[0].detach()
-        found, expected = (survey(model, theta, batches, 3, spec) for batches in (unmasked, made.batches(1)))
+        found, expected = (
+            run_curvature_pass(model, theta, batches, 3, spec) for batches in (unmasked, made.batches(1))
+        )
     assert error(found.curvature.dense(), expected.curvature.dense()) < 1e-9  # float64 sums in another order
 
 
 def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:
-    made, _ = looked("gpt2", "head", "lm")
+    made, _ = evaluated("gpt2", "head", "lm")
     for estimator in ("ef_token", "ggn"):
         exact = run(made, estimator=estimator, num_samples=None, structure="full", gradient=False).curvature.dense()
         mean = run(made, estimator=estimator, num_samples=400, structure="full", gradient=False).curvature.dense()
@@ -195,9 +197,9 @@ def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:
 def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
     family: str, part: str, task: str, estimator: str, samples: int | None, sharing: str
 ) -> None:
-    made, rows = looked(family, part, task)
-    own_pulls, tolerance = pulls(made, rows, estimator, samples), TOLERANCE.get(family, 1e-7)
-    moments, options = brute_force.outer(rows, own_pulls), {"estimator": estimator, "num_samples": samples}
+    made, rows = evaluated(family, part, task)
+    own_cotangents, tolerance = cotangents(made, rows, estimator, samples), TOLERANCE.get(family, 1e-7)
+    moments, options = brute_force.outer(rows, own_cotangents), {"estimator": estimator, "num_samples": samples}
     found, plain = (
         run(made, structure=structure, sharing=sharing, gradient=False, **options).curvature.blocks  # type: ignore[attr-defined]
         for structure in ("kronecker_corrected", "kronecker")
@@ -216,7 +218,7 @@ def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
         assert torch.equal(block.right, before.right)
         basis = torch.kron(block.left.contiguous(), block.right.contiguous())
         wanted = (basis.T @ own @ basis).diagonal().view_as(block.eigenvalues)
-        factors = brute_force.factors(made, name, rows, own_pulls, sharing)
+        factors = brute_force.factors(made, name, rows, own_cotangents, sharing)
         for axis, (factor, size, vectors) in enumerate(zip(*factors, (block.left, block.right), strict=True)):
             # below the rounding of what was summed, of float32 within some modules: 0
             null = (vectors.T @ factor @ vectors).diagonal() < (1e-12 if family == "llama" else 1e-14) * size
@@ -232,7 +234,7 @@ def test_corrected_eigenvalues_are_moments_in_the_kfac_basis(
 
 @problems
 def test_the_hessian_is_that_of_autograd(family: str, part: str, task: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     layout, named = made.layout, dict(made.model.named_parameters())
     start = layout.flatten({name: named[name].detach() for name in layout.names})
 
@@ -265,8 +267,8 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
     made.model.transformer.wte.weight = made.model.lm_head.weight  # type: ignore[union-attr]
     made.head = torch.nn.Identity()
     made.subspace = "wte"
-    rows = brute_force.look(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
-    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    rows = brute_force.evaluate_rows(Problem(made.model, made.subspace, "lm", made.rows, made.model.lm_head))  # type: ignore[arg-type]
+    expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     assert error(run(made, structure="full", num_samples=2).curvature.dense(), expected) < 1e-7
     for structure in ("diagonal", "kronecker"):
         found = run(made, structure=structure, num_samples=2)
@@ -275,14 +277,14 @@ def test_a_tied_head_is_one_tensor_and_kept_diagonally_by_kfac() -> None:
 
 
 def test_a_module_called_twice_is_summed_or_refused() -> None:
-    made, rows = looked("bert", "block", "classes")
+    made, rows = evaluated("bert", "block", "classes")
     made = Problem(copy.deepcopy(made.model), "layer.1.attention.self.query", "classes", made.rows, made.head)
     layers = made.model.bert.encoder.layer  # type: ignore[union-attr]
     layers[0].attention.self.query = layers[1].attention.self.query
     made.subspace = "layer.0.attention.self.query"
     made.head = made.model.classifier  # type: ignore[assignment]
-    rows = brute_force.look(made)
-    expected = brute_force.outer(rows, pulls(made, rows, "ggn", 2))
+    rows = brute_force.evaluate_rows(made)
+    expected = brute_force.outer(rows, cotangents(made, rows, "ggn", 2))
     for structure in ("full", "low_rank"):
         assert error(run(made, structure=structure, num_samples=2).curvature.dense(), expected) < 1e-7
     for structure in ("diagonal", "kronecker"):
@@ -313,7 +315,7 @@ def test_modules_whose_rows_are_not_the_batchs_are_refused(family: str, rows: in
         attach(model, subspace=subspace) as bayesian,
         pytest.raises(ValueError, match=r"its module was called with \d rows, expected \d: .*leave it out of"),
     ):
-        survey(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
+        run_curvature_pass(bayesian, bayesian.theta[0].detach(), lambda numbers: [batch], rows, CurvatureSpec())
 
 
 def test_a_parameter_that_no_forward_reads_is_refused() -> None:
@@ -325,9 +327,9 @@ def test_a_parameter_that_no_forward_reads_is_refused() -> None:
 
 
 def test_a_long_side_gets_a_diagonal_factor() -> None:
-    made, rows = looked("gpt2", "head", "lm")
-    own = pulls(made, rows, "ggn", 2)
-    g = torch.cat([row.pull(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
+    made, rows = evaluated("gpt2", "head", "lm")
+    own = cotangents(made, rows, "ggn", 2)
+    g = torch.cat([row.vjp(c)["lm_head.weight"] for row, cs in zip(rows, own, strict=True) for c in cs])
     x = torch.cat([row.inputs["lm_head.weight"] for row in rows])
     found = run(made, structure="kronecker", num_samples=2, max_factor=4)
     assert found.curvature.blocks[0].left is None  # type: ignore[attr-defined]
@@ -337,13 +339,13 @@ def test_a_long_side_gets_a_diagonal_factor() -> None:
 
 
 def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = looked("llama", "lora", "lm")
+    made, _ = evaluated("llama", "lora", "lm")
     sources: dict[str, int] = {}
     add = KroneckerSum.add
 
-    def spy(self: KroneckerSum, share: Any) -> None:
-        sources[share.tap.path.split("self_attn.")[1]] = share.source
-        add(self, share)
+    def spy(self: KroneckerSum, record: Any) -> None:
+        sources[record.layer.path.split("self_attn.")[1]] = record.source
+        add(self, record)
 
     monkeypatch.setattr(KroneckerSum, "add", spy)
     run(made, structure="kronecker", gradient=False)
@@ -353,7 +355,7 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_pass_disables_dropout_and_restores_the_model() -> None:
-    without = run(looked("gpt2", "lora", "lm")[0], num_samples=2)
+    without = run(evaluated("gpt2", "lora", "lm")[0], num_samples=2)
     made = problem("gpt2", "lora", "lm")
     for module in made.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -364,7 +366,7 @@ def test_the_pass_disables_dropout_and_restores_the_model() -> None:
         before = {name: (value.clone(), value.requires_grad) for name, value in made.model.named_parameters()}
         forwards = [vars(module).get("forward") for module in made.model.modules()]
         spec = CurvatureSpec(num_samples=2)
-        found = [survey(model, theta + shift, made.batches(3), 3, spec) for shift in (0, 0, 1)]
+        found = [run_curvature_pass(model, theta + shift, made.batches(3), 3, spec) for shift in (0, 0, 1)]
         assert all(module.training for module in made.model.modules())
         assert [vars(module).get("forward") for module in made.model.modules()] == forwards
         for name, value in made.model.named_parameters():
@@ -389,7 +391,7 @@ def test_activation_checkpointing_changes_nothing_and_recomputes(part: str) -> N
                 models.switch_on_checkpointing(model)
             calls.clear()
             spec = CurvatureSpec(structure="kronecker")
-            found.append(survey(model, model.theta[0].detach(), made.batches(3), 3, spec))
+            found.append(run_curvature_pass(model, model.theta[0].detach(), made.batches(3), 3, spec))
             runs = len(calls)
         assert runs == (3 if checkpointing else 1)  # once forward, once for each of two backward passes
     handle.remove()
@@ -408,7 +410,7 @@ def test_a_bfloat16_base_gives_float32_curvature(structure: str) -> None:
     assert float(found.curvature.diagonal.sum() / expected.curvature.diagonal.sum()) == pytest.approx(1, abs=0.1)
 
 
-# -- cells --------------------------------------------------------------------------------------------------------
+# -- combinations -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("estimator", "structure"), list(itertools.product(ESTIMATORS, STRUCTURES)))
@@ -416,7 +418,7 @@ def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> Non
     row = next(line for line in table().splitlines() if line.startswith(f"| {estimator} "))
     exists = row.split("|")[2 + STRUCTURES.index(structure)].strip() == "yes"
     spec = CurvatureSpec(estimator=estimator, structure=structure)
-    made, _ = looked("bert", "head", "classes")
+    made, _ = evaluated("bert", "head", "classes")
     if exists:
         assert run(made, estimator=estimator, structure=structure).curvature.dim == made.layout.dim
     else:
@@ -439,7 +441,7 @@ def test_the_documented_table_is_the_printed_one() -> None:
 )
 def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(looked("bert", "head", "classes")[0], **changes)
+        run(evaluated("bert", "head", "classes")[0], **changes)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +454,7 @@ def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> Non
 def test_what_is_too_large_is_refused_before_the_pass(
     limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = looked("gpt2", "head", "lm")
+    made, _ = evaluated("gpt2", "head", "lm")
     monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 10)
     monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were asked for"))
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_bayes import SGHMCConfig
 from hf_bayes.methods.mcmc.penalty import finite_population_factor
 from hf_bayes.objectives.batches import ChainBatches
-from hf_bayes.objectives.private_rows import Strata
+from hf_bayes.objectives.private_rows import Stratum
 from tests import runs
 from tests.processes import private_worker as worker
 
@@ -144,7 +144,7 @@ def test_other_methods_and_map_estimates_are_refused(tmp_path: Path) -> None:
 def test_strata_estimate_the_sum_of_rows_and_its_variance(disjoint: bool) -> None:
     sizes, batch, count, repeats = (9, 24), 2, 3, 4000
     rows = [torch.randn(n, generator=torch.Generator().manual_seed(n)).double() * n for n in sizes]
-    strata = [Strata(sizes, rank, batch, count, disjoint) for rank in range(2)]
+    strata = [Stratum(sizes, rank, batch, count, disjoint) for rank in range(2)]
     rng = torch.Generator().manual_seed(0)
 
     def estimate() -> Tensor:
@@ -153,7 +153,7 @@ def test_strata_estimate_the_sum_of_rows_and_its_variance(disjoint: bool) -> Non
         for y, place in zip(rows, strata, strict=True):
             orders = [torch.randperm(len(y), generator=rng) for _ in range(1 if disjoint else count)]
             drawn = torch.cat([order[: batch * (count if disjoint else 1)] for order in orders])
-            parts.append(place.part(y[drawn].view(1, count, batch).sum(2)))
+            parts.append(place.contribution(y[drawn].view(1, count, batch).sum(2)))
         return (sum(sizes) / (batch * 2) * sum(parts))[0]
 
     found = torch.stack([estimate() for _ in range(repeats)])

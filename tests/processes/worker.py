@@ -36,10 +36,10 @@ from hf_bayes.core.types import Evaluation
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.fit import laplace as laplace_fit
-from hf_bayes.methods.laplace import gradient_estimate as slope
+from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.model_objective import ModelOfUpdate
 from hf_bayes.training.trainer import BayesianTrainer
@@ -287,19 +287,23 @@ class Worker:
                     for start in range(0, len(numbers), 2))  # fmt: skip
 
         with attach(with_lora(tiny_gpt2(dtype=torch.float64))) as model:
-            cells = {structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"}
-            cells |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
-            cells["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
-            for structure, spec in cells.items():
+            combinations = {
+                structure: CurvatureSpec(structure=structure) for structure in STRUCTURES if structure != "full"
+            }
+            combinations |= {estimator: CurvatureSpec(estimator=estimator) for estimator in ("ef_sequence", "ef_token")}
+            combinations["reduce"] = CurvatureSpec(structure="kronecker_corrected", sharing="reduce")
+            for structure, spec in combinations.items():
                 for name, processes in (("look", mesh), ("deaf", deaf)):
-                    found = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
+                    found = run_curvature_pass(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
                     whole = spec.structure != "diagonal"  # else the rest is zeros
                     matrix = found.curvature.dense() if whole else found.curvature.diagonal
                     self.tensors[f"{name}/{structure}"] = matrix.contiguous()
-                    self.tensors[f"{name}/{structure}/gradient"] = found.slope.halves.contiguous()
-                    with unittest.mock.patch.multiple(slope, SMALL=0, LEAST_ROWS=4):  # of nine rows
-                        part = survey(model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes)
-                    self.tensors[f"{name}/{structure}/halves"] = part.slope.halves.contiguous()
+                    self.tensors[f"{name}/{structure}/gradient"] = found.gradient.half_batch_gradients.contiguous()
+                    with unittest.mock.patch.multiple(gradient_estimate, SMALL=0, LEAST_ROWS=4):  # of nine rows
+                        part = run_curvature_pass(
+                            model, model.theta[0].detach(), batches, len(rows), spec, mesh=processes
+                        )
+                    self.tensors[f"{name}/{structure}/halves"] = part.gradient.half_batch_gradients.contiguous()
                     sums = torch.tensor([found.log_lik, found.num_terms], dtype=torch.float64)
                     self.tensors[f"{name}/{structure}/sums"] = sums
 
@@ -312,7 +316,9 @@ class Worker:
             for estimator in ("ggn", "hessian"):
                 spec = CurvatureSpec(estimator=estimator, structure="full")
                 for name, processes in (("look", mesh), ("deaf", deaf)):
-                    found = survey(model, model.theta[0].detach(), labelled, len(labels), spec, mesh=processes)
+                    found = run_curvature_pass(
+                        model, model.theta[0].detach(), labelled, len(labels), spec, mesh=processes
+                    )
                     self.tensors[f"{name}/{estimator}"] = found.curvature.dense().contiguous()
 
         for name, processes in (("look", mesh), ("deaf", deaf)):

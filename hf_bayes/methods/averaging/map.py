@@ -22,13 +22,13 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import (
     Approximation,
+    DataPass,
     Evaluate,
     Evaluation,
+    FinalPassResult,
     Info,
     Kernel,
-    Look,
     Problem,
-    Revision,
     Rngs,
     Rule,
     locate_at_theta,
@@ -158,14 +158,14 @@ def warm_start(
         state = _warming(warm, _inner(state))
         return (_sampling(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
 
-    def revise(state: Any, draws: Tensor, look: Look) -> Revision:
-        assert rule.revise is not None
-        return rule.revise(_inner(state), draws, look)
+    def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+        assert rule.final_pass is not None
+        return rule.final_pass(_inner(state), draws, data_pass)
 
     def finish(state: Any, draws: Tensor) -> Approximation:
         return rule.finish(_inner(state), draws)
 
-    return Rule(init, locate, update, finish, None if rule.revise is None else revise)
+    return Rule(init, locate, update, finish, None if rule.final_pass is None else final_pass)
 
 
 def warm_start_kernel(

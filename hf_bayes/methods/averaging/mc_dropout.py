@@ -80,7 +80,8 @@ class MCDropoutConfig(MAPConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return replace(super().requirements, ends_at_map=False, drops_inputs=True)
+        setting = "" if self.targets is None else f"targets={self.targets!r}"
+        return replace(super().requirements, ends_at_map=False, drops_inputs=True, tensor_names_setting=setting)
 
     def build(self, problem: Problem) -> Rule[MCDropoutState]:
         masks = self.masks(problem.shapes)

@@ -70,7 +70,10 @@ class SGDMCConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
+        return Requirements(
+            gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
+            gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
+        )
 
     def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         def update(state: SGDState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SGDState, Info]:

@@ -1,7 +1,7 @@
-"""The sums from which each structure of H is made, accumulated over pulls while the data stream by.
+"""The sums from which each structure of H is made, accumulated over VJPs while the data stream by.
 
-A pull (``estimators``) gives each module's input and output gradient. All sums are over rows. So the result does not
-depend on batches, gradient accumulation or the number of processes.
+A vector-Jacobian product (VJP, see ``estimators``) gives the input and output gradient of each module. All sums are
+over rows. So the result does not depend on batches, gradient accumulation or the number of processes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OVERSAMPLING = 10
 """The number of columns of the sketch beyond the rank."""
 
 
-class Module(Protocol):
-    """The interface of a module whose input and output gradient are recorded (``members.module_hooks.Tap``)."""
+class Layer(Protocol):
+    """The interface of a module whose input and output gradient are recorded (``members.module_hooks.HookedLayer``)."""
 
     path: str
     names: dict[str, str]
@@ -47,21 +47,21 @@ class Processes(Protocol):
 
 
 class Accumulator(ABC):
-    """Sums over pulls.
+    """Sums over VJPs.
 
-    ``add`` takes one module's part of a pull (``members.module_hooks.Share``). ``end_pull`` is called after the last
-    module of each pull.
+    ``add`` takes one module's part of a VJP (``members.module_hooks.LayerRecord``). ``end_vjp`` is called after the
+    last module of each VJP.
     """
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         self.layout, self.like = layout, like
 
     @abstractmethod
-    def add(self, share: Any) -> None:
-        """Add one module's part of a pull."""
+    def add(self, record: Any) -> None:
+        """Add one module's part of a VJP."""
 
-    def end_pull(self) -> None:  # noqa: B027  separate sums of modules do not need it
-        """End a pull: all modules, over all rows of the batch, have been added."""
+    def end_vjp(self) -> None:  # noqa: B027  separate sums of modules do not need it
+        """End a VJP: all modules, over all rows of the batch, have been added."""
 
     @abstractmethod
     def result(self) -> Curvature:
@@ -82,28 +82,28 @@ class Accumulator(ABC):
     def _zeros(self) -> dict[str, Tensor]:
         return {name: self.like.new_zeros(shape) for name, shape in self.layout.named_shapes.items()}
 
-    def _by_rows(self, share: Any) -> Any:
+    def _by_rows(self, record: Any) -> Any:
         """Yield row gradients, a few rows at a time: (rows of the batch, {name: [r, *shape]})."""
-        tap: Module = share.tap
-        size = sum(self.layout.sizes[self.layout.names.index(name)] for name in tap.names.values())
+        layer: Layer = record.layer
+        size = sum(self.layout.sizes[self.layout.names.index(name)] for name in layer.names.values())
         step = max(1, ROW_BUDGET // size)
-        for start in range(0, len(share.x), step):
-            stop = min(start + step, len(share.x))
-            found = tap.row_gradients(share.x[start:stop], share.g[start:stop], self.like.dtype)
-            yield slice(share.rows.start + start, share.rows.start + stop), found
+        for start in range(0, len(record.x), step):
+            stop = min(start + step, len(record.x))
+            found = layer.row_gradients(record.x[start:stop], record.g[start:stop], self.like.dtype)
+            yield slice(record.rows.start + start, record.rows.start + stop), found
 
 
 class GradientSum(Accumulator):
-    """The gradient of the log-likelihood, from pulls with the scores at the data's labels."""
+    """The gradient of the log-likelihood, from VJPs with the scores at the data's labels."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         super().__init__(layout, like)
         self.sums = self._zeros()
 
-    def add(self, share: Any) -> None:
-        tap: Module = share.tap
-        x, g = (share.x.flatten(0, 1)[None], share.g.flatten(0, 1)[None]) if tap.linear else (share.x, share.g)
-        for name, value in tap.row_gradients(x, g, self.like.dtype).items():
+    def add(self, record: Any) -> None:
+        layer: Layer = record.layer
+        x, g = (record.x.flatten(0, 1)[None], record.g.flatten(0, 1)[None]) if layer.linear else (record.x, record.g)
+        for name, value in layer.row_gradients(x, g, self.like.dtype).items():
             self.sums[name] += value.sum(0)
 
     def tensors(self) -> Iterable[Tensor]:
@@ -118,7 +118,7 @@ class GradientSum(Accumulator):
 
 
 class DiagonalSum(Accumulator):
-    """The diagonal sum g_i^2, module by module. A tensor that two modules share is squared at the end of the pull.
+    """The diagonal sum g_i^2, module by module. A tensor that two modules share is squared at the end of the VJP.
 
     Args:
         names: the tensors to sum; None means all.
@@ -134,17 +134,17 @@ class DiagonalSum(Accumulator):
     def begin(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
-    def add(self, share: Any) -> None:
-        require_once(share)
-        for rows, found in self._by_rows(share):
+    def add(self, record: Any) -> None:
+        require_once(record)
+        for rows, found in self._by_rows(record):
             for name in [*found]:
-                if name in share.tap.tied:
+                if name in record.layer.tied:
                     both = self.shared.setdefault(name, found[name].new_zeros(self.num_rows, *found[name].shape[1:]))
                     both[rows] += found[name]
                 else:
                     self.sums[name] += self._moments(name, found.pop(name))
 
-    def end_pull(self) -> None:
+    def end_vjp(self) -> None:
         for name in [*self.shared]:
             self.sums[name] += self._moments(name, self.shared.pop(name))
 
@@ -160,25 +160,25 @@ class DiagonalSum(Accumulator):
 
 
 class RowSum(Accumulator):
-    """The base of structures that mix modules: it holds the whole gradient [B, d] of each row of a pull."""
+    """The base of structures that mix modules: it holds the whole gradient [B, d] of each row of a VJP."""
 
     def begin(self, num_rows: int) -> None:
         self.rows = self.like.new_zeros(num_rows, self.layout.dim)
 
-    def add(self, share: Any) -> None:
-        starts = dict(zip(self.layout.names, torch.tensor([0, *self.layout.sizes]).cumsum(0).tolist(), strict=False))
-        for rows, found in self._by_rows(share):
+    def add(self, record: Any) -> None:
+        offsets = dict(zip(self.layout.names, torch.tensor([0, *self.layout.sizes]).cumsum(0).tolist(), strict=False))
+        for rows, found in self._by_rows(record):
             for name, value in found.items():
                 flat = value.flatten(1)
-                self.rows[rows, starts[name] : starts[name] + flat.shape[1]] += flat
+                self.rows[rows, offsets[name] : offsets[name] + flat.shape[1]] += flat
 
-    def end_pull(self) -> None:
+    def end_vjp(self) -> None:
         self._take(self.rows)
         self.rows.zero_()
 
     @abstractmethod
     def _take(self, rows: Tensor) -> None:
-        """Add the row gradients [B, d] of a pull."""
+        """Add the row gradients [B, d] of a VJP."""
 
 
 class FullSum(RowSum):
@@ -241,10 +241,10 @@ class LowRankSum(RowSum):
         return LowRankCurvature((tall @ (left[:, : self.rank] * sizes.sqrt())).to(self.like.dtype))
 
 
-def require_once(share: Any) -> None:
+def require_once(record: Any) -> None:
     """Raise a ValueError for a module that is called twice: the two calls would be squared separately."""
-    if share.again:
+    if record.again:
         raise ValueError(
-            f"{share.tap.path} is called more than once in a forward pass (layers that share weights): its row "
+            f"{record.layer.path} is called more than once in a forward pass (layers that share weights): its row "
             "gradients are sums over the calls. Use structure='full' or 'low_rank', which hold whole rows"
         )

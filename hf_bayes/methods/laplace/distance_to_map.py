@@ -12,13 +12,15 @@ from torch import Tensor
 
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
-from hf_bayes.methods.laplace.gradient_estimate import Slope
+from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 
 MAX_DISPLACEMENT = 1.0
 """The largest root mean square distance of a MAP from the Gaussian's maximum, in the Gaussian's standard deviations."""
 
 
-def how_far(slope: Slope, prior_gradient: Tensor, covariance: Covariance, temperature: float) -> dict[str, Any]:
+def how_far(
+    gradient: GradientEstimate, prior_gradient: Tensor, covariance: Covariance, temperature: float
+) -> dict[str, Any]:
     """Return the norm of grad log posterior at theta*, and the Newton step in posterior standard deviations.
 
     The estimate of a square from a part of the rows may be negative. Then its root is None, and "below_noise" holds its
@@ -27,23 +29,23 @@ def how_far(slope: Slope, prior_gradient: Tensor, covariance: Covariance, temper
     Args:
         prior_gradient: [d] grad log p(theta).
     """
-    norm = _root(slope, slope.square(prior_gradient, lambda rows: rows))
-    step = _root(slope, slope.square(prior_gradient, covariance.product) / temperature / len(prior_gradient))
+    norm = _root(gradient, gradient.square(prior_gradient, lambda rows: rows))
+    step = _root(gradient, gradient.square(prior_gradient, covariance.product) / temperature / len(prior_gradient))
     found = {"gradient_norm": norm, "displacement": step}
     lost = [name for name, value in found.items() if value is None]
     if step is not None and step > MAX_DISPLACEMENT:
-        norm_in_words = _norm_in_words(slope, norm)
+        norm_in_words = _norm_in_words(gradient, norm)
         warnings.warn(
             f"the weights are no MAP: the gradient of log p(theta | D) has {norm_in_words}, and the Gaussian's maximum "
             f"is {step:.2g} standard deviations away in root mean square (a MAP: below {MAX_DISPLACEMENT:g}). The "
             "Gaussian is placed at this point nevertheless. Train longer, lower the learning rate, or let prior_std "
             "fit the weights"
         )
-    return {**found, "gradient_rows": slope.num_rows} | ({"below_noise": lost} if lost else {})
+    return {**found, "gradient_rows": gradient.num_rows} | ({"below_noise": lost} if lost else {})
 
 
 @contextmanager
-def gradient_norm_in_errors(slope: Slope | None, prior_gradient: Tensor) -> Iterator[None]:
+def gradient_norm_in_errors(gradient: GradientEstimate | None, prior_gradient: Tensor) -> Iterator[None]:
     """Add the norm of the gradient to a ``NotPositiveDefinite`` of the block: away from a MAP there may be no minimum.
 
     Args:
@@ -52,10 +54,11 @@ def gradient_norm_in_errors(slope: Slope | None, prior_gradient: Tensor) -> Iter
     try:
         yield
     except NotPositiveDefinite as error:
-        if slope is None:
+        if gradient is None:
             where = "The gradient was not computed: check_gradient=True shows how far the weights are from a MAP"
         else:
-            norm_in_words = _norm_in_words(slope, _root(slope, slope.square(prior_gradient, lambda rows: rows)))
+            norm = _root(gradient, gradient.square(prior_gradient, lambda rows: rows))
+            norm_in_words = _norm_in_words(gradient, norm)
             where = f"The gradient of log p(theta | D) has {norm_in_words} here and 0 at a MAP: else train longer"
         raise NotPositiveDefinite(f"{error}. {where}") from error
 
@@ -65,15 +68,15 @@ def prior_gradient_at(offset: Tensor, precision: Tensor | Covariance) -> Tensor:
     return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
 
 
-def _root(slope: Slope, square: float) -> float | None:
+def _root(gradient: GradientEstimate, square: float) -> float | None:
     """Return the root of an unbiased square of the gradient; None if noise makes it negative."""
-    if slope.num_rows == slope.num_data_rows:  # with all rows, only rounding makes it negative
+    if gradient.num_rows == gradient.num_data_rows:  # with all rows, only rounding makes it negative
         square = max(square, 0.0)
     return None if square < 0 else math.sqrt(square)
 
 
-def _norm_in_words(slope: Slope, norm: float | None) -> str:
-    return f"a norm that {slope.num_rows} rows cannot distinguish from 0" if norm is None else f"norm {norm:.3g}"
+def _norm_in_words(gradient: GradientEstimate, norm: float | None) -> str:
+    return f"a norm that {gradient.num_rows} rows cannot distinguish from 0" if norm is None else f"norm {norm:.3g}"
 
 
 def diagonal_warning(fallbacks: Mapping[str, str], structure: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

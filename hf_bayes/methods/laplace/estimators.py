@@ -1,7 +1,7 @@
 """Estimators of the curvature of -log p(D | theta), as sums of outer products of backpropagated vectors.
 
-An estimator defines cotangents c_k of the logits, for every likelihood term. A *pull* is one vector-Jacobian product
-with such a cotangent, by one backward pass. Pull k of a row (an example, a sequence) is g_k = sum_terms J_term' c_k,
+An estimator defines cotangents c_k of the logits, for every likelihood term. One backward pass with such a
+cotangent is one vector-Jacobian product (VJP). VJP k of a row (an example, a sequence) is g_k = sum_terms J_term' c_k,
 and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
 
     ggn          c ~ p: the score at a label that the model draws (Monte Carlo, Kunstner et al. 2019), or with
@@ -9,7 +9,7 @@ and H = sum_rows sum_k g_k g_k'. With p the model's distribution at a term:
                  classes, whose probabilities have one degree of freedom less)
     ef_sequence  the score at the data's label: H = sum_rows (grad of the row's log-likelihood)(...)'
     ef_token     H = sum_terms (grad of the term's log-likelihood)(...)': random signs on the terms, since
-                 E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one pull per term
+                 E (sum_t s_t g_t)(sum_t s_t g_t)' = sum_t g_t g_t', or with num_samples=None one VJP per term
 
 For categorical, Bernoulli and Gaussian likelihoods in their natural parameters the GGN is the conditional Fisher matrix
 (posteriors app. A.1; Martens 2020). Scores at the model's own labels are independent over terms and have mean zero, so
@@ -55,25 +55,25 @@ class Estimator(Protocol):
         """S, the number of sets of uniforms that ``cotangent`` needs."""
         ...
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
-        """Return the number of pulls for rows of at most ``num_ordinals`` terms."""
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+        """Return the number of VJPs for rows of at most ``num_ordinals`` terms."""
         ...
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        """Return the cotangents [n, C] of a pull."""
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        """Return the cotangents [n, C] of VJP number ``vjp``."""
         ...
 
 
 @dataclass(frozen=True)
 class EmpiricalFisherOfRows:
-    """The empirical Fisher matrix per sequence: one pull."""
+    """The empirical Fisher matrix per sequence: one VJP."""
 
     num_draws: int = 0
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return 1
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
         return likelihood.score(terms.logits, terms.labels)
 
 
@@ -83,11 +83,11 @@ class SignedEmpiricalFisher:
 
     num_draws: int
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return self.num_draws
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        uniforms = terms.uniforms[pull].flatten(1)[:, :1] if terms.uniforms.ndim == 3 else terms.uniforms[pull][:, None]
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        uniforms = terms.uniforms[vjp].flatten(1)[:, :1] if terms.uniforms.ndim == 3 else terms.uniforms[vjp][:, None]
         signs = torch.where(uniforms < 0.5, -1.0, 1.0)
         score = likelihood.score(terms.logits, terms.labels)
         return score * signs.to(score.dtype) / math.sqrt(self.num_draws)
@@ -95,16 +95,16 @@ class SignedEmpiricalFisher:
 
 @dataclass(frozen=True)
 class EmpiricalFisherOfTerms:
-    """The empirical Fisher matrix per token, with one pull for each term of a row."""
+    """The empirical Fisher matrix per token, with one VJP for each term of a row."""
 
     num_draws: int = 0
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return num_ordinals
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
         score = likelihood.score(terms.logits, terms.labels)
-        return score * (terms.ordinals == pull).to(score.dtype)[:, None]
+        return score * (terms.ordinals == vjp).to(score.dtype)[:, None]
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,25 @@ class SampledGGN:
 
     num_draws: int
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return self.num_draws
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        labels = likelihood.draw(terms.logits, terms.uniforms[pull])
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        labels = likelihood.draw(terms.logits, terms.uniforms[vjp])
         return likelihood.score(terms.logits, labels) / math.sqrt(self.num_draws)
 
 
 @dataclass(frozen=True)
 class ExactGGN:
-    """The exact GGN: one pull for each column of a root of the Fisher information of each term of a row."""
+    """The exact GGN: one VJP for each column of a root of the Fisher information of each term of a row."""
 
     num_draws: int = 0
 
-    def num_pulls(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
+    def num_vjps(self, likelihood: Likelihood, num_outputs: int, num_ordinals: int) -> int:
         return likelihood.num_root_columns(num_outputs) * num_ordinals
 
-    def cotangent(self, pull: int, terms: Terms, likelihood: Likelihood) -> Tensor:
-        ordinal, column = divmod(pull, likelihood.num_root_columns(terms.logits.shape[-1]))
+    def cotangent(self, vjp: int, terms: Terms, likelihood: Likelihood) -> Tensor:
+        ordinal, column = divmod(vjp, likelihood.num_root_columns(terms.logits.shape[-1]))
         root = likelihood.fisher_root(terms.logits, column)
         return root * (terms.ordinals == ordinal).to(root.dtype)[:, None]
 
@@ -140,7 +140,7 @@ def build_estimator(name: str, num_samples: int | None) -> Estimator:
     """Return the estimator with this name.
 
     Raises:
-        ValueError: for the Hessian, which has no pulls, and for an unknown name.
+        ValueError: for the Hessian, which has no VJPs, and for an unknown name.
     """
     if name == "ggn":
         return ExactGGN() if num_samples is None else SampledGGN(num_samples)

@@ -114,7 +114,7 @@ def maximise(expansion: Expansion, start: Tensor, scope: str, layout: Layout) ->
 
 
 class _Evidence:
-    """The log evidence and its slope as functions of log tau [G], one value per group.
+    """The log evidence and its gradient as functions of log tau [G], one value per group.
 
     Attributes:
         defined: False once H + tau was not positive definite. The value there is -inf.
@@ -128,11 +128,11 @@ class _Evidence:
         leaf = log_tau.detach().clone().requires_grad_()
         with torch.enable_grad():
             tensor = self.expansion.log_evidence(leaf.exp()[self.index])
-            (slope,) = torch.autograd.grad(tensor, leaf)
+            (gradient,) = torch.autograd.grad(tensor, leaf)
         value = float(tensor.detach())
-        finite = math.isfinite(value) and bool(slope.isfinite().all())
+        finite = math.isfinite(value) and bool(gradient.isfinite().all())
         self.defined &= finite
-        return (value, slope) if finite else (-math.inf, torch.zeros_like(slope))
+        return (value, gradient) if finite else (-math.inf, torch.zeros_like(gradient))
 
 
 def _log_bounds() -> tuple[float, float]:
@@ -149,31 +149,31 @@ def _ascend(
         log tau [G], and the gain in nats that the last step promised.
     """
     low, high = _log_bounds()
-    value, slope = evidence(log_tau)
+    value, gradient = evidence(log_tau)
     if not evidence.defined:
         raise _undefined(evidence.expansion)
     largest = torch.full_like(log_tau, MAX_STEP)
     for _ in range(MAX_ROUNDS):
-        step, gain = _step_and_gain(log_tau, slope, squares, sizes)
+        step, gain = _step_and_gain(log_tau, gradient, squares, sizes)
         if gain < least_gain:
             break
         trial = (log_tau + step.clamp(-largest, largest)).clamp(low, high)
-        before, (value, slope) = slope, evidence(trial)
+        before, (value, gradient) = gradient, evidence(trial)
         if value == -math.inf:
-            value, slope, largest = *evidence(log_tau), 0.5 * largest
+            value, gradient, largest = *evidence(log_tau), 0.5 * largest
             continue
         log_tau = trial
         # groups that push one another past their maxima take shorter steps, each its own: other groups have far to go
-        largest = torch.where(slope * before < 0, 0.5 * largest, (1.5 * largest).clamp_max(MAX_STEP))
+        largest = torch.where(gradient * before < 0, 0.5 * largest, (1.5 * largest).clamp_max(MAX_STEP))
     return log_tau, gain
 
 
-def _step_and_gain(log_tau: Tensor, slope: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
+def _step_and_gain(log_tau: Tensor, gradient: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
     """Return the step [G] of each group to its own maximum, and the gain in nats that it promises."""
     low, high = _log_bounds()
-    step = _separate_maximum(log_tau, slope / sizes, squares).clamp(low, high) - log_tau
+    step = _separate_maximum(log_tau, gradient / sizes, squares).clamp(low, high) - log_tau
     step = step.clamp(-MAX_STEP, MAX_STEP)
-    return step, float((slope * step).abs().sum())
+    return step, float((gradient * step).abs().sum())
 
 
 def _undefined(expansion: Expansion) -> NotPositiveDefinite:
@@ -183,15 +183,15 @@ def _undefined(expansion: Expansion) -> NotPositiveDefinite:
     )
 
 
-def _separate_maximum(log_tau: Tensor, slope: Tensor, squares: Tensor) -> Tensor:
+def _separate_maximum(log_tau: Tensor, gradient: Tensor, squares: Tensor) -> Tensor:
     """Return the log tau [G] of each group that maximises the evidence while all other groups stay fixed.
 
     Args:
-        slope: [G] of the evidence in log tau, per element of the group.
+        gradient: [G] of the evidence in log tau, per element of the group.
         squares: [G] m^2.
     """
     tau = log_tau.exp()
-    share = (1 - tau * squares - 2 * slope).clamp(1e-300, 1.0)  # tau / (s + tau)
+    share = (1 - tau * squares - 2 * gradient).clamp(1e-300, 1.0)  # tau / (s + tau)
     schur = tau * (1 - share) / share
     # the positive root of m^2 tau^2 + m^2 s tau - s = 0, in the form without cancellation
     product = squares * schur
@@ -213,8 +213,8 @@ def _refine(evidence: _Evidence, log_tau: Tensor, squares: Tensor, sizes: Tensor
     def closure() -> float:
         log_tau = scaled.detach() * unit
         inside = log_tau.clamp(low, high)
-        value, slope = evidence(inside)
-        scaled.grad = -torch.where(log_tau == inside, slope, 0.0) * unit
+        value, gradient = evidence(inside)
+        scaled.grad = -torch.where(log_tau == inside, gradient, 0.0) * unit
         return -value
 
     with torch.enable_grad():

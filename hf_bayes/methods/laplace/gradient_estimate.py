@@ -34,27 +34,27 @@ The standard error of the squared displacement is at most about R / (n sqrt(d)).
 
 
 @dataclass(frozen=True, eq=False)
-class Slope:
+class GradientEstimate:
     """The estimated grad log p(D | theta).
 
     Attributes:
-        halves: [2, d] the estimates from the two halves of the rows; equal if all rows were evaluated.
+        half_batch_gradients: [2, d] the estimates from the two halves of the rows; equal if all rows were evaluated.
         num_rows: number of rows in both halves together.
         num_data_rows: R.
     """
 
-    halves: Tensor
+    half_batch_gradients: Tensor
     num_rows: int
     num_data_rows: int
 
     @property
     def mean(self) -> Tensor:
         """The mean of both estimates, [d]."""
-        return self.halves.mean(0)
+        return self.half_batch_gradients.mean(0)
 
-    def scaled(self, factor: float) -> Slope:
+    def scaled(self, factor: float) -> GradientEstimate:
         """Return the gradient of factor * log p(D | theta)."""
-        return Slope(factor * self.halves, self.num_rows, self.num_data_rows)
+        return GradientEstimate(factor * self.half_batch_gradients, self.num_rows, self.num_data_rows)
 
     def square(self, offset: Tensor, product: Callable[[Tensor], Tensor]) -> float:
         """Return an unbiased estimate of (G + offset)' A (G + offset), which may be negative.
@@ -63,13 +63,13 @@ class Slope:
             offset: [d]
             product: a function that maps rows v to A v.
         """
-        first, second = self.halves + offset
+        first, second = self.half_batch_gradients + offset
         difference = first - second
         of_second, of_difference = product(torch.stack([second, difference]))
         return float(first @ of_second + self.num_rows / (4 * self.num_data_rows) * (difference @ of_difference))
 
 
-def halves(num_rows: int, dim: int, seed: int) -> list[list[int]] | None:
+def draw_half_batches(num_rows: int, dim: int, seed: int) -> list[list[int]] | None:
     """Return the row numbers of both halves, sorted; None if all rows are to be evaluated."""
     size = max(LEAST_ROWS, int(SHARE * num_rows)) // 2
     if dim <= SMALL or num_rows <= 2 * size:

@@ -44,8 +44,8 @@ PATIENCE = 5
 class Loss(Protocol):
     """The held-out loss in nats per term, as a function of log factors [G] of the prior's standard deviations."""
 
-    def __call__(self, where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
-        """Return the loss at ``where``, and its slope [G] if ``slope`` is true."""
+    def __call__(self, where: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
+        """Return the loss at ``where``, and its gradient [G] if ``gradient`` is true."""
         ...
 
 
@@ -81,7 +81,7 @@ def fit_by_heldout(
     deviations: Callable[[int, Tensor, Tensor], Tensor],
     score: ScoreOfPart,
     *,
-    halves: bool,
+    split: bool,
     seed: int,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the precision [d] whose draws predict best, as one mixture over all rows of ``theta``, and a report.
@@ -92,7 +92,7 @@ def fit_by_heldout(
         index: [d] the index of the factor of each element.
         deviations: (index of a member, precision [d], standard normal noise [S, d]) -> its draws [S, d] minus its mean.
         score: the score of draws on a part of the held-out rows.
-        halves: descend on one half of the rows, and end by the other half.
+        split: descend on the even rows, and stop by the odd rows.
         seed: seed of the noise.
     """
     low, high = BOUNDS
@@ -110,8 +110,8 @@ def fit_by_heldout(
 
         return loss_of_draws(draw, functools.partial(score, part=part))
 
-    descend, decide = (loss_on("even"), loss_on("odd")) if halves else (loss_on("all"), None)
-    part = "odd" if halves else "all"
+    descend, decide = (loss_on("even"), loss_on("odd")) if split else (loss_on("all"), None)
+    part = "odd" if split else "all"
     found = search(int(index.max()) + 1, descend, decide, at_map=lambda: score(theta, part, gradient=False)[0])
     return precision(found.log_factors).to(theta), found.report
 
@@ -125,17 +125,17 @@ def groups_by_expression(expressions: Sequence[str], shapes: Mapping[str, tuple[
 
 
 def loss_of_draws(draw: Callable[[Tensor], Tensor], score: Score) -> Loss:
-    """Return the loss of ``draw(log_factors)``, with its slope by the chain rule; ``draw`` is differentiable."""
+    """Return the loss of ``draw(log_factors)``, with its gradient by the chain rule; ``draw`` is differentiable."""
 
-    def loss(where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
-        leaf = where.detach().clone().requires_grad_(slope)
-        with torch.set_grad_enabled(slope):
+    def loss(where: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
+        leaf = where.detach().clone().requires_grad_(gradient)
+        with torch.set_grad_enabled(gradient):
             theta = draw(leaf)
-        nats, gradient = score(theta.detach(), gradient=slope)
-        if not slope:
+        nats, of_draws = score(theta.detach(), gradient=gradient)
+        if not gradient:
             return nats, None
-        assert gradient is not None
-        (found,) = torch.autograd.grad(theta, leaf, gradient.to(theta))
+        assert of_draws is not None
+        (found,) = torch.autograd.grad(theta, leaf, of_draws.to(theta))
         return nats, found
 
     return loss
@@ -150,14 +150,15 @@ def search(num_groups: int, descend: Loss, decide: Loss | None, *, at_map: Calla
         at_map: returns the loss of the weights themselves, on the deciding rows.
     """
     given = torch.zeros(num_groups, dtype=torch.float64)
-    starts = [given + math.log(factor) for factor in FACTORS]
-    common = min(starts, key=lambda where: _finite(descend(where, slope=False)[0]))
+    starting_points = [given + math.log(factor) for factor in FACTORS]
+    common = min(starting_points, key=lambda where: _finite(descend(where, gradient=False)[0]))
     deciding = descend if decide is None else decide
-    values = {name: _finite(deciding(where, slope=False)[0]) for name, where in (("given", given), ("common", common))}
+    candidates = {"given": given, "common": common}
+    values = {name: _finite(deciding(where, gradient=False)[0]) for name, where in candidates.items()}
     best = common if values["common"] <= values["given"] else given
     least, waited = min(values.values()), 0
     for where in _iterates(descend, best):
-        nats = _finite(deciding(where, slope=False)[0])
+        nats = _finite(deciding(where, gradient=False)[0])
         waited = 0 if nats < least else waited + 1
         if nats < least:
             best, least = where, nats
@@ -175,7 +176,7 @@ def search(num_groups: int, descend: Loss, decide: Loss | None, *, at_map: Calla
 
 
 def _iterates(loss: Loss, start: Tensor) -> Iterator[Tensor]:
-    """Yield the iterates of L-BFGS, until they stop moving or the slope is 0."""
+    """Yield the iterates of L-BFGS, until they stop moving or the gradient is 0."""
     seen: dict[bytes, tuple[float, Tensor]] = {}
     where = start.clone().requires_grad_()
     worst = 0.0
@@ -184,14 +185,14 @@ def _iterates(loss: Loss, start: Tensor) -> Iterator[Tensor]:
         nonlocal worst
         key = where.detach().numpy().tobytes()
         if key not in seen:
-            nats, slope = loss(where.detach(), slope=True)
-            assert slope is not None
-            if not (math.isfinite(nats) and bool(slope.isfinite().all())):
-                nats, slope = worst + 1e3, torch.zeros_like(where)  # the line search goes back
+            nats, gradient = loss(where.detach(), gradient=True)
+            assert gradient is not None
+            if not (math.isfinite(nats) and bool(gradient.isfinite().all())):
+                nats, gradient = worst + 1e3, torch.zeros_like(where)  # the line search goes back
             worst = max(worst, nats) if len(seen) < 1 else worst
-            seen[key] = nats, slope
-        nats, slope = seen[key]
-        where.grad = slope / unit
+            seen[key] = nats, gradient
+        nats, gradient = seen[key]
+        where.grad = gradient / unit
         return nats / unit
 
     unit = 1.0

@@ -1,7 +1,7 @@
 """Kronecker-factored sums and their correction: the structures "kronecker" and "kronecker_corrected".
 
 K-FAC (Martens and Grosse 2015) of a matrix with input a and output gradient g, where positions share the matrix as in
-Eschenhagen et al. 2023 (the g of one pull are gradients of the row's summed loss):
+Eschenhagen et al. 2023 (the g of one VJP are gradients of the row's summed loss):
 
     expand   H = (sum_np g g') (x) (sum_np a a') / (number of positions np)
     reduce   H = (sum_n (sum_p g)(sum_p g)') (x) (sum_n abar abar') / (number of rows n),   abar the mean over positions
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, Module, Processes, require_once
+from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, Layer, Processes, require_once
 from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
 
 NULL = 10
@@ -96,50 +96,50 @@ class KroneckerSum(Accumulator):
     Args:
         sharing: "expand" or "reduce".
         max_factor: largest side of a factor; the factor of a longer side is diagonal.
-        modules: all modules that are recorded.
+        layers: all modules that are recorded.
     """
 
-    def __init__(
-        self, layout: Layout, like: Tensor, modules: Sequence[Module], *, sharing: str, max_factor: int
-    ) -> None:
+    def __init__(self, layout: Layout, like: Tensor, layers: Sequence[Layer], *, sharing: str, max_factor: int) -> None:
         super().__init__(layout, like)
         self.sharing, self.max_factor = sharing, max_factor
-        factored = {tap.weight for tap in modules}
+        factored = {layer.weight for layer in layers}
         self.rest = DiagonalSum(layout, like, [name for name in layout.names if name not in factored])
         self.inputs: dict[int, Tensor] = {}
         self.counts: dict[int, float] = {}
         self.outputs: dict[str, Tensor] = {}
         self.sizes: dict[int | str, Tensor] = {}
         self.sources: dict[str, tuple[int, bool]] = {}
-        self.fallbacks = _fallbacks(layout, modules, max_factor)
+        self.fallbacks = _fallbacks(layout, layers, max_factor)
 
     def begin(self, num_rows: int) -> None:
         self.rest.begin(num_rows)
 
-    def end_pull(self) -> None:
-        self.rest.end_pull()
+    def end_vjp(self) -> None:
+        self.rest.end_vjp()
 
-    def add(self, share: Any) -> None:
-        require_once(share)
-        tap: Module = share.tap
-        if tap.weight is None or len(tap.names) > 1:
-            self.rest.add(share._replace(tap=_WithoutMatrix(tap)))
-        if tap.weight is None:
+    def add(self, record: Any) -> None:
+        require_once(record)
+        layer: Layer = record.layer
+        if layer.weight is None or len(layer.names) > 1:
+            self.rest.add(record._replace(layer=_WithoutMatrix(layer)))
+        if layer.weight is None:
             return
-        valid = share.valid
-        g = share.g.to(self.like.dtype)
+        valid = record.valid
+        g = record.g.to(self.like.dtype)
         if self.sharing == "reduce":
-            self._add_size(tap.weight, g.abs().sum(1))
+            self._add_size(layer.weight, g.abs().sum(1))
         rows = g.sum(1) if self.sharing == "reduce" else g.flatten(0, 1)  # g is 0 at padding
-        self._add_moment(self.outputs, tap.weight, rows)
-        self.sources.setdefault(tap.weight, (share.source, tap.transposed))
-        if self.sources[tap.weight][0] != share.source:
-            raise ValueError(f"{tap.path} shares its input with another module in some batches and not in others: use "
-                             "structure='diagonal' for this model")  # fmt: skip
-        own = self.sources[tap.weight][0]
-        if not share.first or self._owners().get(own) != tap.weight:
+        self._add_moment(self.outputs, layer.weight, rows)
+        self.sources.setdefault(layer.weight, (record.source, layer.transposed))
+        if self.sources[layer.weight][0] != record.source:
+            raise ValueError(
+                f"{layer.path} shares its input with another module in some batches and not in others: use "
+                "structure='diagonal' for this model"
+            )
+        own = self.sources[layer.weight][0]
+        if not record.first or self._owners().get(own) != layer.weight:
             return
-        x = share.x.to(self.like.dtype)
+        x = record.x.to(self.like.dtype)
         if self.sharing == "reduce":
             weight = torch.ones_like(x[..., 0]) if valid is None else valid.to(x.dtype)
             count = weight.sum(1, keepdim=True)
@@ -244,26 +244,26 @@ class KroneckerSum(Accumulator):
 class _WithoutMatrix:
     """A module without its Kronecker-factored matrix. The curvature of its other tensors is diagonal."""
 
-    def __init__(self, tap: Module) -> None:
-        self.tap = tap
-        self.names = {key: name for key, name in tap.names.items() if name != tap.weight}
-        self.tied = tap.tied
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.names = {key: name for key, name in layer.names.items() if name != layer.weight}
+        self.tied = layer.tied
 
     def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        if self.tap.weight is not None:  # a module with a matrix has no other tensor than a bias
+        if self.layer.weight is not None:  # a module with a matrix has no other tensor than a bias
             return {self.names["bias"]: g.to(dtype).sum(1)}
-        return self.tap.row_gradients(x, g, dtype)
+        return self.layer.row_gradients(x, g, dtype)
 
 
-def _fallbacks(layout: Layout, modules: Sequence[Module], max_factor: int) -> dict[str, str]:
+def _fallbacks(layout: Layout, layers: Sequence[Layer], max_factor: int) -> dict[str, str]:
     """Return {parameter name: the reason for a diagonal in place of factors, in whole or in part}."""
     found = {}
     shapes = layout.named_shapes
-    for tap in modules:
-        for attribute, name in tap.names.items():
-            if name in tap.tied:
+    for layer in layers:
+        for attribute, name in layer.names.items():
+            if name in layer.tied:
                 found[name] = "tied: two modules own it"
-            elif not tap.linear:
+            elif not layer.linear:
                 found[name] = "no matrix product (norm or embedding)"
             elif attribute == "bias":
                 found[name] = "bias"

@@ -23,7 +23,18 @@ from torch import Tensor
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.requirements import Requirements
-from hf_bayes.core.types import Evaluation, HeldOut, Info, Look, Prior, Problem, Revision, Rngs, Rule, locate_at_theta
+from hf_bayes.core.types import (
+    DataPass,
+    Evaluation,
+    FinalPassResult,
+    HeldOut,
+    Info,
+    Prior,
+    Problem,
+    Rngs,
+    Rule,
+    locate_at_theta,
+)
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Covariance, LowRank, log_normal
 from hf_bayes.distributions.energy import GaussianPrior
@@ -38,7 +49,7 @@ from hf_bayes.methods.laplace.distance_to_map import (
 )
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.evidence import SCOPES, Expansion, groups, maximise
-from hf_bayes.methods.laplace.gradient_estimate import Slope
+from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 from hf_bayes.methods.laplace.heldout_prior import fit_by_heldout, groups_by_expression
 from hf_bayes.methods.laplace.noise_std import with_fitted_noise
 from hf_bayes.methods.laplace.pass_result import PassResult
@@ -159,9 +170,9 @@ class LaplaceConfig(MethodConfig):
     def requirements(self) -> Requirements:
         by_heldout = self.fit_prior == "heldout"
         return Requirements(
-            one_more_pass=True,
+            final_pass=True,
             all_chains_in_one_pass=self.fit_noise or by_heldout,
-            heldout="none" if not by_heldout else "whole" if self.prior_scope == "model" else "halves",
+            heldout="none" if not by_heldout else "whole" if self.prior_scope == "model" else "split",
             heldout_setting="fit_prior='heldout'" if by_heldout else "",
             ends_at_map=True,
             predicts_linearised=True,
@@ -189,22 +200,22 @@ class LaplaceConfig(MethodConfig):
             )
             return Draws.from_chains(draws[:, -1:])
 
-        def revise(state: MAPState, draws: Tensor, look: Look) -> Revision:
-            return self.revise(draws[:, -1], look, problem)
+        def final_pass(state: MAPState, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+            return self.final_pass(draws[:, -1], data_pass, problem)
 
-        return Rule(begin, locate_at_theta, update, finish, revise)
+        return Rule(begin, locate_at_theta, update, finish, final_pass)
 
-    def revise(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
+    def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
-        found = self.around(theta, look, problem)
+        found = self.around(theta, data_pass, problem)
         if fallbacks := found.report["laplace"][0].get("diagonal"):  # the same tensors in all chains
             warnings.warn(diagonal_warning(fallbacks, self.structure, problem.shapes))
         return found
 
-    def around(self, theta: Tensor, look: Look, problem: Problem) -> Revision:
-        """Return the same as ``revise`` without a warning."""
+    def around(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
+        """Return the same as ``final_pass`` without a warning."""
         self._check_prior(problem)
-        results: list[PassResult] = [look(row, self.spec, gradient=self.check_gradient) for row in theta]
+        results: list[PassResult] = [data_pass(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
             assert problem.noise_std is not None
@@ -216,13 +227,13 @@ class LaplaceConfig(MethodConfig):
                 count=problem.num_data * problem.root_columns,
             )
         if self.fit_prior == "heldout":
-            fitted, more["heldout_nll"] = self._by_heldout(theta, results, look, problem)
+            fitted, more["heldout_nll"] = self._by_heldout(theta, results, data_pass, problem)
         covariances, notes = [], []
         for row, found in zip(theta, results, strict=True):
             covariance, note = self._around(row, found, problem, fitted)
             covariances.append(covariance)
             notes.append(note | more)
-        return Revision(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
+        return FinalPassResult(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
 
     def _check_prior(self, problem: Problem) -> None:
         if self.fit_noise and problem.noise_std is None:
@@ -242,7 +253,7 @@ class LaplaceConfig(MethodConfig):
             )
 
     def _by_heldout(
-        self, theta: Tensor, results: Sequence[PassResult], look: Look, problem: Problem
+        self, theta: Tensor, results: Sequence[PassResult], data_pass: DataPass, problem: Problem
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
@@ -256,20 +267,20 @@ class LaplaceConfig(MethodConfig):
             return temper_draws(curvature, precision, noise, temperature=self.temperature, what=self.temper)
 
         def score(theta: Tensor, part: str, *, gradient: bool) -> tuple[float, Tensor | None]:
-            nats, slope = look(theta, HeldOut(part), gradient=gradient)
-            return nats, slope
+            nats, found = data_pass(theta, HeldOut(part), gradient=gradient)
+            return nats, found
 
-        halves = self.requirements.heldout == "halves"
-        return fit_by_heldout(theta, given, index, deviations, score, halves=halves, seed=problem.seed)
+        split = self.requirements.heldout == "split"
+        return fit_by_heldout(theta, given, index, deviations, score, split=split, seed=problem.seed)
 
     @property
     def _power(self) -> float:
         """The exponent of the likelihood."""
         return 1 / self.temperature if self.temper == "likelihood" else 1.0
 
-    def _slope(self, found: PassResult) -> Slope | None:
+    def _gradient(self, found: PassResult) -> GradientEstimate | None:
         """Return the gradient of the tempered log-likelihood."""
-        return None if found.slope is None else found.slope.scaled(self._power)
+        return None if found.gradient is None else found.gradient.scaled(self._power)
 
     def expand(self, theta: Tensor, found: PassResult, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
         """Return the log posterior around ``theta`` [d] and the prior's precision; ``found`` is the pass's result."""
@@ -277,7 +288,7 @@ class LaplaceConfig(MethodConfig):
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
             assert isinstance(precision, Tensor)
-            with gradient_norm_in_errors(self._slope(found), prior_gradient_at(expansion.offset, precision)):
+            with gradient_norm_in_errors(self._gradient(found), prior_gradient_at(expansion.offset, precision)):
                 precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
         return expansion, precision
 
@@ -292,8 +303,8 @@ class LaplaceConfig(MethodConfig):
             assert isinstance(precision, Tensor)
             note["prior_precision"] = summary(precision, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
-        slope, prior_gradient = self._slope(found), prior_gradient_at(expansion.offset, precision)
-        with gradient_norm_in_errors(slope, prior_gradient):
+        gradient, prior_gradient = self._gradient(found), prior_gradient_at(expansion.offset, precision)
+        with gradient_norm_in_errors(gradient, prior_gradient):
             covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
         if isinstance(precision, Covariance):
@@ -306,8 +317,8 @@ class LaplaceConfig(MethodConfig):
             evidence.isfinite()
         ):  # a flat prior has no evidence, nor do data that count twice
             note["log_evidence"] = float(evidence)
-        if slope is not None:
-            note |= how_far(slope, prior_gradient, covariance, untempered)
+        if gradient is not None:
+            note |= how_far(gradient, prior_gradient, covariance, untempered)
         if found.fallbacks:
             note["diagonal"] = dict(found.fallbacks)
         if self.max_rank is not None:

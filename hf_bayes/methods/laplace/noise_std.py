@@ -36,7 +36,7 @@ def with_fitted_noise(
             one._replace(
                 curvature=one.curvature.scaled(ratio),
                 log_lik=-0.5 * square / sigma**2 - count * (math.log(sigma) + constant),
-                slope=None if one.slope is None else one.slope.scaled(ratio),
+                gradient=None if one.gradient is None else one.gradient.scaled(ratio),
             )
             for one, square in zip(results, squares, strict=True)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, Self
 
 from hf_bayes.methods.laplace.curvature import Curvature
-from hf_bayes.methods.laplace.gradient_estimate import Slope
+from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 
 
 class PassResult(Protocol):
@@ -22,7 +22,7 @@ class PassResult(Protocol):
         ...
 
     @property
-    def slope(self) -> Slope | None:
+    def gradient(self) -> GradientEstimate | None:
         """The gradient of log p(D | theta); None if it was not requested."""
         ...
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, FullSum, LowRankSum, Module
+from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, FullSum, Layer, LowRankSum
 from hf_bayes.methods.laplace.estimators import ESTIMATORS, Estimator, build_estimator
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 
@@ -18,7 +18,7 @@ MAX_FULL = 8192
 MAX_HESSIAN = 2048
 """The largest d of a Hessian, which takes d backward passes per batch."""
 
-MAX_PULLS = 1024
+MAX_VJPS = 1024
 """The largest number of backward passes per batch for the exact GGN."""
 
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
@@ -104,22 +104,20 @@ class CurvatureSpec:
             )
         if self.estimator != "ggn" or self.num_samples is not None or most_terms is None or root_columns is None:
             return
-        if most_terms * root_columns > MAX_PULLS:
+        if most_terms * root_columns > MAX_VJPS:
             raise ValueError(
                 f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
-                f"{most_terms * root_columns} > {MAX_PULLS}: set num_samples=1, which draws labels from the model"
+                f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
             )
 
     def build_estimator(self) -> Estimator:
         """Return the estimator of this combination."""
         return build_estimator(self.estimator, self.num_samples)
 
-    def accumulator(
-        self, layout: Layout, like: Tensor, modules: Sequence[Module]
-    ) -> tuple[Accumulator, dict[str, str]]:
+    def accumulator(self, layout: Layout, like: Tensor, layers: Sequence[Layer]) -> tuple[Accumulator, dict[str, str]]:
         """Return the accumulator of the structure, and {parameter: the reason for a diagonal in its place}."""
         if self.structure.startswith("kronecker"):
-            kronecker = KroneckerSum(layout, like, modules, sharing=self.sharing, max_factor=self.max_factor)
+            kronecker = KroneckerSum(layout, like, layers, sharing=self.sharing, max_factor=self.max_factor)
             return kronecker, kronecker.fallbacks
         if self.structure == "low_rank":
             return LowRankSum(layout, like, rank=self.rank), {}

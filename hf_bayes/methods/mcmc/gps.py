@@ -19,9 +19,9 @@ y ~ N(x^2 / 2, 1), from N(0, 4) with 1500 updates of burn-in, E y^2 is correct w
 lambda = 1 and 3; without the walk it is 0.03 and 0.2 too large. lambda = 10 needs 5000 updates of burn-in: with 1500,
 E y^2 is 2.4 standard deviations too large (6.6 without the walk).
 
-a-GPS is slow from distant starts. With starts that scatter by 14 standard deviations of a normal law, 1500 updates of
-burn-in and lambda = 1, a twentieth of the chains have a mu with which they accept nothing (none with starts that
-scatter by 3). Start at a MAP estimate, or with ``warm_start_steps``.
+a-GPS is slow from distant starting points. With starting points that scatter by 14 standard deviations of a normal law,
+1500 updates of burn-in and lambda = 1, a twentieth of the chains have a mu with which they accept nothing (none with
+starting points that scatter by 3). Start at a MAP estimate, or with ``warm_start_steps``.
 
 A move takes one gradient; the state holds energy and gradient at theta. All coordinates move together. So the method
 suits tens of parameters at most, and fewer if they are correlated.

@@ -43,7 +43,10 @@ class LangevinConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(gradient_variance=need_of_gradient_variance(self.measure_gradient_noise))
+        return Requirements(
+            gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
+            gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,10 @@ class CorrectedLangevinConfig(LangevinConfig):
 
     @property
     def requirements(self) -> Requirements:
-        requirements = super().requirements
-        return replace(requirements, gradient_variance="needed") if self.correct_gradient_noise else requirements
+        if not self.correct_gradient_noise:
+            return super().requirements
+        setting = "correct_gradient_noise=True"
+        return replace(super().requirements, gradient_variance="needed", gradient_variance_setting=setting)
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:
@@ -79,7 +84,7 @@ def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, s
 
 
 WINDOW = 100
-"""The number of updates in the means of a ``NoiseAccount``. No run is refused before so many updates."""
+"""The number of updates in the means of a ``NoiseStatistics``. No run is refused before so many updates."""
 
 MAX_EXCESS = 1.5
 """The largest h^2 V / q that is not refused.
@@ -89,40 +94,40 @@ error of sqrt(2 / 100) = 14 %, and 3.5 standard errors are 0.5.
 """
 
 
-class NoiseAccount(NamedTuple):
+class NoiseStatistics(NamedTuple):
     """The noise that ``correct_gradient_noise`` should inject, and the noise of the gradient.
 
     States hold it as one tensor. Both are means over all updates with a known V; from the hundredth on they forget
     earlier ones, within about ``WINDOW`` updates.
     """
 
-    seen: Tensor
+    num_updates: Tensor
     """[M] number of updates with a known V."""
-    lacking: Tensor
+    exceeded: Tensor
     """[M] number of these updates in which the gradient noise of some tensor exceeded q."""
     injected: Tensor
     """[M] mean of q."""
-    brought: Tensor
+    from_gradient: Tensor
     """[M, S] mean of h^2 V."""
 
     @classmethod
-    def of(cls, field: Tensor) -> NoiseAccount:
-        """Return the account that a state's field [M, 3 + S] holds."""
+    def of(cls, field: Tensor) -> NoiseStatistics:
+        """Return the statistics that a state's field [M, 3 + S] holds."""
         return cls(field[:, 0], field[:, 1], field[:, 2], field[:, 3:])
 
     @property
     def field(self) -> Tensor:
-        """The account as one tensor [M, 3 + S]."""
-        return torch.cat([torch.stack([self.seen, self.lacking, self.injected], 1), self.brought], 1)
+        """The statistics as one tensor [M, 3 + S]."""
+        return torch.cat([torch.stack([self.num_updates, self.exceeded, self.injected], 1), self.from_gradient], 1)
 
 
-def empty_account(theta: Tensor, problem: Problem) -> Tensor:
-    """Return the field [M, 3 + S] of a ``NoiseAccount`` before the first update."""
+def empty_noise_statistics(theta: Tensor, problem: Problem) -> Tensor:
+    """Return the field [M, 3 + S] of a ``NoiseStatistics`` before the first update."""
     return theta.new_zeros(len(theta), 3 + len(problem.sizes))
 
 
 def remaining_std(
-    account: Tensor,
+    statistics: Tensor,
     step: Tensor,
     variance: Tensor | None,
     problem: Problem,
@@ -131,7 +136,7 @@ def remaining_std(
     injected: float,
     squared_step: float,
 ) -> tuple[Tensor | float, Tensor]:
-    """Return sqrt(q - h^2 V) [M, d] from V [M, S], and the account after this update.
+    """Return sqrt(q - h^2 V) [M, d] from V [M, S], and the statistics after this update.
 
     If V is not known, the whole noise is injected: the last update of a stream may have a single micro-batch.
 
@@ -142,7 +147,7 @@ def remaining_std(
     more than ``MAX_EXCESS`` times q in most coordinates. At T = 0 there is no noise to correct, and no run is refused.
 
     Args:
-        account: [M, 3 + S] the field of a ``NoiseAccount``.
+        statistics: [M, 3 + S] the field of a ``NoiseStatistics``.
         step: [M] number of updates done; a draw follows the updates of ``problem.draw_steps``.
         variance: [M, S] V, or None.
         injected: q.
@@ -151,50 +156,51 @@ def remaining_std(
         ValueError: if the run is refused; the message holds both variances.
     """
     if variance is None:
-        return math.sqrt(injected), account
-    old, brought = NoiseAccount.of(account), squared_step * variance.to(account.dtype)
-    gain = 1 / (old.seen + 1).clamp(max=WINDOW)
-    left = injected - brought
-    lacking = (left < 0).any(1) & (injected > 0)
-    new = NoiseAccount(
-        seen=old.seen + 1,
-        lacking=old.lacking + lacking,
+        return math.sqrt(injected), statistics
+    old, from_gradient = NoiseStatistics.of(statistics), squared_step * variance.to(statistics.dtype)
+    gain = 1 / (old.num_updates + 1).clamp(max=WINDOW)
+    left = injected - from_gradient
+    exceeded = (left < 0).any(1) & (injected > 0)
+    new = NoiseStatistics(
+        num_updates=old.num_updates + 1,
+        exceeded=old.exceeded + exceeded,
         injected=old.injected + gain * (injected - old.injected),
-        brought=old.brought + gain[:, None] * (brought - old.brought),
+        from_gradient=old.from_gradient + gain[:, None] * (from_gradient - old.from_gradient),
     )
-    if bool(lacking.any()) and not bool(old.lacking.any()):
+    if bool(exceeded.any()) and not bool(old.exceeded.any()):
         warnings.warn(
-            f"{name}: the gradient of {_worst(brought, injected, problem)}, more than correct_gradient_noise has to "
-            "inject: a tensor's momenta get no noise in such an update, and are hotter than T if that lasts. Use a "
+            f"{name}: the gradient of {_worst(from_gradient, injected, problem)}, more than correct_gradient_noise has "
+            "to inject: a tensor's momenta get no noise in such an update, and are hotter than T if that lasts. Use a "
             "larger batch or a lower learning rate",
             stacklevel=2,
         )
     update = int(step[0]) + 1  # all chains have done the same number
-    if update in problem.draw_steps and bool((new.seen >= WINDOW).all()):
+    if update in problem.draw_steps and bool((new.num_updates >= WINDOW).all()):
         _require_room(new, problem, name)
     return per_element(left.clamp_min(0).sqrt(), problem.sizes), new.field
 
 
-def _require_room(account: NoiseAccount, problem: Problem, name: str) -> None:
+def _require_room(statistics: NoiseStatistics, problem: Problem, name: str) -> None:
     """Raise a ValueError if the gradient noise lastingly exceeds the noise to inject."""
-    sizes = torch.tensor(problem.sizes).to(account.brought)
-    beyond = (account.brought > MAX_EXCESS * account.injected[:, None]) & (account.injected > 0)[:, None]
+    sizes = torch.tensor(problem.sizes).to(statistics.from_gradient)
+    injected = statistics.injected[:, None]
+    beyond = (statistics.from_gradient > MAX_EXCESS * injected) & (injected > 0)
     share = float((beyond * sizes).sum() / (len(beyond) * sizes.sum()))
     if share > 0.5:
+        worst = _worst(statistics.from_gradient, statistics.injected, problem)
         raise ValueError(
             f"{name}: correct_gradient_noise has no noise left to inject in {share:.0%} of the coordinates. Over the "
-            f"last {WINDOW} updates the gradient of {_worst(account.brought, account.injected, problem)}: the draws "
-            "would be hotter than T by about that ratio. Lower the learning rate or enlarge the batch by it, or leave "
-            "correct_gradient_noise out"
+            f"last {WINDOW} updates the gradient of {worst}: the draws would be hotter than T by about that "
+            "ratio. Lower the learning rate or enlarge the batch by it, or leave correct_gradient_noise out"
         )
 
 
-def _worst(brought: Tensor, injected: Tensor | float, problem: Problem) -> str:
+def _worst(from_gradient: Tensor, injected: Tensor | float, problem: Problem) -> str:
     """Return a phrase that names the chain and tensor with the largest h^2 V / q, with both numbers."""
-    injected = torch.as_tensor(injected).to(brought).expand(len(brought))
-    chain, tensor = divmod(int((brought / injected[:, None]).nan_to_num(0.0).argmax()), brought.shape[1])
+    injected = torch.as_tensor(injected).to(from_gradient).expand(len(from_gradient))
+    chain, tensor = divmod(int((from_gradient / injected[:, None]).nan_to_num(0.0).argmax()), from_gradient.shape[1])
     where = list(problem.shapes)[tensor] or "theta"
-    numbers = f"h^2 V = {brought[chain, tensor]:.3g} against 2 gamma h T = {injected[chain]:.3g}"
+    numbers = f"h^2 V = {from_gradient[chain, tensor]:.3g} against 2 gamma h T = {injected[chain]:.3g}"
     return f"{where} in chain {chain} alone brings noise of {numbers}"
 
 

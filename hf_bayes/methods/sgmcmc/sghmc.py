@@ -29,19 +29,20 @@ This is the same chain in theta M^(1/2): lambda / M replaces lambda in the stati
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
-    empty_account,
+    empty_noise_statistics,
     noise_ratio,
     remaining_std,
     require_friction,
@@ -58,8 +59,8 @@ class SGHMCState(NamedTuple):
     """[M, d] m of eq. 8: unit mass, variance about T."""
     step: Tensor
     """[M] int64, number of updates done."""
-    account: Tensor
-    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
+    noise_statistics: Tensor
+    """[M, 3 + S] a ``gradient_noise.NoiseStatistics``; constant without a correction."""
 
 
 class PreconditionedSGHMCState(NamedTuple):
@@ -71,8 +72,8 @@ class PreconditionedSGHMCState(NamedTuple):
     """[M, d] n = M^(-1/2) m: variance about T."""
     step: Tensor
     """[M] int64, number of updates done, including the updates of estimates."""
-    account: Tensor
-    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
+    noise_statistics: Tensor
+    """[M, 3 + S] a ``gradient_noise.NoiseStatistics``; constant without a correction."""
     mass: Tensor
     """[M, S] M of each tensor."""
     squares: Tensor
@@ -104,6 +105,11 @@ class SGHMCConfig(CorrectedLangevinConfig):
         self._check_count("preconditioner_batches", self.preconditioner_batches, minimum=1)
         if self.preconditioner_period is not None:
             self._check_count("preconditioner_period", self.preconditioner_period, minimum=1)
+
+    @property
+    def requirements(self) -> Requirements:
+        setting = "preconditioner='layerwise'" if self.preconditioner == "layerwise" else ""
+        return replace(super().requirements, tensor_scales_setting=setting)
 
     def build(self, problem: Problem) -> Rule[SGHMCState] | Rule[PreconditionedSGHMCState]:
         dynamics = Dynamics(self, problem)
@@ -162,8 +168,8 @@ class Dynamics:
         """Return the state before the first update, with m_0 ~ N(0, T)."""
         temperature = self.config.temperature
         step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-        account = empty_account(theta, self.problem)
-        return SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
+        noise_statistics = empty_noise_statistics(theta, self.problem)
+        return SGHMCState(theta, math.sqrt(temperature) * randn(rngs, theta), step, noise_statistics)
 
     def gradient(self, theta: Tensor, evaluation: Evaluation) -> Tensor:
         """Return grad U(theta) [M, d]."""
@@ -203,14 +209,14 @@ class Dynamics:
         h, decay = self.step_size_and_decay(lr)
         injected = 2 * friction * h * temperature
         noise_std: float | Tensor = math.sqrt(injected)
-        step_size, account = h * scale, state.account
+        step_size, noise_statistics = h * scale, state.noise_statistics
         if config.correct_gradient_noise:
-            noise_std, account = remaining_std(
-                account, state.step, variance, problem, name=config.name, injected=injected, squared_step=h**2
+            noise_std, noise_statistics = remaining_std(
+                noise_statistics, state.step, variance, problem, name=config.name, injected=injected, squared_step=h**2
             )
         momentum = decay * state.momentum - step_size * gradient + noise_std * randn(rngs, state.theta)
         theta = state.theta + step_size * momentum
-        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, account=account)
+        moved = state._replace(theta=theta, momentum=momentum, step=state.step + 1, noise_statistics=noise_statistics)
         ratio = noise_ratio(variance, problem, injected=injected, squared_step=h**2)
         return moved, self.temperatures(momentum, state.theta, gradient, decay) | ratio
 

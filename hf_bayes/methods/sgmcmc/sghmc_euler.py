@@ -33,7 +33,7 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import grad_energy
 from hf_bayes.methods.sgmcmc.gradient_noise import (
     CorrectedLangevinConfig,
-    empty_account,
+    empty_noise_statistics,
     noise_ratio,
     remaining_std,
     require_friction,
@@ -49,8 +49,8 @@ class SGHMCEulerState(NamedTuple):
     """[M, d] unit mass, variance about T."""
     step: Tensor
     """[M] int64, number of updates done."""
-    account: Tensor
-    """[M, 3 + S] a ``gradient_noise.NoiseAccount``; constant without a correction."""
+    noise_statistics: Tensor
+    """[M, 3 + S] a ``gradient_noise.NoiseStatistics``; constant without a correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
 
         def init(theta: Tensor, rngs: Rngs) -> SGHMCEulerState:
             step = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            account = empty_account(theta, problem)
-            return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step, account)
+            noise_statistics = empty_noise_statistics(theta, problem)
+            return SGHMCEulerState(theta, math.sqrt(temperature) * randn(rngs, theta), step, noise_statistics)
 
         def update(
             state: SGHMCEulerState, evaluation: Evaluation, lr: float, rngs: Rngs
@@ -86,10 +86,16 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
             gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=self.prior_weight)
             injected = 2 * friction * h * temperature
             noise_std: float | Tensor = math.sqrt(injected)
-            account, variance = state.account, evaluation.grad_variance
+            noise_statistics, variance = state.noise_statistics, evaluation.grad_variance
             if self.correct_gradient_noise:
-                noise_std, account = remaining_std(
-                    account, state.step, variance, problem, name=self.name, injected=injected, squared_step=h**2
+                noise_std, noise_statistics = remaining_std(
+                    noise_statistics,
+                    state.step,
+                    variance,
+                    problem,
+                    name=self.name,
+                    injected=injected,
+                    squared_step=h**2,
                 )
             theta = state.theta + h * state.momentum
             momentum = decay * state.momentum - h * gradient + noise_std * randn(rngs, state.theta)
@@ -100,7 +106,7 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
                 "configurational_temperature": (state.theta * gradient).mean(1),  # cold_posteriors eq. 43
                 **noise_ratio(variance, problem, injected=injected, squared_step=h**2),
             }
-            return SGHMCEulerState(theta, momentum, state.step + 1, account), info
+            return SGHMCEulerState(theta, momentum, state.step + 1, noise_statistics), info
 
         def finish(state: SGHMCEulerState, draws: Tensor) -> Draws:
             return Draws.from_chains(draws)

@@ -120,15 +120,15 @@ class MeanFieldConfig(MethodConfig):
             log_prior, sums_of_log_std = prior.log_prob, torch.zeros_like(state.theta[:, :2])
 
             def advance(
-                pull: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
+                grad_log_lik: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
             ) -> tuple[Tensor, ...]:
                 nonlocal log_prior
                 first, second, slope, noise, *parameters = rest
                 std = iterate[:, 1].exp()
-                part, prior_pull = prior.of(torch.addcmul(iterate[:, 0], std, noise), *parameters)
+                part, grad_log_prior = prior.of(torch.addcmul(iterate[:, 0], std, noise), *parameters)
                 log_prior = log_prior + part
                 # minus (grad U - slope * noise)
-                remainder = torch.add(pull, prior_pull, alpha=self.prior_weight).addcmul_(slope, noise)
+                remainder = torch.add(grad_log_lik, grad_log_prior, alpha=self.prior_weight).addcmul_(slope, noise)
                 correlated = remainder * noise
                 # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
                 gradients = torch.empty_like(iterate)

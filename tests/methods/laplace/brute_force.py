@@ -121,17 +121,17 @@ class Row:
         logits: [t, C].
         jacobian: [t, C, d].
         labels: [t] or [t, 1].
-        inputs: {weight name: [P, in]}; pull: cotangent [t, C] -> {weight name: [P, out]}.
+        inputs: {weight name: [P, in]}; vjp: cotangent [t, C] -> {weight name: [P, out]}.
     """
 
     logits: Tensor
     jacobian: Tensor
     labels: Tensor
     inputs: dict[str, Tensor]
-    pull: Callable[[Tensor], dict[str, Tensor]]
+    vjp: Callable[[Tensor], dict[str, Tensor]]
 
 
-def look(problem: Problem) -> list[Row]:
+def evaluate_rows(problem: Problem) -> list[Row]:
     """Run every row separately."""
     layout, named = problem.layout, dict(problem.model.named_parameters())
     parameters = [named[name] for name in layout.names]
@@ -181,7 +181,7 @@ def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], see
         # of a decoder's classifier the last token's, which alone is read
         return value[:-1][kept] if problem.task == "lm" else value[kept] if problem.task == "tokens" else value[-1:]
 
-    def pull(cotangent: Tensor) -> dict[str, Tensor]:
+    def vjp(cotangent: Tensor) -> dict[str, Tensor]:
         grads = gradients(cotangent, [y for _, y in captured.values()])
         return {name: at_terms(name, g) for name, g in zip(captured, grads, strict=True)}
 
@@ -189,7 +189,7 @@ def _row(problem: Problem, row: dict[str, Tensor], parameters: list[Tensor], see
     rows = [torch.cat([g.flatten() for g in gradients(u, parameters)]) for u in unit]
     jacobian = torch.stack(rows).view(*logits.shape, -1).detach()
     inputs = {name: at_terms(name, x).detach() for name, (x, _) in captured.items()}
-    return Row(logits.detach(), jacobian, labels.view(-1, 1) if problem.task == "regression" else labels, inputs, pull)
+    return Row(logits.detach(), jacobian, labels.view(-1, 1) if problem.task == "regression" else labels, inputs, vjp)
 
 
 def score(problem: Problem, logits: Tensor, labels: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def log_lik(problem: Problem, rows: list[Row]) -> float:
 def cotangents(
     problem: Problem, rows: list[Row], estimator: str, samples: int | None, uniforms: list
 ) -> list[list[Tensor]]:
-    """Return the cotangents [t, C] of each row, one for every pull."""
+    """Return the cotangents [t, C] of each row, one for every VJP."""
     found = []
     for number, row in enumerate(rows):
         t, c = row.logits.shape
@@ -233,13 +233,13 @@ def cotangents(
         elif samples is not None:
             found.append([score(problem, row.logits, drawn(problem, row.logits, u)) / samples**0.5 for u in own])
         else:
-            pulls = []
+            cotangents = []
             for k in range(t):
                 values, vectors = torch.linalg.eigh(fisher(problem, row.logits[k]))
                 for value, vector in zip(values.clamp_min(0), vectors.T, strict=True):
-                    pulls.append(torch.zeros(t, c, dtype=torch.float64))
-                    pulls[-1][k] = value.sqrt() * vector
-            found.append(pulls)
+                    cotangents.append(torch.zeros(t, c, dtype=torch.float64))
+                    cotangents[-1][k] = value.sqrt() * vector
+            found.append(cotangents)
     return found
 
 
@@ -262,19 +262,19 @@ def uniform_streams(rows: list[Row], make: Callable[[int, int], torch.Generator]
     ]
 
 
-def outer(rows: list[Row], pulls: list[list[Tensor]]) -> Tensor:
-    """Return the sum [d, d] over rows and pulls of (J' c)(J' c)'."""
+def outer(rows: list[Row], cotangents: list[list[Tensor]]) -> Tensor:
+    """Return the sum [d, d] over rows and cotangents of (J' c)(J' c)'."""
     g = torch.stack(
-        [torch.einsum("tcd,tc->d", row.jacobian, c) for row, own in zip(rows, pulls, strict=True) for c in own]
+        [torch.einsum("tcd,tc->d", row.jacobian, c) for row, own in zip(rows, cotangents, strict=True) for c in own]
     )
     return g.T @ g
 
 
 def factors(
-    problem: Problem, name: str, rows: list[Row], pulls: list[list[Tensor]], sharing: str
+    problem: Problem, name: str, rows: list[Row], cotangents: list[list[Tensor]], sharing: str
 ) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:
     """Return the two factors of a matrix, and their traces without cancellation in sums over positions."""
-    gs = [row.pull(c)[name] for row, own in zip(rows, pulls, strict=True) for c in own]
+    gs = [row.vjp(c)[name] for row, own in zip(rows, cotangents, strict=True) for c in own]
     xs = [row.inputs[name] for row in rows]
     sizes = tuple(float(sum(part.abs().sum(0).square().sum() for part in parts)) for parts in (gs, xs))
     if sharing == "reduce":
@@ -285,15 +285,15 @@ def factors(
     return (pair[::-1], sizes[::-1]) if conv1d else (pair, sizes)  # type: ignore[return-value]
 
 
-def kfac(problem: Problem, rows: list[Row], pulls: list[list[Tensor]], sharing: str) -> Tensor:
+def kfac(problem: Problem, rows: list[Row], cotangents: list[list[Tensor]], sharing: str) -> Tensor:
     """Return K-FAC [d, d]: Kronecker blocks for matrices, a diagonal for other tensors."""
-    diagonal = outer(rows, pulls).diagonal()
+    diagonal = outer(rows, cotangents).diagonal()
     blocks, start = [], 0
     for name, shape in problem.layout.named_shapes.items():
         size = math.prod(shape)
         if name not in rows[0].inputs:
             blocks.append(torch.diag(diagonal[start : start + size]))
         else:
-            blocks.append(torch.kron(*factors(problem, name, rows, pulls, sharing)[0]))
+            blocks.append(torch.kron(*factors(problem, name, rows, cotangents, sharing)[0]))
         start += size
     return torch.block_diag(*blocks)

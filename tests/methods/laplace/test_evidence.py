@@ -18,7 +18,7 @@ from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.evidence import BOUNDS, Expansion, groups, maximise
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import looked, pulls
+from tests.objectives.test_curvature_pass import cotangents, evaluated
 
 
 def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
@@ -41,7 +41,7 @@ def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
 def test_kfac_evidence_of_a_classifier_matches_dense_matrices(
     family: str, part: str, scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, rows = looked(family, part, "classes")
+    made, rows = evaluated(family, part, "classes")
     chosen: list[Tensor] = []
     maximise = laplace.maximise
     monkeypatch.setattr(laplace, "maximise", lambda *args: chosen.append(maximise(*args)) or chosen[-1])
@@ -50,7 +50,7 @@ def test_kfac_evidence_of_a_classifier_matches_dense_matrices(
         made.model, made.rows, config, subspace=made.subspace, collate=brute_force.pad, batch_size=2
     )
     (note,), (tau,) = posterior.config.diagnostics["laplace"], chosen
-    covariance, own = posterior.approximation.covariances[0], pulls(made, rows, "ggn", None)
+    covariance, own = posterior.approximation.covariances[0], cotangents(made, rows, "ggn", None)
     theta = posterior.approximation.means[0]
     log_lik = brute_force.log_lik(made, rows)
 
@@ -148,7 +148,7 @@ def test_evidence_ends_in_the_maximum_from_everywhere(make: Any, scope: str, sta
     log_tau = torch.stack([found.log()[index == g][0] for g in range(int(index.max()) + 1)])
     best = highest(value, log_tau)
     assert best - float(value(log_tau)) < 1e-6
-    assert best - float(value(torch.zeros_like(log_tau))) > 0.1  # the twin: where nobody looked for it
+    assert best - float(value(torch.zeros_like(log_tau))) > 0.1  # the twin: without a search
 
 
 def test_a_search_that_has_not_converged_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_bayes.distributions.covariance import Diagonal
-from hf_bayes.methods.laplace import gradient_estimate as slope
+from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.distance_to_map import how_far
-from hf_bayes.methods.laplace.gradient_estimate import Slope, halves
+from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate, draw_half_batches
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.curvature_pass import survey
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import problem
 
@@ -37,9 +37,11 @@ def test_the_square_is_right_on_average_over_all_choices_of_rows(size: int) -> N
     whole = rows.sum(0) + offset
     squares, alone = [], []
     for first, second in every_choice(6, size):
-        found = Slope(6 / size * torch.stack([rows[[*first]].sum(0), rows[[*second]].sum(0)]), 2 * size, 6)
+        found = GradientEstimate(6 / size * torch.stack([rows[[*first]].sum(0), rows[[*second]].sum(0)]), 2 * size, 6)
         squares.append(found.square(offset, lambda v: v @ matrix))
-        alone.append(float((found.halves[0] + offset) @ matrix @ (found.halves[1] + offset)))
+        alone.append(
+            float((found.half_batch_gradients[0] + offset) @ matrix @ (found.half_batch_gradients[1] + offset))
+        )
         if size == 3:  # all rows: exact, whatever the halves
             assert squares[-1] == pytest.approx(float(whole @ matrix @ whole), rel=1e-12)
     exact = float(whole @ matrix @ whole)
@@ -48,13 +50,13 @@ def test_the_square_is_right_on_average_over_all_choices_of_rows(size: int) -> N
 
 
 def test_small_problems_use_all_rows_and_large_ones_a_sixteenth() -> None:
-    assert halves(128, 10**6, 0) is None
-    assert halves(10**5, 1 << 14, 0) is None
-    first, second = halves(10**4, 10**6, 0) or ([], [])
+    assert draw_half_batches(128, 10**6, 0) is None
+    assert draw_half_batches(10**5, 1 << 14, 0) is None
+    first, second = draw_half_batches(10**4, 10**6, 0) or ([], [])
     assert len(first) == len(second) == 312
     assert len({*first, *second}) == 624
     assert first == sorted(first)
-    assert (halves(10**4, 10**6, 0) or [])[0] == first != (halves(10**4, 10**6, 1) or [])[0]
+    assert (draw_half_batches(10**4, 10**6, 0) or [])[0] == first != (draw_half_batches(10**4, 10**6, 1) or [])[0]
 
 
 @pytest.mark.parametrize(("family", "part", "task"), [("llama", "lora", "lm"), ("bert", "block", "classes")])
@@ -64,23 +66,25 @@ def test_halves_are_the_scaled_gradients_of_their_rows(
 ) -> None:
     made = problem(family, part, task)
     made.rows = [*made.rows, *made.rows[::-1]][:5]
-    monkeypatch.setattr(slope, "SMALL", 0)
-    monkeypatch.setattr(slope, "LEAST_ROWS", 4)
-    chosen = halves(5, made.layout.dim, 3)
+    monkeypatch.setattr(gradient_estimate, "SMALL", 0)
+    monkeypatch.setattr(gradient_estimate, "LEAST_ROWS", 4)
+    chosen = draw_half_batches(5, made.layout.dim, 3)
     assert chosen is not None
     with attach(made.model, subspace=made.subspace) as model:
         theta = model.theta[0].detach()
-        found = survey(model, theta, made.batches(batch), 5, CurvatureSpec(), scale=2.0, seed=3).slope
-        free = survey(model, theta, made.batches(batch), 5, CurvatureSpec(estimator="ef_sequence"), seed=3).slope
+        found = run_curvature_pass(model, theta, made.batches(batch), 5, CurvatureSpec(), scale=2.0, seed=3).gradient
+        free = run_curvature_pass(
+            model, theta, made.batches(batch), 5, CurvatureSpec(estimator="ef_sequence"), seed=3
+        ).gradient
     assert found is not None
     assert free is not None
     assert (found.num_rows, found.num_data_rows, free.num_rows) == (4, 5, 5)
-    rows = brute_force.look(made)
+    rows = brute_force.evaluate_rows(made)
     each = [
         torch.einsum("tcd,tc->d", row.jacobian, brute_force.score(made, row.logits, row.labels)).double()
         for row in rows
     ]
-    for half, numbers in zip(found.halves, chosen, strict=True):
+    for half, numbers in zip(found.half_batch_gradients, chosen, strict=True):
         close(half, 2.0 * 5 / 2 * sum((each[number] for number in numbers), torch.zeros_like(each[0])))
     close(free.mean, sum(each, torch.zeros_like(each[0])))
 
@@ -91,19 +95,21 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def test_a_negative_square_is_stored_as_below_noise_not_as_zero() -> None:
     torch.manual_seed(0)
-    first, pull = torch.randn(4), torch.zeros(4)
+    first, prior_gradient = torch.randn(4), torch.zeros(4)
     opposed = torch.stack([first, -first])  # halves that say the opposite: no gradient that they agree on
-    report = how_far(Slope(opposed, 2, 40), pull, Diagonal(torch.ones(4)), 1.0)
+    report = how_far(GradientEstimate(opposed, 2, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
     assert report == {
         "gradient_norm": None, "displacement": None, "gradient_rows": 2,
         "below_noise": ["gradient_norm", "displacement"],
     }  # fmt: skip
     assert json.loads(json.dumps(report)) == report
-    found = how_far(Slope(torch.stack([first, first]), 2, 40), pull, Diagonal(torch.full((4,), 0.1)), 1.0)
+    found = how_far(
+        GradientEstimate(torch.stack([first, first]), 2, 40), prior_gradient, Diagonal(torch.full((4,), 0.1)), 1.0
+    )
     assert found["gradient_norm"] == pytest.approx(float(first.norm()), rel=1e-6)
     assert found["displacement"] == pytest.approx(float(0.1 * first.norm()) / 2, rel=1e-6)
     assert "below_noise" not in found
-    exact = how_far(Slope(torch.zeros(2, 4), 40, 40), pull, Diagonal(torch.ones(4)), 1.0)
+    exact = how_far(GradientEstimate(torch.zeros(2, 4), 40, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
     assert (exact["gradient_norm"], exact["displacement"]) == (0, 0)  # of all rows zero is zero
 
 
@@ -112,5 +118,5 @@ def test_a_displacement_is_warned_of_where_the_norm_is_lost() -> None:
     with pytest.warns(
         UserWarning, match="has a norm that 2 rows cannot distinguish from 0, and the Gaussian's maximum is"
     ):
-        report = how_far(Slope(halves, 2, 40), torch.zeros(2), Diagonal(torch.tensor([1.0, 1e-3])), 1.0)
+        report = how_far(GradientEstimate(halves, 2, 40), torch.zeros(2), Diagonal(torch.tensor([1.0, 1e-3])), 1.0)
     assert report["below_noise"] == ["gradient_norm"]

@@ -29,7 +29,7 @@ from hf_bayes.objectives.heldout import HeldOutRows
 from tests import tiny_models as models
 from tests.fit.test_laplace import NOISE, STD, regression
 from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import looked
+from tests.objectives.test_curvature_pass import evaluated
 from tests.runs import label_rows, trainer
 
 PARTS = [
@@ -74,7 +74,7 @@ def test_draws_follow_the_covariance_and_are_differentiable(curvature: Curvature
 @pytest.mark.parametrize(("family", "part", "task"), PARTS)
 @pytest.mark.parametrize("rows", ["all", "odd"])
 def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, part: str, task: str, rows: str) -> None:
-    made, _ = looked(family, part, task)
+    made, _ = evaluated(family, part, task)
     noise = {"noise_std": brute_force.NOISE} if task == "regression" else {}
     with attach(made.model, subspace=made.subspace, **noise) as model:
         ask = HeldOutRows(model, made.batches(2), len(made.rows), hide=True)
@@ -163,11 +163,11 @@ class Bowl:
         self.place, self.scales = torch.tensor(place).double(), torch.tensor(scales).double()
         self.asked = 0
 
-    def __call__(self, where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
+    def __call__(self, where: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
         self.asked += 1
         away = where.detach() - self.place
         nats = float(0.5 * (self.scales * away.square()).sum())
-        return nats, self.scales * away if slope else None
+        return nats, self.scales * away if gradient else None
 
 
 def test_a_descent_on_all_rows_ends_in_the_minimum() -> None:
@@ -197,10 +197,10 @@ def test_rows_that_want_no_spread_are_told_of() -> None:
 def test_nats_that_are_not_finite_do_not_end_the_search() -> None:
     bowl = Bowl([1.0], [1.0])
 
-    def cliff(where: Tensor, *, slope: bool) -> tuple[float, Tensor | None]:
+    def cliff(where: Tensor, *, gradient: bool) -> tuple[float, Tensor | None]:
         if float(where) > 1.05:
-            return math.inf, torch.full((1,), math.nan).double() if slope else None
-        return bowl(where, slope=slope)
+            return math.inf, torch.full((1,), math.nan).double() if gradient else None
+        return bowl(where, gradient=gradient)
 
     assert float(search(1, cliff, None, at_map=lambda: 9.0).log_factors) == pytest.approx(1.0, abs=1e-2)
 

@@ -1,0 +1,51 @@
+"""The inputs of a model as rows and positions: their numbers, and the repetition of rows for each member."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_bayes.members.pictures import PICTURES
+
+
+def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict[str, Any]:
+    """Fold a batch: every tensor (also in dicts) with ``num_rows`` rows is repeated for each member, member-major.
+
+    All images are repeated together, whatever the number per row, because they are in the order of the rows. Positions
+    on several axes, [axes, rows, T], have their rows in the second dimension.
+    """
+
+    def fold(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fold(key, item) for key, item in value.items()}
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if name == "position_ids" and value.ndim == 3:
+            return value.repeat(1, num_members, 1)
+        if value.shape[0] == num_rows or name in PICTURES:
+            return value.repeat(num_members, *[1] * (value.ndim - 1))
+        return value
+
+    return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
+
+
+def num_rows_of(inputs: dict[str, Any]) -> int:
+    """Return B, the first dimension of the model's main input."""
+    return _main_input(inputs).shape[0]
+
+
+def num_positions_of(inputs: dict[str, Any]) -> int:
+    """Return T, the second dimension of the model's main input; 1 if it has none."""
+    shape = _main_input(inputs).shape
+    return shape[1] if len(shape) > 1 else 1
+
+
+def _main_input(inputs: dict[str, Any]) -> Tensor:
+    for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
+        if isinstance(value := inputs.get(key), Tensor):
+            return value
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
+    if not tensors:
+        raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
+    return tensors[0]
