@@ -291,8 +291,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "model_cards").glob("*.json"))
 
 
-def test_there_is_an_example_of_each_kind() -> None:
-    assert {path.stem for path in EXAMPLES} == {"draws_lora", "gaussian_lora", "last_layer", "classifier", "continual"}
+def test_every_example_has_its_configuration_and_its_page() -> None:
+    assert EXAMPLES
     assert {path.stem for path in (ROOT / "model_cards").glob("*.md")} == {path.stem for path in EXAMPLES}
 
 
