@@ -45,6 +45,7 @@ def test_rows_that_cannot_be_paired_have_no_standard_error(other: RowScores) -> 
     assert difference_std_error(rows, other) is None
 
 
+@pytest.mark.models
 def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
     rows = runs.token_rows([8, 3, 6, 5], seed=1)
     options = {"collator": runs.padding_collator(), "eval_dataset": rows, "per_device_eval_batch_size": 3}

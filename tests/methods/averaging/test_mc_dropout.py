@@ -147,6 +147,7 @@ def test_without_dropout_it_is_map() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")
+@pytest.mark.models
 def test_a_run_ends_in_masked_rows_that_save_load_and_predict(tmp_path: Path) -> None:
     config = MCDropoutConfig(dropout=P, num_chains=2, num_masks=3)
     run = trainer(tmp_path, config, eval_dataset=token_rows(4, seed=1))

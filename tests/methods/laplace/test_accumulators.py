@@ -6,6 +6,8 @@ import torch
 from tests.methods.laplace import brute_force
 from tests.objectives.surveys import CELLS, TOLERANCE, error, looked, problems, pulls, run
 
+pytestmark = pytest.mark.models
+
 
 @problems
 @pytest.mark.parametrize(("estimator", "samples"), CELLS)

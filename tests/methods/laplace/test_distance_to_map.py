@@ -14,6 +14,8 @@ from tests.fit.fitted import LAST, fit, regression
 from tests.runs import label_rows
 from tests.tiny_models import tiny_bert
 
+pytestmark = pytest.mark.models
+
 
 def test_a_negative_square_is_stored_as_below_noise_not_as_zero() -> None:
     torch.manual_seed(0)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.objectives.surveys import looked, run
+
+pytestmark = pytest.mark.models
 
 
 def test_random_signs_and_labels_average_to_the_exact_curvature() -> None:

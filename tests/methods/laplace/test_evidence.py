@@ -20,6 +20,8 @@ from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
 from tests.objectives.surveys import looked, pulls
 
+pytestmark = pytest.mark.models
+
 
 def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
     """Return tau as [d, d]: its diagonal in the eigenbasis of each matrix, and tau itself for other tensors."""

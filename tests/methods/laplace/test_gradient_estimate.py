@@ -16,6 +16,8 @@ from hf_bayes.objectives.curvature_pass import survey
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import problem
 
+pytestmark = pytest.mark.models
+
 
 def every_choice(num_rows: int, size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     choices = itertools.combinations(range(num_rows), 2 * size)

@@ -26,6 +26,8 @@ from hf_bayes.models.attaching import attach
 from tests.fit.fitted import NOISE, STD, regression
 from tests.runs import label_rows, trainer
 
+pytestmark = pytest.mark.models
+
 
 def curvatures() -> list[Curvature]:
     rng = torch.Generator().manual_seed(0)

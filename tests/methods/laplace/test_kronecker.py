@@ -10,6 +10,8 @@ from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from tests.methods.laplace import brute_force
 from tests.objectives.surveys import CELLS, TOLERANCE, error, looked, problems, pulls, run
 
+pytestmark = pytest.mark.models
+
 
 @problems
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

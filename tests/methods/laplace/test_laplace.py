@@ -15,6 +15,8 @@ from tests.fit.fitted import LAST, NOISE, STD, fit, regression, told
 from tests.runs import label_rows
 from tests.tiny_models import tiny_bert
 
+pytestmark = pytest.mark.models
+
 
 def test_temperature_is_that_of_the_scale_page() -> None:
     model, data, phi, _ = regression()

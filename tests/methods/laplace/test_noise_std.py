@@ -13,6 +13,8 @@ from tests.fit.fitted import LAST, fit, regression
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora
 
+pytestmark = pytest.mark.models
+
 
 def test_learnt_noise_and_prior_maximise_the_evidence(tmp_path: Path) -> None:
     model, data, phi, _ = regression()

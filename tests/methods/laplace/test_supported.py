@@ -11,6 +11,8 @@ from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
 from tests.methods.laplace.brute_force import Problem
 from tests.objectives.surveys import looked, run
 
+pytestmark = pytest.mark.models
+
 
 @pytest.mark.parametrize(("estimator", "structure"), list(itertools.product(ESTIMATORS, STRUCTURES)))
 def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> None:
