@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,12 @@ from torch.utils.data import IterableDataset
 from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
 
 
-class Endless(IterableDataset[int]):
+class Counted(IterableDataset[int]):
+    """A stream that says how many rows it has."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
     def __len__(self) -> int:
         return 3
 
@@ -39,5 +45,5 @@ def test_a_row_that_no_collator_reads_is_named() -> None:
 
 def test_a_stream_has_no_length_or_an_order_of_its_own() -> None:
     assert is_stream(iter([1]))
-    assert is_stream(Endless())
+    assert is_stream(Counted())
     assert not is_stream([1])
