@@ -8,8 +8,9 @@ WORKERS ?= 2
 # The packages below members, which need torch and numpy only.
 MATHEMATICS := $(addprefix tests/,core uncertainty distributions diagnostics methods chains)
 # The tests that meet transformers, peft, accelerate, datasets and huggingface_hub, without the long ones of members.
-HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_stacked.py members/test_trunk.py \
-	models training pipelines posteriors)
+HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py members/test_last_feed_forward.py \
+	members/test_pictures.py members/test_stacked.py members/test_trunk.py cli models \
+	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 
 .PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark
 
@@ -19,9 +20,9 @@ test test-fast test-slow test-oldest test-newest coverage reliability mutants: e
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The mathematics without its long statistical tests; aimed at 90 seconds on two idle cores.
+# The mathematics without its long statistical tests and without models; aimed at 90 seconds on two idle cores.
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not statistics" $(MATHEMATICS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not statistics and not models" $(MATHEMATICS)
 
 # What meets the host libraries, on the oldest and the newest supported versions of these, each in an environment of its own.
 test-oldest test-newest: test-%: .venv-%/.installed

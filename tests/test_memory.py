@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hf_bayes.models import causal_members
-from hf_bayes.models.attaching import attach
 from tests.faults.children import told_by
-from tests.tiny_models import batch, tiny_llama, with_lora
 
 
 def measured(*arguments: str) -> dict[str, Any]:
@@ -49,20 +45,3 @@ def test_running_out_of_memory_leaves_every_posterior_loadable(
     assert found["starved"] >= 4
     assert found["fed"] >= 1
     assert found["lost"] == 0
-
-
-def test_a_batch_in_pieces_gives_what_it_gives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = attach(with_lora(tiny_llama()), num_members=3).eval()
-    model.theta.data += 0.1 * torch.randn_like(model.theta)
-    inputs = batch(rows=5, length=24, padding="right")
-    labelled = {**inputs, "labels": inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)}
-    found = []
-    for held in (1 << 30, 0):
-        monkeypatch.setattr(causal_members, "HIDDEN_BYTES", held)
-        pieces = len([*model.row_slices(labelled)])
-        with torch.no_grad():
-            statistics, logits = model.evaluate_batch(labelled, keep_logits=True)
-        found.append((pieces, {**statistics, "logits": logits, **model.score(**inputs)._asdict()}))
-    assert [pieces for pieces, _ in found] == [1, 2]
-    for name, value in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], value, equal_nan=True)

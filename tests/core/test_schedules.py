@@ -208,6 +208,7 @@ class Rates(TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.models
 def test_trainer_follows_the_schedule_and_draws_at_cycle_ends(tmp_path: Any) -> None:
     rates = Rates()
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, burn_in=0.2, schedule=Cyclical(ramp_up=0.5))
@@ -219,6 +220,7 @@ def test_trainer_follows_the_schedule_and_draws_at_cycle_ends(tmp_path: Any) -> 
     assert from_dict(trainer.posterior.config.method) == method
 
 
+@pytest.mark.models
 def test_a_run_resumed_within_a_cycle_is_bitwise_the_same(tmp_path: Any) -> None:
     method = SGHMCConfig(num_chains=2, draws_per_chain=2, burn_in=0.2, schedule=Cyclical(ramp_up=0.5))
     whole = runs.trainer(tmp_path, method, max_steps=10, save_strategy="steps", save_steps=4)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,7 @@ import torch
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.messages import Messages
+from hf_bayes.training.map_comparison import map_of_run
 from tests import runs
 
 
@@ -48,6 +45,7 @@ def test_rows_that_cannot_be_paired_have_no_standard_error(other: RowScores) -> 
     assert difference_std_error(rows, other) is None
 
 
+@pytest.mark.models
 def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
     rows = runs.token_rows([8, 3, 6, 5], seed=1)
     options = {"collator": runs.padding_collator(), "eval_dataset": rows, "per_device_eval_batch_size": 3}
@@ -69,24 +67,3 @@ def test_a_save_stores_the_standard_error_of_its_rows(tmp_path: Path) -> None:
     assert mean == pytest.approx(metrics["nll"] - metrics["map_nll"], abs=1e-5)
     expected = np.sqrt(4 / 3 * np.square(gaps - mean * counts).sum()) / counts.sum()
     assert metrics["map_nll_difference_std_error"] == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("nll", "error", "said", "warned"),
-    [
-        (1.65, 0.1, False, False),
-        (1.65, 0.05, True, True),
-        (1.35, 0.05, True, False),
-        (1.35, 0.1, False, False),
-        (2.0, None, False, False),
-    ],
-)
-def test_a_difference_within_two_standard_errors_is_not_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, nll: float, error: float | None, said: bool, warned: bool
-) -> None:
-    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
-    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
-    assert ("MAP estimate" in caplog.text) == said
-    assert any(record.levelname == "WARNING" for record in caplog.records) == warned
-    assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from hf_bayes import EnsembleConfig, MAPConfig, MeanFieldConfig, SGHMCConfig
-from hf_bayes.diagnostics.plausibility import has_strayed, strayed
+from hf_bayes.diagnostics.plausibility import distance_moved, has_strayed, strayed
 from hf_bayes.distributions.energy import GaussianPrior, LaplacePrior
 from tests import runs
 
@@ -55,3 +56,11 @@ def test_a_rate_that_destroys_the_model_is_no_silence(kind: Any, tmp_path: Path,
         assert ("left every place" in caplog.text) is bad
         assert not bad or found["converged"] is False
         caplog.clear()
+
+
+def test_distance_moved_is_in_prior_standard_deviations() -> None:
+    prior_std = torch.tensor([0.1, 10.0])
+    start = torch.zeros(3, 2)
+    theta = torch.tensor([[0.0, 0.0], [0.2, 20.0], [0.2, 0.0]])
+    assert torch.allclose(distance_moved(theta, start, prior_std), torch.tensor([0.0, 2.0, math.sqrt(2)]))
+    assert torch.allclose(distance_moved(theta, start, 0.1)[2], torch.tensor(math.sqrt(2)))

@@ -7,53 +7,9 @@ import math
 import pytest
 import torch
 
-from hf_bayes.core.rng import generator
-from hf_bayes.diagnostics.plausibility import distance_moved
-from hf_bayes.diagnostics.temperatures import kinetic_temperature_interval, share_within_interval
+from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.diagnostics.verdict import Diagnostics
-
-
-def test_kinetic_temperature_interval_has_its_promised_coverage() -> None:
-    law = 2 / 1.9
-    kinetic = law * torch.randn(20_000, 30, generator=generator("draws"), dtype=torch.float64).square().mean(1)
-    error = math.sqrt(0.9 * 0.1 / 20_000)  # standard error of the share
-
-    def coverage(low: float, high: float) -> float:
-        return ((low < kinetic) & (kinetic < high)).double().mean().item()
-
-    assert abs(coverage(*kinetic_temperature_interval(30, law, confidence=0.9)) - 0.9) < 4 * error
-    # the twins: T in place of the discretisation's law, and one degree of freedom for each pair
-    assert abs(coverage(*kinetic_temperature_interval(30, 1.0, confidence=0.9)) - 0.9) > 4 * error
-    assert abs(coverage(*kinetic_temperature_interval(15, law, confidence=0.9)) - 0.9) > 4 * error
-
-
-def test_the_kinetic_interval_is_that_of_the_tables() -> None:
-    low, high = kinetic_temperature_interval(10, 2.0)
-    assert low == pytest.approx(2.156 / 5, rel=1e-3)  # chi^2(10): 0.005 and 0.995 quantiles 2.156 and 25.188
-    assert high == pytest.approx(25.188 / 5, rel=1e-4)
-    low, high = kinetic_temperature_interval(1_000_000, 1.0)
-    assert high - 1 == pytest.approx(2.5758 * math.sqrt(2e-6), rel=1e-2)  # normal for large d
-
-
-def test_distance_moved_is_in_prior_standard_deviations() -> None:
-    prior_std = torch.tensor([0.1, 10.0])
-    start = torch.zeros(3, 2)
-    theta = torch.tensor([[0.0, 0.0], [0.2, 20.0], [0.2, 0.0]])
-    assert torch.allclose(distance_moved(theta, start, prior_std), torch.tensor([0.0, 2.0, math.sqrt(2)]))
-    assert torch.allclose(distance_moved(theta, start, 0.1)[2], torch.tensor(math.sqrt(2)))
-
-
-GOOD = Diagnostics(
-    dim=1000,
-    distance=[0.3, 0.2, 0.3, 0.4],
-    kinetic_temperature=[1.05, 1.0, 1.1, 1.02],
-    kinetic_temperature_law=2 / 1.9,
-    acceptance=[0.8, 0.79, 0.82, 0.8],
-    divergences=[0, 0, 0, 0],
-    num_moves=1000,
-    rhat=1.01,
-    ess=900.0,
-)
+from tests.diagnostics.good_run import GOOD
 
 
 def test_a_good_run_has_converged() -> None:
@@ -210,8 +166,3 @@ def test_summary_is_strict_json() -> None:
     assert restored["distance"] == [0.1, None, 0.1, 0.1]
     assert restored["num_chains"] == 4
     assert restored["verdict"].startswith("chain 1 not finite")
-
-
-def test_a_number_missing_for_a_chain_is_refused() -> None:
-    with pytest.raises(ValueError, match="acceptance needs one number per chain: got 3, distance has 4"):
-        dataclasses.replace(GOOD, acceptance=[0.8] * 3)

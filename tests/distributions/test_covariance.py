@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,55 +12,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_bayes.core.layout import Layout
 from hf_bayes.core.rng import generator
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import (
     COVARIANCES,
-    Covariance,
     Diagonal,
     Full,
-    Kronecker,
     KroneckerBlock,
     LowRank,
     dense,
 )
 from hf_bayes.posteriors.posterior import Posterior
+from tests.distributions.covariance.structures import LAYOUT, kinds, make, numbers
 from tests.faults import posteriors
 from tests.faults.corruptions import edit_tensors, sign
-
-LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=generator(seed, *shape), dtype=torch.float64)
-
-
-def basis(size: int, rank: int | None = None) -> Tensor:
-    return torch.linalg.qr(numbers(size, rank or size))[0].contiguous()
-
-
-def make(kind: str, seed: int = 0) -> tuple[Covariance, Tensor]:
-    """Return a covariance, and its dense precision computed from the definition."""
-    spread = numbers(LAYOUT.dim, seed=seed).exp()
-    if kind == "diagonal":
-        return Diagonal(spread), torch.diag(spread**-2)
-    if kind == "kronecker":
-        first, last = numbers(2, 3, seed=seed).exp(), numbers(3, 2, seed=seed).exp()
-        blocks = (KroneckerBlock(basis(2), basis(3), first), spread[:4], KroneckerBlock(None, basis(2), last))
-        rotations = [torch.kron(basis(2), basis(3)), torch.eye(4).double(), torch.kron(torch.eye(3).double(), basis(2))]
-        values = [first.flatten(), spread[:4] ** 2, last.flatten()]
-        parts = [r @ torch.diag(1 / v) @ r.T for r, v in zip(rotations, values, strict=True)]
-        return Kronecker(blocks), torch.block_diag(*parts)
-    if kind == "low_rank":
-        q, scale = basis(LAYOUT.dim, 3), torch.tensor([5.0, 0.2, 1.0], dtype=torch.float64)
-        inner = torch.eye(LAYOUT.dim).double() + q @ torch.diag(1 / scale - 1) @ q.T
-        return LowRank(spread, q, scale), inner / spread[:, None] / spread
-    factor = 0.2 * numbers(LAYOUT.dim, LAYOUT.dim, seed=seed).tril(-1) + torch.diag(spread)
-    return Full(factor), factor @ factor.T
-
-
-kinds = pytest.mark.parametrize("kind", COVARIANCES)
 
 
 @kinds
@@ -109,53 +73,6 @@ def test_leading_dimensions_do_not_multiply_the_factors(kind: str, question: str
     assert operands.numel <= vectors.numel()
     each = torch.stack([getattr(covariance, question)(vector[None])[0] for vector in vectors.flatten(0, 1)])
     assert torch.allclose(found.flatten(0, 1), each, rtol=1e-12)
-
-
-def test_columns_on_a_diagonal_are_what_they_add_up_to() -> None:
-    std, columns = numbers(LAYOUT.dim).exp(), numbers(LAYOUT.dim, 3)
-    expected = torch.diag(std**2) + columns @ columns.T
-    assert torch.allclose(dense(LowRank.plus(std, columns), std), expected, rtol=1e-12)  # rounding, condition 1e2
-    # float32 keeps the digits of a direction with far more variance than the other directions
-    steep = LowRank.plus(torch.full((5,), 1e-4), torch.ones(5, 1))
-    assert float(steep.log_det) == pytest.approx(4 * math.log(1e-8) + math.log(5 + 1e-8), rel=1e-6)
-
-
-def test_truncation_keeps_steepest_directions_and_the_diagonal() -> None:
-    precision, columns = numbers(6).exp(), numbers(6, 4) * torch.tensor([3.0, 0.1, 2.0, 0.2]).double()
-    whole = LowRank.less(precision, columns)
-    exact = torch.diag(precision) + columns @ columns.T
-    assert torch.allclose(torch.linalg.inv(dense(whole, precision)), exact, rtol=1e-9)  # rounding, condition 1e3
-    left, singular, _ = torch.linalg.svd(columns / precision.sqrt()[:, None], full_matrices=False)
-    directions = left * singular * precision.sqrt()[:, None]
-    kept = directions[:, :2] @ directions[:, :2].T
-    dropped = exact - torch.diag(precision) - kept
-    cut = whole.truncated(2)
-    found = torch.linalg.inv(dense(cut, precision))
-    assert cut.basis.shape == (6, 2)
-    assert torch.allclose(found, torch.diag(precision) + kept + torch.diag(dropped.diagonal()), rtol=1e-9)
-    assert torch.allclose(cut.precision_diagonal, whole.precision_diagonal, rtol=1e-9)
-    twin = LowRank.less(precision, directions[:, :2])  # the other directions are dropped
-    assert not torch.allclose(twin.precision_diagonal, whole.precision_diagonal, rtol=1e-3)
-    assert whole.truncated(4) is whole
-    with pytest.raises(ValueError, match="1 of 3 directions are wider than the diagonal part"):
-        make("low_rank")[0].truncated(2)  # type: ignore[attr-defined]
-
-
-@kinds
-def test_a_mixture_matches_torch_distributions(kind: str) -> None:
-    parts = [make(kind, seed) for seed in (0, 1)]
-    gaussian = Gaussian(numbers(2, LAYOUT.dim), tuple(covariance for covariance, _ in parts))
-    components = [
-        torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
-        for mean, (_, precision) in zip(gaussian.means, parts, strict=True)
-    ]
-    theta = (0.1 * numbers(3, LAYOUT.dim, seed=5)).requires_grad_()
-    expected = (
-        torch.stack([component.log_prob(theta) for component in components]).logsumexp(0) - torch.tensor(2.0).log()
-    )
-    assert torch.allclose(gaussian.log_prob(theta), expected, rtol=1e-9)
-    (grad,) = torch.autograd.grad(expected.sum(), theta)
-    assert torch.allclose(gaussian.grad(theta), grad, rtol=1e-8, atol=1e-8)
 
 
 def moment_error(kind: str, wrong: float = 1.0) -> float:
@@ -215,13 +132,6 @@ def test_a_wrong_shape_in_the_file_is_refused_by_its_own_name(kind: str, tmp_pat
             edit_tensors(path, lambda tensors: tensors.update(kept))
     sign(tmp_path)
     assert Posterior.from_pretrained(tmp_path).approximation.kind == gaussian.kind
-
-
-def test_an_eigenbasis_of_a_vector_is_refused() -> None:
-    tensors = make("kronecker")[0].tensors(LAYOUT)
-    tensors["variances.b"] = tensors.pop("stds.b")
-    with pytest.raises(ValueError, match=r"variances\.b: b is no matrix \[4\].* expected stds\.b"):
-        COVARIANCES["kronecker"].from_tensors(tensors | {"left.b": torch.eye(4), "right.b": torch.eye(4)}, LAYOUT)
 
 
 @kinds

@@ -5,19 +5,20 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_bayes.core.config import PriorName
 from hf_bayes.core.layout import Layout, select
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
-from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, LaplacePrior
+from hf_bayes.distributions.energy import LaplacePrior
 from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
+from tests.distributions.laws import LIMIT, kolmogorov_smirnov, laws
 from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
 
 LAYOUT = Layout(("block.weight", "block.bias", "head.weight"), ((2, 2), (2,), (3,)))
@@ -94,55 +95,6 @@ def test_without_lora_there_is_no_ratio() -> None:
 
 def test_every_name_has_a_density() -> None:
     assert set(PRIORS) == set(get_args(PriorName))
-
-
-@pytest.mark.parametrize(("kind", "distribution"), [(GaussianPrior, "Normal"), (LaplacePrior, "Laplace")])
-def test_density_and_gradient_are_those_of_torch_distributions(kind: type[IndependentPrior], distribution: str) -> None:
-    mean = torch.randn(5, generator=generator("mean"), dtype=torch.float64)
-    std = torch.rand(5, generator=generator("std"), dtype=torch.float64) + 0.1
-    theta = torch.randn(3, 5, generator=generator("theta"), dtype=torch.float64).requires_grad_()
-    scale = std / math.sqrt(2) if distribution == "Laplace" else std
-    reference = getattr(torch.distributions, distribution)(mean, scale)
-    assert torch.allclose(reference.stddev, std)
-    expected = reference.log_prob(theta).sum(1)
-    (gradient,) = torch.autograd.grad(expected.sum(), theta)
-    prior = kind(mean, std)
-    assert torch.allclose(prior.log_prob(theta), expected, rtol=1e-12)
-    assert torch.allclose(prior.grad(theta), gradient, rtol=1e-12)
-    scalar = kind(mean[0], std[0])  # one location and scale for all
-    every = kind(mean[:1].expand(5), std[:1].expand(5))
-    assert torch.allclose(scalar.log_prob(theta), every.log_prob(theta), rtol=1e-12)
-
-
-def kolmogorov_smirnov(draws: Tensor, distribution: torch.distributions.Distribution) -> float:
-    """Return sqrt(n) times the largest distance of the distribution functions, for n draws in any order."""
-    ordered = draws.flatten().double().sort().values
-    steps = torch.arange(len(ordered) + 1).double() / len(ordered)
-    law = distribution.cdf(ordered)
-    return float(torch.maximum(steps[1:] - law, law - steps[:-1]).max() * math.sqrt(len(ordered)))
-
-
-def laws(std: float) -> dict[str, torch.distributions.Distribution]:
-    zero = torch.tensor(0.0, dtype=torch.float64)
-    return {
-        "gaussian": torch.distributions.Normal(zero, std),
-        "laplace": torch.distributions.Laplace(zero, std / math.sqrt(2)),
-    }
-
-
-LIMIT = 1.95
-"""The critical value of Kolmogorov's statistic at p = 0.001."""
-
-
-@pytest.mark.parametrize("name", ["gaussian", "laplace"])
-def test_draws_from_a_prior_have_its_law(name: str) -> None:
-    prior = PRIORS[name](torch.tensor(0.0), torch.tensor(1.5))
-    draws = prior.sample(100, 200, generator("draws"))
-    other = next(law for kind, law in laws(1.5).items() if kind != name)
-    assert kolmogorov_smirnov(draws, laws(1.5)[name]) < LIMIT
-    assert kolmogorov_smirnov(draws, other) > LIMIT  # the broken twin has the same variance
-    shifted = PRIORS[name](torch.tensor(4.0), torch.tensor(1.5)).sample(100, 200, generator("draws"))
-    assert torch.allclose(shifted, draws + 4)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace"])

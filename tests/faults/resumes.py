@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_bayes.training.checkpoints import newest_complete
 from tests.faults.kills import fork
-from tests.training.test_checkpoints import RUNS, everything, trainer
+from tests.training.checkpointed import trainer
+from tests.training.test_checkpoints import RUNS, everything
 
 
 def train(directory: Path, result: Path | None = None) -> None:

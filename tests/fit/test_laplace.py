@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from hf_bayes import (
     BayesianModelForCausalLM,
-    BayesianModelForSequenceClassification,
     EnsembleConfig,
     LaplaceConfig,
     fit_laplace,
@@ -31,48 +28,10 @@ from hf_bayes.posteriors.tasks import TASKS
 from tests import tiny_models as models
 from tests.faults import posteriors
 from tests.faults.corruptions import edit_json, sign
+from tests.fit.fitted import LAST, NOISE, STD, fit, regression
 from tests.members.subjects import bert_tagger
 from tests.runs import label_rows, padding_collator, token_rows, trainer
 from tests.tiny_models import tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
-
-NOISE = 0.5
-STD = 2.0
-
-
-def regression(rows: int = 12) -> tuple[Any, list[dict[str, Any]], Tensor, Tensor]:
-    """A frozen encoder with a linear head of 5 parameters at its exact MAP; data, features [n, 5], labels [n]."""
-    model = tiny_bert(dtype=torch.float64, num_labels=1, hidden_size=4)
-    data = label_rows(rows)
-    features: list[Tensor] = []
-    handle = model.classifier.register_forward_pre_hook(lambda module, args: features.append(args[0]))
-    for row in data:
-        # as labels arrive: collators make float32 of them
-        row["label"] = float(torch.tensor(math.sin(sum(row["input_ids"])), dtype=torch.float32))
-        model(input_ids=torch.tensor([row["input_ids"]]))
-    handle.remove()
-    phi = torch.cat([torch.cat(features).detach(), torch.ones(rows, 1, dtype=torch.float64)], 1)
-    y = torch.tensor([row["label"] for row in data], dtype=torch.float64)
-    best = torch.linalg.solve(phi.T @ phi / NOISE**2 + torch.eye(5) / STD**2, phi.T @ y / NOISE**2)
-    model.classifier.weight.data, model.classifier.bias.data = best[None, :4].clone(), best[4:].clone()
-    return model, data, phi, y
-
-
-def fit(model: Any, data: Any, **changes: Any) -> Posterior:
-    names = (
-        "subspace",
-        "collate",
-        "noise_std",
-        "num_data",
-        "data_unit",
-        "batch_size",
-        "heldout",
-        "seed",
-    )
-    options = {name: changes.pop(name) for name in names if name in changes}
-    return fit_laplace(model, data, LaplaceConfig(**changes), **options)
-
-
-LAST = {"subspace": "last_layer", "noise_std": NOISE, "prior_std": STD}
 
 
 @pytest.mark.parametrize("num_samples", [None, 4000])
@@ -103,138 +62,6 @@ def test_the_regression_check_catches_wrong_n_and_wrong_prior() -> None:
             posterior = fit(model, data, structure="full", num_samples=None, **{**LAST, **change})
         found = dense(posterior.approximation.covariances[0], phi)
         assert (found - expected).abs().max() / expected.abs().max() > 0.05
-
-
-def test_temperature_is_that_of_the_scale_page() -> None:
-    model, data, phi, _ = regression()
-    h, tau = phi.T @ phi / NOISE**2, torch.eye(5).double() / STD**2
-    for temper, expected in (
-        ("posterior", 0.2 * torch.linalg.inv(h + tau)),
-        ("likelihood", torch.linalg.inv(h / 0.2 + tau)),
-    ):
-        posterior = fit(model, data, structure="full", num_samples=None, temperature=0.2, temper=temper, **LAST)
-        found = dense(posterior.approximation.covariances[0], phi)
-        assert (found - expected).abs().max() / expected.abs().max() < 1e-9  # float64 throughout
-
-
-def test_evidence_finds_the_prior_that_exact_regression_finds() -> None:
-    model, data, phi, y = regression()
-    posterior = fit(model, data, structure="full", num_samples=None, fit_prior="evidence", **LAST)
-    (note,) = posterior.config.diagnostics["laplace"]
-    # theta* is held fixed, so this is one step of MacKay's alternation; repeat it until it stands still
-    h, tau = phi.T @ phi / NOISE**2, torch.tensor(note["prior_precision"], dtype=torch.float64)
-    best = torch.linalg.solve(h + torch.eye(5) / STD**2, phi.T @ y / NOISE**2)
-    gamma = 5 - tau * torch.linalg.inv(h + tau * torch.eye(5)).trace()
-    assert float(tau * best.square().sum()) == pytest.approx(float(gamma), rel=1e-4)
-
-
-def test_learnt_noise_and_prior_maximise_the_evidence(tmp_path: Path) -> None:
-    model, data, phi, _ = regression()
-    rng = torch.Generator().manual_seed(3)
-    y = phi @ torch.tensor([3.0, -2, 1, 0, 2]).double() + 0.3 * torch.randn(12, generator=rng, dtype=torch.float64)
-    y = y.float().double()  # as labels arrive
-    for row, label in zip(data, y.tolist(), strict=True):
-        row["label"] = label
-    logs = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # of noise and prior std
-
-    def minus_evidence() -> Tensor:
-        noise, std = logs.exp()
-        marginal = noise**2 * torch.eye(12) + std**2 * phi @ phi.T
-        return -torch.distributions.MultivariateNormal(torch.zeros(12).double(), marginal).log_prob(y)
-
-    optimizer = torch.optim.LBFGS([logs], max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = minus_evidence()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    noise, std = logs.detach().exp().tolist()
-    best = torch.linalg.solve(phi.T @ phi / noise**2 + torch.eye(5) / std**2, phi.T @ y / noise**2)
-    model.classifier.weight.data, model.classifier.bias.data = best[None, :4].clone(), best[4:].clone()
-    posterior = fit(model, data, structure="full", num_samples=None, fit_prior="evidence", fit_noise=True,
-                    subspace="last_layer", noise_std=2.0, prior_std=1.0)  # fmt: skip
-    (note,) = posterior.config.diagnostics["laplace"]
-    found = posterior.config.head["noise_std"]
-    assert found == pytest.approx(noise, rel=1e-4)  # the prior's steps end at 1e-6 in its logarithm
-    assert note["prior_precision"] == pytest.approx(std**-2, rel=1e-3)
-    # steps in log tau end at 1e-6, and count squared where the evidence is largest
-    assert note["log_evidence"] == pytest.approx(-float(minus_evidence()), abs=1e-8)
-    residuals = float((y - phi @ best).square().mean().sqrt())
-    assert abs(residuals / noise - 1) > 0.05  # the twin: as if no parameter had been fitted
-    posterior.save_pretrained(tmp_path)
-    loaded = BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=model).linearise()
-    row = {key: torch.tensor([value]) for key, value in data[0].items() if key != "label"}
-    spread = float(phi[0] @ dense(posterior.approximation.covariances[0], phi) @ phi[0])
-    assert float(loaded(**row).predictive_std) == pytest.approx((found**2 + spread) ** 0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"estimator": "ef_sequence"}, "needs estimator='ggn' or 'hessian', got 'ef_sequence'"),
-        ({"temperature": 0.5}, "needs temperature=1 and strength=1, got 0.5 and 1"),
-        ({"fit_prior": "heldout"}, "fit_noise=True and fit_prior='heldout' do not go together"),
-    ],
-)
-def test_noise_without_an_evidence_is_refused(changes: dict[str, Any], message: str) -> None:
-    model, data, *_ = regression()
-    with pytest.raises(ValueError, match=message):
-        fit(model, data, fit_noise=True, **{**LAST, **changes})
-
-
-def test_noise_of_a_classifier_is_refused() -> None:
-    with pytest.raises(ValueError, match="fit_noise=True is for regressions: this likelihood has no noise_std"):
-        fit(with_lora(tiny_llama()), token_rows(2), fit_noise=True)
-
-
-def told(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(one.message) for one in caught if "keeps the diagonal" in str(one.message)]
-
-
-@pytest.mark.filterwarnings("ignore:the weights are no MAP")
-@pytest.mark.parametrize("structure", ["kronecker", "kronecker_corrected"])
-def test_diagonal_parts_of_kfac_are_reported_once_with_reasons(structure: str) -> None:
-    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
-    with attach(model, subspace="last_block") as bayesian:
-        sizes = bayesian.layout.sizes
-        theta = bayesian.theta[:1].detach()
-    chains = torch.cat([theta, 1.1 * theta])
-    with attach(model, chains, subspace="last_block") as bayesian, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        posterior = fit(bayesian, label_rows(4), structure=structure, max_factor=5, prior_std=0.1)
-    (text,) = told(caught)
-    first, second = (note["diagonal"] for note in posterior.config.diagnostics["laplace"])
-    assert first == second
-    shapes = dict(zip(posterior.layout.names, posterior.layout.shapes, strict=True))
-    size = sum(math.prod(shapes[name]) for name in first)
-    assert f"keeps the diagonal of {len(first)} of {len(sizes)} tensors, with {size} of {sum(sizes)}" in text
-    biases = [name for name in first if name.endswith("bias") and "LayerNorm" not in name]
-    assert f"{len(biases)}: bias (first {biases[0]})" in text
-    assert "4: no matrix product (norm or embedding) (first bert" in text
-    assert "2: one side longer than max_factor=5: diagonal there (first bert" in text
-
-
-@pytest.mark.filterwarnings("ignore:the weights are no MAP")
-def test_a_prior_search_does_not_repeat_the_diagonal_report() -> None:
-    model, rows = tiny_bert(num_labels=3, hidden_size=4), label_rows(4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(model, rows, heldout=rows, fit_prior="heldout", structure="kronecker", subspace="last_layer")
-    (text,) = told(caught)
-    assert "1 of 2 tensors, with 3 of 15 parameters, in whole or on one side: 1: bias (first classifier.bias)" in text
-
-
-@pytest.mark.filterwarnings("ignore:the weights are no MAP")
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_complete_and_diagonal_structures_report_nothing(structure: str) -> None:
-    part = "last_layer" if not structure.startswith("kronecker") else "classifier.weight"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(tiny_bert(num_labels=3, hidden_size=4), label_rows(4), structure=structure, subspace=part, prior_std=0.1)
-    assert told(caught) == []
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP")
@@ -410,55 +237,6 @@ def test_a_warm_start_hands_the_pass_on(tmp_path: Path) -> None:
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_no_map_are_told_so() -> None:
-    model, data, *_ = regression()
-    model.classifier.weight.data += 3.0
-    with pytest.warns(
-        UserWarning, match=r"the weights are no MAP: the gradient .* has norm .* standard deviations away"
-    ):
-        posterior = fit(model, data, structure="full", num_samples=None, **LAST)
-    assert posterior.config.diagnostics["laplace"][0]["displacement"] > 1
-
-
-def test_a_hessian_that_is_indefinite_is_refused_in_words() -> None:
-    model = tiny_bert(dtype=torch.float64, num_labels=3, hidden_size=4, intermediate_size=6)
-    with pytest.raises(ValueError, match=r"not positive definite .*its lowest eigenvalue is -.*estimator='ggn'"):
-        fit(model, label_rows(4), estimator="hessian", structure="full", subspace="last_block", prior_std=100.0)
-
-
-@pytest.mark.parametrize("changes", [{}, {"fit_prior": "evidence"}])
-def test_a_prior_that_is_lost_in_rounding_is_refused_as_such(changes: dict[str, Any]) -> None:
-    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
-    with pytest.raises(
-        ValueError, match=r"H \+ tau is not positive definite.*sum of squares.*lower prior_std, the jitter of this"
-    ) as told:
-        fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, **changes)
-    assert "Hessian" not in str(told.value)
-
-
-@pytest.mark.parametrize("changes", [
-    {"prior_std": 100.0}, {"prior_std": 100.0, "temper": "likelihood", "temperature": 0.5},
-    {"prior_std": 100.0, "fit_prior": "evidence"},
-], ids=["covariance", "tempered", "evidence"])  # fmt: skip
-def test_refusals_without_a_minimum_name_the_gradient_norm(changes: dict[str, Any]) -> None:
-    model = tiny_bert(dtype=torch.float64, num_labels=3, hidden_size=4, intermediate_size=6)
-    where = {"subspace": "last_block"}
-    with pytest.raises(ValueError, match=r"not positive definite.*train on.*jitter") as told:
-        fit(model, label_rows(4), estimator="hessian", structure="full", **where, **changes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        others = {key: value for key, value in changes.items() if key != "fit_prior"}
-        (note,) = fit(model, label_rows(4), **where, **others).config.diagnostics["laplace"]
-    assert note["gradient_norm"] > 0.1
-    assert f"has norm {note['gradient_norm']:.3g} here and 0 at a MAP: else train longer" in str(told.value)
-
-
-def test_a_refusal_without_a_gradient_says_that_nobody_looked() -> None:
-    model = tiny_bert(num_labels=3, hidden_size=4, intermediate_size=6)
-    with pytest.raises(ValueError, match=r"not positive definite.*gradient was not computed: check_gradient=True"):
-        fit(model, label_rows(4), structure="full", subspace="last_block", prior_std=1e6, check_gradient=False)
-
-
 def test_weights_with_nan_are_refused() -> None:
     model, data, *_ = regression()
     model.classifier.bias.data.fill_(torch.nan)
@@ -565,28 +343,6 @@ def test_too_large_a_pass_is_refused_before_the_first_batch(
     assert calls == []
     fit(model, data, batch_size=1, collate=collator, **given)
     assert calls  # the twin: forwards are seen
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"estimator": "fisher"}, "estimator must be one of .*got 'fisher'"),
-        ({"structure": "block"}, "structure must be one of .*got 'block'"),
-        ({"sharing": "mean"}, "sharing must be one of"),
-        ({"num_samples": 0}, "num_samples must be an integer >= 1, got 0"),
-        ({"rank": 0}, "rank must be an integer >= 1"),
-        ({"fit_prior": "nll"}, "fit_prior must be one of"),
-        ({"prior_scope": "layer"}, "prior_scope must be one of"),
-        ({"draws_per_chain": 2}, "a chain ends in one Gaussian"),
-        (
-            {"estimator": "hessian", "structure": "kronecker"},
-            "there is no structure='kronecker' of estimator='hessian'",
-        ),
-    ],
-)
-def test_bad_configs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LaplaceConfig(**changes)
 
 
 def test_held_out_halves_without_terms_are_refused() -> None:

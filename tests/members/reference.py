@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import Layout, initial
+from hf_bayes.core.layout import Layout, initial, select
+from tests.members.subjects import SUBJECTS
 
 
 def core_of(model: nn.Module) -> nn.Module:
@@ -128,3 +129,9 @@ def entropies(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference over the largest value, for a whole tensor."""
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float32, num_members: int = 3) -> tuple[nn.Module, Layout, Tensor]:
+    model = SUBJECTS[name].make(dtype)
+    layout = select(model, SUBJECTS[name].subspace)
+    return model, layout, scattered(model, layout, num_members)

@@ -8,15 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import Layout, select
+from hf_bayes.core.layout import Layout
 from hf_bayes.members import Members
 from hf_bayes.members import engine as engine_module
 from hf_bayes.members.context import Context
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.base import BayesianModel
-from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
+from tests.members.reference import (
+    core_of,
+    mixture,
+    prepared,
+    relative_error,
+    separate_gradients,
+    separate_logits,
+)
 from tests.members.subjects import CAUSAL, SUBJECTS, labelled
-from tests.tiny_models import PAD, batch, inputs_of, switch_on_checkpointing, tiny_llama, with_lora
+from tests.tiny_models import PAD, batch, inputs_of, tiny_llama, with_lora
 
 # A tiny model adds up a few hundred products per number: rounding of float32 (6e-8) and float64 (1e-16), times 100.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -24,12 +30,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
     return TOLERANCE[torch.float32 if SUBJECTS[name].rounds else dtype]
-
-
-def prepared(name: str, dtype: torch.dtype = torch.float32, num_members: int = 3) -> tuple[nn.Module, Layout, Tensor]:
-    model = SUBJECTS[name].make(dtype)
-    layout = select(model, SUBJECTS[name].subspace)
-    return model, layout, scattered(model, layout, num_members)
 
 
 def folded_logits(model: nn.Module, layout: Layout, theta: Tensor, inputs: dict[str, Any], **options: Any) -> Tensor:
@@ -120,47 +120,6 @@ def test_chunks_of_members_equal_one_pass(name: str, members_per_pass: int) -> N
     assert relative_error(expected.logits[kept], separate[kept]) < tolerance(name, torch.float64)
     assert relative_error(found.logits, expected.logits) < tolerance(name, torch.float64)
     assert relative_error(found.epistemic, expected.epistemic) < (1e-5 if SUBJECTS[name].rounds else 1e-10)
-
-
-@pytest.mark.parametrize("name", ["llama-lora", "llama-lora-last-block", "gpt2-last-block", "bert-last-block"])
-@pytest.mark.parametrize("enabled", ["before attach", "after attach"])
-def test_activation_checkpointing_changes_no_gradient(name: str, enabled: str) -> None:
-    model, _, theta = prepared(name, torch.float64)
-    inputs = labelled(name)
-    core = core_of(model)
-
-    def gradients(bayesian: BayesianModel) -> Tensor:
-        leaves = [theta.clone().requires_grad_() for _ in range(2)]
-        # two forwards, then two backwards: each block must be recomputed with the members of its own first run
-        losses = [bayesian.train()(**inputs, theta=leaf * (1 + i)).loss.sum() for i, leaf in enumerate(leaves)]
-        (losses[0] + losses[1]).backward()
-        return torch.stack([leaf.grad for leaf in leaves])
-
-    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
-        expected = gradients(bayesian)
-    if enabled == "before attach":
-        switch_on_checkpointing(core)
-    with attach(model, theta, subspace=SUBJECTS[name].subspace) as bayesian:
-        if enabled == "after attach":
-            switch_on_checkpointing(bayesian)
-        runs = count_norms(core)
-        found = gradients(bayesian)
-    assert max(runs.values()) == 4  # two forwards, and two more runs in the backward
-    assert torch.equal(found, expected)
-
-
-def count_norms(core: nn.Module) -> dict[str, int]:
-    """Count the calls of each norm from now on; every block has norms."""
-    counts: dict[str, int] = {}
-    for path, module in core.named_modules():
-        if type(module).__name__.endswith("Norm"):
-            module.register_forward_hook(lambda *_, path=path: counts.__setitem__(path, counts.get(path, 0) + 1))
-    return counts
-
-
-def test_reentrant_checkpointing_is_refused() -> None:
-    with attach(with_lora(tiny_llama())) as bayesian, pytest.raises(ValueError, match="use_reentrant=False"):
-        switch_on_checkpointing(bayesian, {"use_reentrant": True})
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "llama-everything", "gpt2-everything", "gemma-everything"])

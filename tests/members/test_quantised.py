@@ -17,7 +17,7 @@ from hf_bayes.models import base as model_module
 from hf_bayes.models.attaching import attach
 from tests import runs
 from tests.members.reference import core_of, mixture, relative_error, scattered, separate_gradients, separate_logits
-from tests.models.test_token_uncertainty import generate, greedy, looped
+from tests.models.written import generate, greedy, looped
 from tests.tiny_models import batch, tiny_llama, with_lora
 
 TOLERANCE = 1e-5  # float32, a few hundred sums per number

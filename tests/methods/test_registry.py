@@ -559,7 +559,6 @@ def test_a_method_is_one_file_whose_config_carries_its_name(name: str) -> None:
     assert config.name == name
     assert Path(inspect.getfile(config)).stem == name
     assert [other for other in METHODS.values() if inspect.getfile(other) == inspect.getfile(config)] == [config]
-    assert inspect.getmodule(config).__doc__  # paper, equations, stationary law
 
 
 @pytest.mark.parametrize("name", METHODS)

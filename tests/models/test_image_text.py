@@ -6,60 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 from torch import Tensor, nn
-from transformers import ImageTextToTextPipeline, LlavaProcessor
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import hf_bayes
 from hf_bayes.core.layout import decoder_blocks, select
-from hf_bayes.members.pictures import pictures_of, take_pictures
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.attaching import attach
-from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.image_text import BayesianModelForImageTextToText
-from hf_bayes.pipelines.factory import BayesianImageTextToTextPipeline, pipeline
 from tests import multimodal, runs
-from tests import tiny_models as models
-from tests.members.reference import core_of, entropies, mixture, scattered, separate_logits, showing
-from tests.models.test_classification import from_disk
+from tests.illustrated import GREEDY, MAKE, bayesian, collate, rows_of
+from tests.members.reference import entropies, mixture, scattered, separate_logits
+from tests.models.trained import from_disk
 from tests.multimodal import IMAGE, illustrated
-from tests.tiny_models import tiny_tokenizer, with_lora
-
-MAKE = {"llava": multimodal.llava, "gemma3": multimodal.gemma3, "qwen2_vl": multimodal.qwen2_vl}
-GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [IMAGE]}
-
-
-def bayesian(kind: str, num_members: int = 3, subspace: str = "last_block") -> BayesianModel:
-    model = MAKE[kind](torch.float64)
-    theta = scattered(model, select(model, subspace), num_members)
-    return attach(model, theta, subspace=subspace).eval()
+from tests.tiny_models import with_lora
 
 
 def separately(kind: str, inputs: dict[str, Tensor], num_members: int = 3) -> Tensor:
     model = MAKE[kind](torch.float64)
     layout = select(model, "last_block")
     return separate_logits(model, layout, scattered(model, layout, num_members), inputs)
-
-
-def rows_of(kind: str, count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
-    batch = illustrated(kind, count, seed)
-    rows = [{name: value[row] for name, value in batch.items() if len(value) == count} for row in range(count)]
-    if kind == "qwen2_vl":
-        rows = [{**row, "pixel_values": batch["pixel_values"][4 * i : 4 * i + 4]} for i, row in enumerate(rows)]
-    return [{name: value.tolist() for name, value in row.items()} for row in rows]
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """As processors do it: the patches of all images one after the other."""
-    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-    if "image_grid_thw" in batch:
-        batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)}
 
 
 # -- generate and score ----------------------------------------------------------------------------------------------
@@ -114,24 +81,6 @@ def test_slices_of_rows_take_their_images_along(monkeypatch: pytest.MonkeyPatch)
 
 
 # -- which images belong to which row --------------------------------------------------------------------------------
-
-
-def test_images_follow_their_rows_by_placeholders() -> None:
-    pixels = torch.arange(3.0).view(3, 1, 1, 1)
-    found = take_pictures({"pixel_values": pixels}, torch.tensor([8, 0, 4]), torch.tensor([2, 0]))
-    assert found["pixel_values"].flatten().tolist() == [2, 0, 1]
-    grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
-    patches = {"pixel_values": torch.arange(12.0)[:, None], "image_grid_thw": grid}
-    found = take_pictures(patches, torch.tensor([1, 2]), torch.tensor([1, 1, 0]))
-    assert found["pixel_values"].flatten().tolist() == [*range(4, 12), *range(4, 12), *range(4)]
-    assert found["image_grid_thw"].tolist() == [[1, 4, 2], [1, 4, 2], [1, 2, 2]]
-
-
-@pytest.mark.parametrize("placeholders", [[5, 1, 0], [12, 0, 0]], ids=["uneven", "padded lists of images"])
-def test_images_of_unknown_rows_are_refused(placeholders: list[int]) -> None:
-    pixels = torch.zeros((3, 2, 3, 8, 8))
-    with pytest.raises(ValueError, match=r"3 rows has 3 images.* give each row one image"):
-        take_pictures({"pixel_values": pixels}, torch.tensor(placeholders), torch.tensor([0]))
 
 
 def test_the_first_image_of_another_row_is_caught() -> None:
@@ -210,78 +159,3 @@ def test_it_is_trained_evaluated_saved_and_loaded(kind: str, minibatch: str, tmp
 
 
 # -- pipeline --------------------------------------------------------------------------------------------------------
-
-
-def processor() -> LlavaProcessor:
-    images = CLIPImageProcessorPil(
-        size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8}, do_center_crop=False
-    )
-    tokenizer = tiny_tokenizer(padding_side="left")
-    settings = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(images, tokenizer, image_token=tokenizer.convert_ids_to_tokens(IMAGE), **settings)
-
-
-PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (10, 12, 3), dtype=np.uint8))
-MARK = tiny_tokenizer().convert_ids_to_tokens(IMAGE)
-
-
-@pytest.fixture(scope="module")
-def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A posterior with its processor; the base has none."""
-    root = tmp_path_factory.mktemp("illustrated")
-    base = from_disk(multimodal.llava(), root / "base")
-    trainer = runs.trainer(root / "posterior", SGHMCConfig(num_chains=2), model=with_lora(base), train=rows_of("llava"),
-                           collator=collate, processing_class=processor(), max_steps=2)  # fmt: skip
-    trainer.train()
-    trainer.save_model()
-    return root / "posterior"
-
-
-def test_a_directory_makes_a_pipeline_of_images_and_text(posterior: Path) -> None:
-    write = pipeline(model=posterior)
-    assert isinstance(write, BayesianImageTextToTextPipeline)
-    (record,) = write(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY)
-    model = BayesianModelForImageTextToText.from_pretrained(posterior)
-    inputs = processor()(images=PICTURE, text=f"{MARK} A chain", return_tensors="pt")
-    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-    assert [token["id"] for token in record["tokens"]] == output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    assert [token["epistemic"] for token in record["tokens"]] == pytest.approx(output.epistemic[0].tolist(), abs=1e-6)
-    assert record["uncertainty"]["sequence_logprob"] == pytest.approx(output.sequence_logprob.item(), abs=1e-6)
-    words = "".join(token["token"] for token in record["tokens"])
-    assert record["generated_text"] == f"{MARK} A chain{words}"
-
-
-def test_one_member_gives_the_text_of_transformers(posterior: Path) -> None:
-    single = pipeline("bayesian-image-text-to-text", posterior, members=1)
-    model = single.model
-    plain = with_lora(multimodal.llava())
-    with showing(plain, model.layout, model.theta[0].detach()):
-        stock = ImageTextToTextPipeline(model=core_of(plain), processor=processor())
-        expected = stock(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY)
-    (found,) = single(images=PICTURE, text=f"{MARK} A chain", generate_kwargs=GREEDY)
-    assert {key: found[key] for key in expected[0]} == expected[0]
-    assert all(abs(token["epistemic"]) < 1e-6 for token in found["tokens"])
-
-
-def test_sequences_of_several_prompts_have_their_own_numbers(posterior: Path) -> None:
-    write = pipeline("bayesian-image-text-to-text", posterior)
-    texts = [f"{MARK} A chain", f"{MARK} Langevin dynamics"]
-    several = {**GREEDY, "num_beams": 2, "num_return_sequences": 2}
-    records = write(images=[PICTURE, PICTURE.rotate(90)], text=texts, generate_kwargs=several)
-    assert [record["input_text"] for record in records] == [texts[0], texts[0], texts[1], texts[1]]
-    for record in records:
-        total = sum(token["logprob"] for token in record["tokens"])
-        assert record["uncertainty"]["sequence_logprob_tokenwise"] == pytest.approx(total, abs=1e-5)
-
-
-def test_another_tokenizer_inside_a_processor_is_refused(posterior: Path) -> None:
-    other = processor()
-    other.tokenizer = tiny_tokenizer(["entirely other words, many of them"])
-    with pytest.raises(ValueError, match="is not the one the posterior was made with"):
-        pipeline("bayesian-image-text-to-text", posterior, processor=other)
-    with pytest.raises(ValueError, match="reads its inputs with processor=, got tokenizer="):
-        pipeline("bayesian-image-text-to-text", posterior, models.tiny_tokenizer())
-
-
-def test_pictures_are_found_by_name() -> None:
-    assert set(pictures_of(illustrated("qwen2_vl"))) == {"pixel_values", "image_grid_thw"}

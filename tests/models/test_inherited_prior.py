@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hf_bayes import LaplaceConfig, MeanFieldConfig, fit_laplace
-from hf_bayes.distributions.approximations import Draws, Gaussian, single
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
-from tests.fit.test_laplace import NOISE, STD, regression
+from tests.fit.fitted import NOISE, STD, regression
 from tests.runs import label_rows, token_rows, trainer
 from tests.tiny_models import tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
@@ -153,23 +153,6 @@ def test_mean_field_after_mean_field_has_the_diagonal_of_the_sum(tmp_path: Path)
 
 
 # -- what becomes of draws ---------------------------------------------------------------------------------------
-
-
-def test_draws_and_mixtures_become_the_gaussian_of_their_moments() -> None:
-    theta = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 1
-    fitted = single(Draws(theta, torch.zeros(50, dtype=torch.int64)))
-    assert torch.allclose(fitted.mean, theta.mean(0))
-    assert torch.allclose(fitted.stds[0], theta.std(0))
-    mixture = Gaussian.diagonal(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]]))
-    assert torch.allclose(single(mixture).stds[0] ** 2, torch.tensor([2.5 + 1, 5.0]))
-    assert single(fitted) is fitted
-
-
-def test_draws_that_do_not_tell_a_variance_are_refused() -> None:
-    with pytest.raises(ValueError, match="one draw has no variance"):
-        single(Draws(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="1 of 2 elements are the same in all 2 draws"):
-        single(Draws(torch.tensor([[0.0, 1.0], [0.0, 2.0]]), torch.zeros(2, dtype=torch.int64)))
 
 
 # -- the trainer on LoRA -----------------------------------------------------------------------------------------

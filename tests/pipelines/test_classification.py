@@ -27,8 +27,9 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from tests import tiny_models as models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
-from tests.models.test_classification import from_disk, image_rows, run
-from tests.pipelines.test_text_generation import PARTS, approximately
+from tests.models.test_image_classification import image_rows
+from tests.models.trained import from_disk, run
+from tests.pipelines.built import PARTS, approximately
 from tests.tiny_models import tiny_vit, with_lora
 
 LABELS = {0: "cat", 1: "dog", 2: "cow"}

@@ -15,7 +15,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.pipelines.registration import PosteriorToLoad, register_when_loaded
 from hf_bayes.posteriors.tasks import TASKS
-from tests.models.test_classification import from_disk, run
+from tests.models.trained import from_disk, run
 from tests.runs import label_rows, token_rows
 from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 

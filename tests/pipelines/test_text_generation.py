@@ -2,49 +2,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import GenerationConfig, TextGenerationPipeline, TextStreamer
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
 
-from hf_bayes.core.layout import select
-from hf_bayes.models.attaching import attach
-from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import fingerprint_tokenizer
-from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.pipelines.records import UncertaintyStreamer
-from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
-from tests.members.reference import scattered
-from tests.members.subjects import bert_tagger
+from tests.pipelines.built import GREEDY, PARTS, PROMPTS, TEMPLATE, approximately, bayesian
 
-PROMPTS = ["A chain that has not", "Langevin", "Uncertainty is total, aleatoric"]
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-PARTS = ("total", "aleatoric", "epistemic")
 SEQUENCE = ("sequence_logprob", "sequence_logprob_tokenwise")
-TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}"
-    "{% if not loop.last or not continue_final_message %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
-
-
-def bayesian(kind: str = "llama", **config: Any) -> BayesianModel:
-    """Three members that disagree."""
-    make = {**models.CAUSAL_LMS, "bert": models.tiny_bert}[kind]
-    model = attach(models.with_lora(make(**config)), num_members=3)
-    with torch.no_grad():
-        model.theta.add_(0.3 * torch.randn(model.theta.shape, generator=torch.Generator().manual_seed(1)))
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +24,6 @@ def generate() -> BayesianTextGenerationPipeline:
     tokenizer = models.tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return pipeline("bayesian-text-generation", bayesian(), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def classify() -> Any:
-    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
-
-
-def approximately(record: Any) -> Any:
-    """Equal to 1e-5 (to 1e-6 of sums over a sequence): sums over padded rows round otherwise in float32."""
-    if isinstance(record, dict):
-        return {key: approximately(value) for key, value in record.items()}
-    if isinstance(record, list):
-        return [approximately(value) for value in record]
-    return pytest.approx(record, abs=1e-5, rel=1e-6) if isinstance(record, float) else record
 
 
 def numbers(records: list[dict[str, Any]], name: str) -> Tensor:
@@ -340,208 +298,4 @@ def test_what_is_no_text_cannot_be_scored(generate: BayesianTextGenerationPipeli
 # -- classification -------------------------------------------------------------------------------------------------
 
 
-def test_classes_have_the_probabilities_of_the_mixture(classify: Any) -> None:
-    records = classify(models.TEXTS[0], top_k=None)
-    inputs = classify.tokenizer(models.TEXTS[0], return_tensors="pt")
-    output = classify.model(**inputs)
-    members = classify.model.member_logits(dict(inputs)).double().softmax(-1).mean(0)[0]
-    found = {record["label"]: record["score"] for record in records}
-    # 1e-6: softmax of log-probabilities in float32
-    assert found == {f"LABEL_{index}": pytest.approx(p, abs=1e-6) for index, p in enumerate(members.tolist())}
-    for record in records:
-        assert record["uncertainty"] == {part: getattr(output, part).item() for part in PARTS}
-    assert json.loads(json.dumps(records, allow_nan=False)) == records
-
-
-def test_classification_returns_the_shapes_of_transformers(classify: Any) -> None:
-    (single,) = classify(models.TEXTS[0])
-    assert list(single) == ["label", "score", "uncertainty"]
-    assert classify(models.TEXTS[0], top_k=1) == [single]
-    several = classify(list(models.TEXTS), batch_size=4)
-    assert several == approximately([classify(text)[0] for text in models.TEXTS])
-    assert len({record["uncertainty"]["epistemic"] for record in several}) == len(models.TEXTS)
-
-
-def test_a_regression_head_is_not_squashed() -> None:
-    model = attach(models.with_lora(models.tiny_bert(num_labels=1)), num_members=2, noise_std=1.0)
-    model.config.problem_type = None  # as in most checkpoints; transformers takes the output for a logit then
-    regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
-    (record,) = regress(models.TEXTS[0])
-    expected = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt")).logits.item()
-    uncertainty = {"predictive_std": pytest.approx(1.0), "epistemic_std": 0.0}  # the members are alike
-    assert record == {"label": "LABEL_0", "score": pytest.approx(expected, abs=1e-6), "uncertainty": uncertainty}
-
-
-def test_each_output_of_a_regression_has_its_own_deviations() -> None:
-    plain = models.tiny_bert(num_labels=2, problem_type="regression")
-    plain.config.label2id = {}  # as checkpoints have it that name outputs by id2label alone
-    model = attach(plain, scattered(plain, select(plain, "last_layer")), subspace="last_layer", noise_std=0.5).eval()
-    regress = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
-    records = {record["label"]: record for record in regress(models.TEXTS[0], top_k=None)}
-    with torch.no_grad():
-        output = model(**regress.tokenizer(models.TEXTS[0], return_tensors="pt"))
-    for index in range(2):
-        record = records[f"LABEL_{index}"]
-        assert record["score"] == pytest.approx(output.logits[0, index].item(), abs=1e-6)
-        assert record["uncertainty"]["predictive_std"] == pytest.approx(output.predictive_std[0, index].item())
-        assert record["uncertainty"]["epistemic_std"] == pytest.approx(output.epistemic_std[0, index].item())
-    assert records["LABEL_0"]["uncertainty"] != records["LABEL_1"]["uncertainty"]
-
-
 # -- construction ---------------------------------------------------------------------------------------------------
-
-
-def test_transformers_own_factory_knows_the_tasks(
-    generate: BayesianTextGenerationPipeline, classify: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    transformers.logging.enable_propagation()
-    try:
-        with caplog.at_level(logging.WARNING):
-            stock = transformers.pipeline(
-                "bayesian-text-generation", model=generate.model, tokenizer=generate.tokenizer
-            )
-            other = transformers.pipeline(
-                "bayesian-text-classification", model=classify.model, tokenizer=classify.tokenizer
-            )
-            assert caplog.records == []
-            TextGenerationPipeline(model=generate.model, tokenizer=generate.tokenizer)
-            assert "is not supported" in caplog.text  # what ours do not log
-    finally:
-        transformers.logging.disable_propagation()
-    assert stock(PROMPTS[0], **GREEDY) == generate(PROMPTS[0], **GREEDY)
-    assert other(models.TEXTS[0]) == classify(models.TEXTS[0])
-
-
-def test_a_model_that_is_not_bayesian_is_refused(generate: BayesianTextGenerationPipeline, classify: Any) -> None:
-    tokenizer, plain = models.tiny_tokenizer(), models.tiny_llama()
-    for factory in (pipeline, transformers.pipeline):
-        with pytest.raises(ValueError, match="needs a BayesianModelForCausalLM, got LlamaForCausalLM"):
-            factory("bayesian-text-generation", model=plain, tokenizer=tokenizer)
-        with pytest.raises(ValueError, match="CausalLM, got BayesianModelForSequenceClassification"):
-            factory("bayesian-text-generation", model=classify.model, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="SequenceClassification, got BayesianModelForCausalLM"):
-        pipeline("bayesian-text-classification", generate.model, tokenizer)
-
-
-def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -> None:
-    with pytest.raises(ValueError, match="unknown task 'text-generation': expected one of 'bayesian-text-generation'"):
-        pipeline("text-generation", generate.model, generate.tokenizer)
-    with pytest.raises(ValueError, match="give tokenizer="):
-        pipeline("bayesian-text-generation", generate.model)
-    with pytest.raises(ValueError, match="members: the model is loaded already"):
-        pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
-
-
-@pytest.mark.parametrize("inputs", [[], None, 5, ["a text", 5], [None], b"bytes"], ids=repr)
-def test_what_is_no_text_is_refused_in_words(
-    generate: BayesianTextGenerationPipeline, classify: Any, inputs: Any
-) -> None:
-    for call in (generate, classify, generate.score):
-        with pytest.raises(ValueError, match=r"takes a (text|string)|got an empty list"):
-            call(inputs)
-
-
-@pytest.mark.parametrize("keyword", ["prompt", "max_new_tokens", "text_pair", "trunctation"])
-def test_keywords_that_nothing_reads_are_refused(
-    generate: BayesianTextGenerationPipeline, classify: Any, keyword: str
-) -> None:
-    with pytest.raises(ValueError, match=f"takes no {keyword}"):
-        generate.score(models.TEXTS[0], **{keyword: "x"})
-    with pytest.raises(ValueError, match=f"takes no {keyword}"):
-        classify(models.TEXTS[0], **{keyword: "x"})
-    assert generate.score(models.TEXTS[0], truncation=True, max_length=4)
-    assert classify(models.TEXTS[0], truncation=True, max_length=4)
-
-
-def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:
-    tokenizer = models.tiny_tokenizer()
-    tokenizer.add_tokens(["<a>"])
-    with pytest.raises(ValueError, match="token ids up to 320, the model's embedding has rows 0 to 319"):
-        pipeline("bayesian-text-generation", generate.model, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("head", "function", "message"),
-    [
-        ({}, "sigmoid", "'sigmoid' has no meaning for a Categorical likelihood: expected 'softmax' or 'none'"),
-        ({"problem_type": "multi_label_classification"}, "softmax", "Bernoulli likelihood: expected 'sigmoid' or"),
-        ({"num_labels": 1, "noise_std": 1.0}, "SIGMOID", "Normal likelihood: expected 'none'"),
-    ],
-)
-def test_functions_without_a_posterior_quantity_are_refused(head: dict[str, Any], function: str, message: str) -> None:
-    noise_std, config = head.get("noise_std"), {key: value for key, value in head.items() if key != "noise_std"}
-    model = attach(models.with_lora(models.tiny_bert(**config)), num_members=2, noise_std=noise_std)
-    texts = pipeline("bayesian-text-classification", model, models.tiny_tokenizer())
-    with pytest.raises(ValueError, match=message):
-        texts(models.TEXTS[0], function_to_apply=function)
-    assert texts(models.TEXTS[0], function_to_apply="NONE")
-
-
-def test_the_logarithms_of_the_mixture_can_be_had(classify: Any) -> None:
-    found = {record["label"]: record["score"] for record in classify(models.TEXTS[0], top_k=None)}
-    logs = classify(models.TEXTS[0], top_k=None, function_to_apply="none")
-    # 1e-6: softmax of log-probabilities in float32
-    assert {r["label"]: math.exp(r["score"]) for r in logs} == pytest.approx(found, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "task"),
-    [
-        (lambda: models.tiny_llama(), "bayesian-text-generation"),
-        (lambda: models.tiny_bert(), "bayesian-text-classification"),
-        (lambda: bert_tagger(torch.float32), "bayesian-token-classification"),
-    ],
-    ids=["language model", "classifier", "tagger"],
-)
-def test_a_task_that_is_not_named_is_the_models(make: Callable[[], nn.Module], task: str) -> None:
-    model = attach(make(), subspace="last_layer", num_members=2)
-    named, found = (pipeline(each, model, models.tiny_tokenizer()) for each in (task, None))
-    assert type(found) is type(named)
-    assert found.task == named.task == task
-
-
-def test_what_a_pipeline_is_made_of_has_to_be_given() -> None:
-    with pytest.raises(ValueError, match="needs a posterior: give model=, its directory or repository"):
-        pipeline("bayesian-text-generation")
-    with pytest.raises(ValueError, match=r"unknown task 'some/posterior': .* pipeline\(model=...\) finds its task"):
-        pipeline("some/posterior")
-    with pytest.raises(ValueError, match="or a Bayesian model, got LlamaForCausalLM"):
-        pipeline(model=models.tiny_llama(), tokenizer=models.tiny_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A posterior of three adapters on a base model of its own, each in a directory."""
-    root = tmp_path_factory.mktemp("pipelines")
-    models.tiny_llama().save_pretrained(root / "base")
-    models.tiny_tokenizer().save_pretrained(root / "base")
-    for index in range(3):
-        adapted = models.with_lora(models.tiny_llama(), seed=index)
-        adapted.peft_config["default"].base_model_name_or_path = str(root / "base")
-        adapted.save_pretrained(root / f"adapter-{index}")
-    ensemble = Posterior.from_adapters([root / f"adapter-{index}" for index in range(3)])
-    base = {**ensemble.config.base_model, "dtype": "float32"}
-    replace(ensemble, config=replace(ensemble.config, base_model=base)).save_pretrained(root / "posterior")
-    return root / "posterior"
-
-
-def test_a_directory_is_enough(posterior: Path) -> None:
-    generate = pipeline("bayesian-text-generation", posterior)
-    (record,) = generate(PROMPTS[0], **GREEDY)
-    assert generate.model.num_members == 3
-    assert pipeline(model=posterior)(PROMPTS[0], **GREEDY) == [record]
-    model = BayesianModelForCausalLM.from_pretrained(posterior)
-    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
-    fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)
-    assert fewer(PROMPTS[0], **GREEDY)[0]["uncertainty"]["epistemic"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_another_tokenizer_is_refused(posterior: Path) -> None:
-    model = BayesianModelForCausalLM.from_pretrained(posterior)
-    fingerprint = {**model.posterior.config.base_model["fingerprint"]}
-    fingerprint["tokenizer"] = fingerprint_tokenizer(models.tiny_tokenizer())
-    base = {**model.posterior.config.base_model, "fingerprint": fingerprint}
-    model.posterior = replace(model.posterior, config=replace(model.posterior.config, base_model=base))
-    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())
-    with pytest.raises(ValueError, match="is not the one the posterior was made with"):
-        pipeline("bayesian-text-generation", model, models.tiny_tokenizer(["entirely other words, many of them"]))

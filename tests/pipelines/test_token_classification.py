@@ -22,7 +22,7 @@ from hf_bayes.pipelines.factory import BayesianTokenClassificationPipeline, pipe
 from tests import tiny_models as models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.members.subjects import bert_tagger, llama_tagger
-from tests.pipelines.test_text_generation import PARTS, approximately
+from tests.pipelines.built import PARTS, approximately
 from tests.runs import token_rows
 
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.posteriors.lora_config import checked, explicit, from_tensors, patterns, shadowed
+from hf_bayes.posteriors.lora_config import checked, explicit, for_inference, from_tensors, patterns, shadowed
 
 A, B = "base_model.model.m.0.q.lora_A.default.weight", "base_model.model.m.0.q.lora_B.default.weight"
 SHAPES = {A: (2, 6), B: (4, 2), "base_model.model.score.modules_to_save.default.weight": (3, 4)}
@@ -99,3 +99,13 @@ def test_patterns_take_the_first_name_that_a_module_ends_in() -> None:
     for pattern, alpha in (({"q": 5, "0.q": 6}, 5), ({"0.q": 6, "q": 5}, 6), ({"x": 5}, None)):
         found = explicit({**CONFIG, "alpha_pattern": pattern}, SHAPES)
         assert found["alpha_pattern"] == ({} if alpha is None else {"m.0.q": alpha})
+
+
+def test_adapter_config_must_be_a_lora() -> None:
+    assert for_inference({"peft_type": "LORA", "target_modules": {"b", "a"}, "inference_mode": False}) == {
+        "peft_type": "LORA",
+        "target_modules": ["a", "b"],
+        "inference_mode": True,
+    }
+    with pytest.raises(ValueError, match="peft_type must be LORA, got 'IA3'"):
+        for_inference({"peft_type": "IA3"})

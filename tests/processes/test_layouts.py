@@ -17,7 +17,6 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import MANIFEST
 from tests.tiny_models import VOCABULARY
@@ -314,14 +313,3 @@ def test_processes_with_other_rows_are_refused(launches, processes, mistake, wor
         else:
             assert re.search(rf"process 1 has another train_dataset than process 0 \({words}\)", said)
             assert "private_rows=True" in said
-
-
-def test_chains_and_processes_that_do_not_divide_are_refused(monkeypatch):
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for chains, processes in ((3, 2), (4, 3), (2, 3)):
-        monkeypatch.setattr(dist, "get_world_size", lambda processes=processes: processes)
-        with pytest.raises(ValueError, match=f"{chains} chains on {processes} processes: one must divide the other"):
-            ChainMesh(chains, torch.device("cpu"))

@@ -20,24 +20,12 @@ from hf_bayes.chains.run import Run
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.training import checkpoints
-from tests import runs
 from tests.faults.attacks import MARKER, payload
-from tests.tiny_models import tiny_gpt2, tiny_llama, with_lora
+from tests.tiny_models import tiny_gpt2, with_lora
+from tests.training.checkpointed import CUTS, STEPS, run, trainer
 
-STEPS, CUTS = 12, 10
 CYCLES = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
-
-
-def dropout_model() -> Any:
-    return with_lora(tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1))
-
-
-def trainer(output_dir: Any, method: Any, **changes: Any) -> Any:
-    """12 updates of 4 rows out of 10: 3 an epoch, the last of them reaching into the next permutation."""
-    settings = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "logging_steps": 1000, **changes}
-    return runs.trainer(output_dir, method, **{"model": dropout_model(), **settings})
 
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
@@ -195,36 +183,7 @@ def test_a_generator_that_is_not_restored_is_caught(tmp_path, monkeypatch):
         assert_same_run(resumed, whole)
 
 
-def test_resume_may_change_the_micro_batch_size(tmp_path):
-    method = SGHMCConfig(num_chains=2)
-    saving = {"save_strategy": "steps", "save_steps": 4, "model": None}
-    whole = trainer(tmp_path, method, **saving)
-    whole.train()
-    resumed = trainer(tmp_path, method, **saving, per_device_train_batch_size=4, gradient_accumulation_steps=1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    # float32 sums in another order, over 11 updates
-    torch.testing.assert_close(resumed.posterior.sample(None), whole.posterior.sample(None), rtol=0, atol=1e-4)
-
-
 # -- checkpoints that cannot be resumed ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with checkpoints after updates 2, 4 and 6."""
-    directory = tmp_path_factory.mktemp("saved")
-    run(directory).train()
-    return directory
-
-
-def run(directory: Path, method: Any = None, **changes: Any) -> Any:
-    fields = {"save_strategy": "steps", "save_steps": 2, **changes}
-    return runs.trainer(directory, method or SGHMCConfig(num_chains=2, draws_per_chain=2), **fields)
-
-
-@pytest.fixture
-def directory(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 STATE_FILES = [
@@ -358,13 +317,6 @@ def test_newest_means_the_highest_step(directory):
     assert checkpoints.newest_complete(directory) == str(directory / "checkpoint-10")
 
 
-def test_nothing_to_resume_is_said(tmp_path):
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        run(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(FileNotFoundError, match="checkpoint-77"):
-        run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-77"))
-
-
 FOREIGN_FILES = ["training_args.bin", "custom_checkpoint_0.pkl", "pytorch_model.bin", "adapter_model.bin", "scaler.pt"]
 
 
@@ -383,58 +335,6 @@ def test_a_pickle_in_a_checkpoint_is_not_run(directory, name):
 def test_that_pickle_would_run(directory):
     pickle.loads(payload(directory))
     assert (directory.parent / MARKER).exists()
-
-
-TWO = {"num_chains": 2, "draws_per_chain": 2}
-OTHERS = {
-    "chains": ({"method": SGHMCConfig(**{**TWO, "num_chains": 3})}, ["method", "'num_chains': 2", "'num_chains': 3"]),
-    "field of the method": (
-        {"method": SGHMCConfig(**TWO, momentum=0.5)},
-        ["method", "'momentum': 0.9", "'momentum': 0.5"],
-    ),
-    "method": ({"method": SGLDConfig(**TWO)}, ["method", "'sghmc'", "'sgld'"]),
-    "learning rate": ({"learning_rate": 0.02}, ["learning_rate: saved 0.01, now 0.02"]),
-    "schedule": ({"lr_scheduler_type": "linear"}, ["lr_scheduler_type", "linear"]),
-    "warm-up": ({"warmup_steps": 3}, ["warmup_steps: saved 0, now 3"]),
-    "length of the data": (
-        {"train": runs.token_rows(9)},
-        ["num_rows: saved 10, now 9", "num_data: saved 70.0, now 63.0"],
-    ),
-    "terms of the data": ({"num_data": 99.0}, ["num_data: saved 70.0, now 99.0"]),
-    "batch": ({"per_device_train_batch_size": 3}, ["rows_per_update: saved 2, now 3"]),
-    "accumulation": ({"gradient_accumulation_steps": 2}, ["rows_per_update: saved 2, now 4"]),
-    "minibatches": ({"minibatch": "shared"}, ["minibatch: saved 'independent', now 'shared'"]),
-    "length of the run": ({"max_steps": 7}, ["num_steps: saved 6, now 7"]),
-    "seed": ({"seed": 1}, ["seed: saved 42, now 1"]),
-    "order of the rows": ({"data_seed": 1}, ["data_seed: saved None, now 1"]),
-    "subspace": ({"model": lambda: with_lora(tiny_llama(), target_modules=["q_proj"])}, ["parameters"]),
-}
-
-
-@pytest.mark.reliability("B30")
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("path", ["given", "found"])
-def test_resume_of_another_run_is_refused_with_a_diff(directory, other, path):
-    changes, words = OTHERS[other]
-    before = sorted(str(file) for file in directory.rglob("*"))
-    other_run = run(directory, **{name: value() if name == "model" else value for name, value in changes.items()})
-    with pytest.raises(ValueError, match="belongs to another run") as caught:
-        other_run.train(resume_from_checkpoint=True if path == "found" else str(directory / "checkpoint-4"))
-    assert all(word in str(caught.value) for word in words)
-    assert other_run.state.global_step == 0
-    assert sorted(str(file) for file in directory.rglob("*")) == before
-
-
-@pytest.mark.parametrize("prior_mean", ["initial", "zero"])
-def test_resume_with_a_prior_at_other_initial_weights_is_refused(tmp_path, prior_mean):
-    method = SGHMCConfig(**TWO, prior_mean=prior_mean)
-    run(tmp_path, method=method).train()
-    other = run(tmp_path, method=method, model=with_lora(tiny_llama(), seed=1))
-    if prior_mean == "zero":  # where theta began is no part of the law
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        return
-    with pytest.raises(ValueError, match="belongs to another run: prior_mean: saved"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_checkpoints_keep_to_their_limit(tmp_path):

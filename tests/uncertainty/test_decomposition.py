@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_bayes.uncertainty import row_blocks
 from hf_bayes.uncertainty.decomposition import (
     Partial,
     Prediction,
@@ -23,40 +20,7 @@ from hf_bayes.uncertainty.decomposition import (
     partial,
     predict,
 )
-
-# Absolute, in nats. Of the float32 figure, half is the last bit of a total near 10 nats.
-ATOL = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
-INF = math.inf
-
-
-def brute_force(logits: Tensor) -> Prediction:
-    """Compute eq. 2 in float64, directly from its definition."""
-    log_p = logits.double().log_softmax(-1)
-    log_q = log_p.logsumexp(0) - math.log(len(logits))
-    total = torch.special.entr(log_q.exp()).sum(-1)
-    aleatoric = torch.special.entr(log_p.exp()).sum(-1).mean(0)
-    terms = torch.where(log_p > -INF, log_p.exp() * (log_p - log_q), 0.0)
-    return Prediction(log_q, Uncertainty(total, aleatoric, terms.sum(-1).mean(0)))
-
-
-def random_logits(*shape: int, scale: float = 3.0, spread: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return logits [M, ..., C]: members scatter by ``spread`` around common logits of size ``scale``."""
-    rng = torch.Generator().manual_seed(math.prod(shape))
-    common = scale * torch.randn((1, *shape[1:]), generator=rng, dtype=torch.float64)
-    return (common + spread * torch.randn(shape, generator=rng, dtype=torch.float64)).to(dtype)
-
-
-def check(method: Callable[[Tensor], Uncertainty], logits: Tensor) -> None:
-    found, expected = method(logits), brute_force(logits).uncertainty
-    for name, value, reference in zip(Uncertainty._fields, found, expected, strict=True):
-        assert_close(value.double(), reference, rtol=0, atol=ATOL[logits.dtype], msg=lambda m, n=name: f"{n}: {m}")
-
-
-def naive(logits: Tensor) -> Uncertainty:
-    """The formula written directly: correct, but slow, large, and inaccurate where entropies nearly cancel."""
-    p = logits.float().softmax(-1)
-    total, aleatoric = torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
-    return Uncertainty(total, aleatoric, total - aleatoric)
+from tests.uncertainty.brute_force import ATOL, INF, brute_force, check, naive, random_logits
 
 
 def of_mean_logits(logits: Tensor) -> Uncertainty:
@@ -166,23 +130,6 @@ def test_epistemic_is_exactly_zero_for_equal_members(number: int, dtype: torch.d
         assert bool((naive(one.repeat(number, 1, 1)).epistemic != 0).any())  # what a difference of entropies gives
 
 
-def relative_error(method: Callable[[Tensor], Uncertainty], logits: Tensor) -> float:
-    expected = brute_force(logits).uncertainty.epistemic
-    return float(((method(logits).epistemic - expected) / expected).abs().max())
-
-
-@pytest.mark.parametrize("spread", [1e-4, 1e-3, 1e-2, 3e-2, 1e-1])
-def test_small_epistemic_uncertainty_keeps_three_digits(spread: float) -> None:
-    # float32 probabilities have errors of 1e-7, so ratios of members that differ by 1e-4 have relative errors of 1e-3.
-    logits = random_logits(8, 6, 2000, scale=3.0, spread=spread)
-    assert relative_error(decompose, logits) < 1e-3
-    assert relative_error(lambda x: predict(x).uncertainty, logits) < 1e-3
-
-
-def test_a_difference_of_entropies_loses_small_epistemic_values() -> None:
-    assert relative_error(naive, random_logits(8, 6, 2000, scale=3.0, spread=1e-4)) > 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_masked_classes_count_for_nothing(dtype: torch.dtype) -> None:
     logits = random_logits(4, 6, 40, dtype=dtype)
@@ -267,36 +214,6 @@ def test_a_mask_of_another_shape_or_type_is_refused(mask: Tensor) -> None:
         decompose(random_logits(2, 6, 4), mask=mask)
 
 
-def test_there_may_be_no_rows_and_any_number_of_dimensions() -> None:
-    for lead in ((), (0,), (3, 0, 2), (2, 1, 3)):
-        logits = torch.randn(2, *lead, 5)
-        log_probs, parts = predict(logits)
-        streamed = finish(partial(logits))
-        assert log_probs.shape == streamed.log_probs.shape == mixture(logits).shape == (*lead, 5)
-        assert all(part.shape == lead for part in (*parts, *decompose(logits), *streamed.uncertainty))
-
-
-def test_views_give_what_their_copies_give() -> None:
-    logits = random_logits(3, 4, 6, 30)
-    views = [logits[:, :, :-1], logits[:, ::2, 1:], logits.transpose(1, 2), logits[..., ::2], logits[1:, 0]]
-    for view in [*views, logits.permute(3, 1, 2, 0)]:
-        check(decompose, view)
-        assert_close(mixture(view), mixture(view.contiguous()), rtol=0, atol=0)
-
-
-def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, mask = random_logits(4, 5, 11, 25), torch.rand(5, 11) < 0.5
-    whole, masked = predict(logits), decompose(logits, mask=mask)
-    for limit in (1, 4 * 25 * 4 * 7):  # one row at a time; and seven rows, which is no divisor
-        monkeypatch.setattr(row_blocks, "_BLOCK_BYTES_THREAD", limit // min(torch.get_num_threads(), 4))
-        log_probs, parts = predict(logits)
-        assert_close(log_probs, whole.log_probs, rtol=0, atol=1e-6)
-        for one, other in zip(parts, whole.uncertainty, strict=True):
-            assert_close(one, other, rtol=0, atol=1e-6)
-        for one, other in zip(decompose(logits, mask=mask), masked, strict=True):
-            assert_close(one, other, rtol=0, atol=1e-6, equal_nan=True)
-
-
 def stream(logits: Tensor, sizes: list[int]) -> Prediction:
     parts = [partial(part) for part in logits.split(sizes)]
     total = parts[0]
@@ -345,62 +262,6 @@ def test_streamed_log_probabilities_are_finite_unless_masked() -> None:
 def test_partials_of_other_rows_do_not_merge() -> None:
     with pytest.raises(ValueError, match=r"\[4, 50\] and \[5, 50\]"):
         merge(partial(random_logits(2, 4, 50)), partial(random_logits(2, 5, 50)))
-
-
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """Measure the peak of additionally allocated memory."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = function()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del result
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_memory_does_not_grow_with_the_rows(dtype: torch.dtype) -> None:
-    logits = random_logits(8, 2, 12, 32000, scale=1.0).to(dtype)
-    logits[:, 0] = logits[:1, 0]  # includes rows that are computed again
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    # Two buffers of 4 MiB, two copies of a block for selected rows, a few rows of the mixture.
-    work = 20 * 2**20
-    assert peak_bytes(lambda: decompose(logits)) < work
-    assert peak_bytes(lambda: decompose(logits[:, :, :-1])) < work
-    assert peak_bytes(lambda: decompose(logits[:, :, :-1], mask=mask)) < work
-    result = 24 * 32000 * 4
-    assert peak_bytes(lambda: predict(logits)) < work + result
-    assert peak_bytes(lambda: finish(partial(logits))) < work + 2 * result
-    twice = torch.cat([logits, logits], 2)
-    assert peak_bytes(lambda: decompose(twice)) < work
-    assert peak_bytes(lambda: naive(twice)) > 4 * work
-
-
-class CountExponentials(TorchDispatchMode):
-    """Count the elements that an exponential is computed of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.rstrip("_")
-        if name in {"exp", "exp2", "expm1", "_softmax", "_log_softmax", "sigmoid", "logsumexp", "logaddexp", "pow"}:
-            self.elements += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_logit_costs_one_exponential() -> None:
-    logits = random_logits(4, 10, 700)
-    for method in (decompose, predict, mixture, partial):
-        with CountExponentials() as count:
-            method(logits)
-        assert 0 <= count.elements - logits.numel() <= 2 * 10  # plus one or two powers of two per row
-    with CountExponentials() as count:
-        brute_force(logits)
-    assert count.elements > logits.numel()
 
 
 def test_gradients_autocast_and_matmul_precision_leave_no_trace() -> None:

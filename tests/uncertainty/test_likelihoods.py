@@ -95,3 +95,10 @@ def test_uniforms_at_the_edges_give_labels(likelihood: Likelihood, labels: Tenso
     for edge in (0.0, 1 - 2.0**-53):
         uniforms = torch.full((3, 3) if likelihood.labels_per_output else (3,), edge, dtype=torch.float64)
         assert likelihood.score(logits(), likelihood.draw(logits(), uniforms)).isfinite().all()
+
+
+def test_low_precision_logits_are_widened_for_the_likelihood() -> None:
+    logits, labels = torch.full((1, 1, 1), 1000.0, dtype=torch.bfloat16), torch.full((1, 1), 1001.0)
+    assert Normal(1.0).log_prob(logits, labels).dtype == torch.float32
+    expected = -0.5 - 0.5 * math.log(2 * math.pi)  # bfloat16 has no 1001
+    assert math.isclose(float(Normal(1.0).log_prob(logits, labels)), expected, rel_tol=1e-5)

@@ -105,6 +105,7 @@ def test_noise_temperature_is_one_at_the_optimal_rate() -> None:
     [SGDMCConfig(draws_per_chain=3), SnapshotConfig(draws_per_chain=3), SWAConfig(), SWAGConfig(rank=2)],
     ids=lambda method: method.name,
 )
+@pytest.mark.models
 def test_a_run_on_a_finished_adapter_starts_at_its_weights(method: MethodConfig, tmp_path: Path) -> None:
     still = runs.trainer(tmp_path / "still", method, model=with_lora(tiny_llama()), learning_rate=1e-30)
     start = still.bayesian.theta.detach().clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.core.rng import generator
-from hf_bayes.distributions.covariance import COVARIANCES, Kronecker, KroneckerBlock, LowRank, dense
+from hf_bayes.distributions.covariance import COVARIANCES, LowRank, dense
 from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
@@ -19,32 +17,9 @@ from hf_bayes.methods.laplace.curvature import (
     temper,
 )
 from hf_bayes.methods.laplace.evidence import Expansion, maximise
-from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
-from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
-from tests.distributions.test_covariance import make
+from tests.distributions.covariance.structures import make
+from tests.methods.laplace.curvatures import DIM, KINDS, LAYOUT, numbers
 
-LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
-DIM = LAYOUT.dim
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(0, *shape), dtype=torch.float64)
-
-
-def basis(size: int) -> Tensor:
-    return torch.linalg.qr(numbers(size, size))[0]
-
-
-KINDS: dict[str, Callable[[], Curvature]] = {
-    "diagonal": lambda: DiagonalCurvature(numbers(DIM).exp()),
-    "kronecker": lambda: KroneckerCurvature((
-        KroneckerFactors(basis(2), basis(3), numbers(2, 3).exp()),
-        numbers(4).exp(),
-        KroneckerFactors(None, basis(2), numbers(3, 2).exp()),
-    )),
-    "low_rank": lambda: LowRankCurvature(numbers(DIM, 3)),
-    "full": lambda: FullCurvature(numbers(DIM, DIM) @ numbers(DIM, DIM).T),
-}  # fmt: skip
 PRECISIONS = {
     "model": lambda: torch.tensor(0.7, dtype=torch.float64),
     "tensor": lambda: torch.tensor([0.7] * 6 + [2.0] * 4 + [0.1] * 6, dtype=torch.float64),
@@ -115,16 +90,6 @@ def test_the_best_precision_of_an_element_is_in_closed_form() -> None:
     assert torch.allclose(found, expected, rtol=1e-4)
 
 
-def test_an_elementwise_prior_adds_its_diagonal_to_kfac() -> None:
-    curvature = KINDS["kronecker"]()
-    precision = numbers(DIM).exp()
-    left, right = basis(2), basis(3)
-    rotation = torch.kron(left.contiguous(), right.contiguous())
-    expected = (rotation.T @ torch.diag(precision[:6]) @ rotation).diagonal().view(2, 3)
-    found = 1 / curvature.covariance(precision).blocks[0].variances - numbers(2, 3).exp()  # type: ignore[attr-defined]
-    assert torch.allclose(found, expected, rtol=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["diagonal", "full"])
 def test_an_indefinite_curvature_is_refused_in_words(kind: str) -> None:
     values = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -158,37 +123,6 @@ def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> Non
             return
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)  # float64, condition numbers below 1e5
     assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
-
-
-def test_a_stretching_low_rank_prior_is_added_by_its_diagonal() -> None:
-    before, old = make("low_rank", seed=3)
-    assert float(before.scale.max()) > 1
-    found = torch.linalg.inv(dense(temper(KINDS["low_rank"](), before, temperature=1.0, what="posterior"), old))
-    expected = KINDS["low_rank"]().dense() + torch.diag(old.diagonal())
-    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
-
-
-def test_merged_kronecker_blocks_keep_the_trace_and_fit_better() -> None:
-    one = KINDS["kronecker"]()
-    turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
-    first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
-    before = Kronecker(
-        (first, numbers(4).exp(), KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()))
-    )
-    old = torch.linalg.inv(dense(before, numbers(1)))
-    expected = one.dense() + old
-    found = torch.linalg.inv(dense(temper(one, before, temperature=1.0, what="posterior"), old))
-    assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
-    # what is not on the diagonal of the sum in a basis is lost: rotate into H's own basis, as if the prior had that one
-    sides = (
-        torch.kron(basis(2), basis(3)),
-        torch.eye(4).double(),
-        torch.kron(torch.eye(3).double(), basis(2).contiguous()),
-    )
-    own = torch.block_diag(*sides)
-    twin = own @ torch.diag((own.T @ expected @ own).diagonal()) @ own.T
-    assert (found - expected).norm() < (twin - expected).norm()
-    assert (found - expected).norm() < 0.5 * (expected - one.dense()).norm()
 
 
 def test_tempering_the_likelihood_keeps_an_inherited_precision() -> None:

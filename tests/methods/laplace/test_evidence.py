@@ -18,7 +18,9 @@ from hf_bayes.methods.laplace.curvature import DiagonalCurvature, FullCurvature
 from hf_bayes.methods.laplace.evidence import BOUNDS, Expansion, groups, maximise
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import cotangents, evaluated
+from tests.objectives.curvature_problems import cotangents, evaluated
+
+pytestmark = pytest.mark.models
 
 
 def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.distributions.covariance import Diagonal
 from hf_bayes.methods.laplace import gradient_estimate
-from hf_bayes.methods.laplace.distance_to_map import how_far
 from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate, draw_half_batches
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import problem
+
+pytestmark = pytest.mark.models
 
 
 def every_choice(num_rows: int, size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -91,32 +90,3 @@ def test_halves_are_the_scaled_gradients_of_their_rows(
 
 def close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # Llama computes norms in float32
-
-
-def test_a_negative_square_is_stored_as_below_noise_not_as_zero() -> None:
-    torch.manual_seed(0)
-    first, prior_gradient = torch.randn(4), torch.zeros(4)
-    opposed = torch.stack([first, -first])  # halves that say the opposite: no gradient that they agree on
-    report = how_far(GradientEstimate(opposed, 2, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
-    assert report == {
-        "gradient_norm": None, "displacement": None, "gradient_rows": 2,
-        "below_noise": ["gradient_norm", "displacement"],
-    }  # fmt: skip
-    assert json.loads(json.dumps(report)) == report
-    found = how_far(
-        GradientEstimate(torch.stack([first, first]), 2, 40), prior_gradient, Diagonal(torch.full((4,), 0.1)), 1.0
-    )
-    assert found["gradient_norm"] == pytest.approx(float(first.norm()), rel=1e-6)
-    assert found["displacement"] == pytest.approx(float(0.1 * first.norm()) / 2, rel=1e-6)
-    assert "below_noise" not in found
-    exact = how_far(GradientEstimate(torch.zeros(2, 4), 40, 40), prior_gradient, Diagonal(torch.ones(4)), 1.0)
-    assert (exact["gradient_norm"], exact["displacement"]) == (0, 0)  # of all rows zero is zero
-
-
-def test_a_displacement_is_warned_of_where_the_norm_is_lost() -> None:
-    halves = torch.tensor([[10.0, 100.0], [10.0, -100.0]])  # they agree on the first element, whose std is the larger
-    with pytest.warns(
-        UserWarning, match="has a norm that 2 rows cannot distinguish from 0, and the Gaussian's maximum is"
-    ):
-        report = how_far(GradientEstimate(halves, 2, 40), torch.zeros(2), Diagonal(torch.tensor([1.0, 1e-3])), 1.0)
-    assert report["below_noise"] == ["gradient_norm"]

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_bayes import BayesianModelForSequenceClassification, LaplaceConfig, fit_laplace
-from hf_bayes.core.types import HeldOut
 from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
@@ -25,19 +23,10 @@ from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, Kro
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 from hf_bayes.methods.laplace.supported import STRUCTURES
 from hf_bayes.models.attaching import attach
-from hf_bayes.objectives.heldout import HeldOutRows
-from tests import tiny_models as models
-from tests.fit.test_laplace import NOISE, STD, regression
-from tests.methods.laplace import brute_force
-from tests.objectives.test_curvature_pass import evaluated
+from tests.fit.fitted import NOISE, STD, regression
 from tests.runs import label_rows, trainer
 
-PARTS = [
-    ("bert", "lora", "classes"),
-    ("bert", "head", "tokens"),
-    ("gpt2", "lora", "lm"),
-    ("bert", "head", "regression"),
-]
+pytestmark = pytest.mark.models
 
 
 def curvatures() -> list[Curvature]:
@@ -69,33 +58,6 @@ def test_draws_follow_the_covariance_and_are_differentiable(curvature: Curvature
             lambda x: temper_draws(curvature, x.exp(), noise, temperature=0.5, what="likelihood"),
             log_tau.requires_grad_(),
         )
-
-
-@pytest.mark.parametrize(("family", "part", "task"), PARTS)
-@pytest.mark.parametrize("rows", ["all", "odd"])
-def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, part: str, task: str, rows: str) -> None:
-    made, _ = evaluated(family, part, task)
-    noise = {"noise_std": brute_force.NOISE} if task == "regression" else {}
-    with attach(made.model, subspace=made.subspace, **noise) as model:
-        ask = HeldOutRows(model, made.batches(2), len(made.rows), hide=True)
-        rng = torch.Generator().manual_seed(0)
-        mean = model.theta.detach()[0].cpu()
-        draws = mean + 0.3 * torch.randn(4, len(mean), generator=rng, dtype=torch.float64)
-        nats, grad = ask(draws, HeldOut(rows), gradient=True)
-        assert grad is not None
-        assert ask(draws, HeldOut(rows), gradient=False) == (pytest.approx(nats, abs=1e-12), None)
-        direction = torch.randn(draws.shape, generator=rng, dtype=torch.float64)
-
-        def along(step: float) -> float:
-            return ask(draws + step * direction, HeldOut(rows), gradient=False)[0]
-
-        slope = (8 * (along(1e-4) - along(-1e-4)) - along(2e-4) + along(-2e-4)) / 12e-4
-        expected = float((grad * direction).sum())
-        # a stencil of fourth order with steps of 1e-4; Llama-like models compute norms in float32, these do not
-        assert slope == pytest.approx(expected, rel=1e-6)
-        each = [ask(draws[k : k + 1], HeldOut(rows), gradient=True)[1] for k in range(4)]
-        alone = float((torch.cat([g for g in each if g is not None]) / 4 * direction).sum())
-        assert abs(alone / slope - 1) > 1e-4  # the twin: the mean of members' nats is not the mixture's
 
 
 SPREAD = 0.3
@@ -262,43 +224,6 @@ def test_a_linearised_model_has_no_draws_and_is_refused(tmp_path: Path) -> None:
     message = r"a linearised model has none: call linearise\(None\) first"
     with loaded.linearise() as bayesian, pytest.raises(ValueError, match=message):
         fit_laplace(bayesian, data, config, heldout=data)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (None, "fits by the rows of eval_dataset, got None: give eval_dataset="),
-        ({"test": label_rows(2)}, "of several by those of 'heldout', got test"),
-        (label_rows(1), "needs at least 2, got 1"),
-        ([{**row, "label": 3} for row in label_rows(2)], r"row 0 of eval_dataset has a label outside 0\.\.2"),
-    ],
-)
-def test_a_trainer_without_held_out_rows_refuses_before_training(given: Any, message: str, tmp_path: Path) -> None:
-    model = models.tiny_bert(num_labels=3, hidden_size=4)
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, LaplaceConfig(fit_prior="heldout"), model=model, train=label_rows(4), eval_dataset=given,
-                subspace="last_layer")  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:held-out rows", "ignore:.*worse than a MAP")
-@pytest.mark.parametrize("several", [False, True])
-def test_the_trainer_fits_the_held_out_prior_like_fit_laplace(several: bool, tmp_path: Path) -> None:
-    train, rows = label_rows(6), label_rows(6, seed=3)
-    config = LaplaceConfig(fit_prior="heldout", prior_scope="tensor", structure="kronecker", num_chains=2)
-    common = {"subspace": "last_layer", "max_steps": 3}
-    model = models.tiny_bert(num_labels=3, hidden_size=4)
-    given = {"heldout": Dataset.from_list(rows), "test": Dataset.from_list(label_rows(3))} if several else rows
-    run = trainer(tmp_path, config, model=model, train=train, eval_dataset=given, **common)
-    run.train()
-    (first, second) = run.posterior.config.diagnostics["laplace"]
-    assert first["heldout_nll"] == second["heldout_nll"]  # of the mixture
-    assert first["prior_precision"] == second["prior_precision"]
-    run.bayesian.detach()
-    with attach(model, run.posterior.approximation.means, subspace="last_layer") as bayesian:
-        again = fit_laplace(bayesian, train, config, heldout=rows, seed=run.args.seed)
-    (note, _) = again.config.diagnostics["laplace"]
-    assert note["prior_precision"] == pytest.approx(first["prior_precision"], rel=1e-4)  # other batches: float32
-    assert note["prior_precision"] != pytest.approx([1.0, 1.0], rel=1e-2)  # the twin: the given one
 
 
 @pytest.mark.filterwarnings("ignore:the weights are no MAP", "ignore:.*worse than a MAP")

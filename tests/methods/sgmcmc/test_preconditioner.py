@@ -179,6 +179,7 @@ def test_other_values_are_refused(field: dict[str, Any]) -> None:
         SGHMCConfig(**field)
 
 
+@pytest.mark.models
 def test_the_trainer_resumes_within_an_estimate_of_the_masses(tmp_path: Any) -> None:
     config = layerwise(3, num_chains=2, draws_per_chain=2, burn_in=0)
     whole = runs.trainer(tmp_path, config, max_steps=10, save_strategy="steps", save_steps=6)

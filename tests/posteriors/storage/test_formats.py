@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import enum
-import json
 import struct
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors
-from hf_bayes.posteriors.storage.plain_values import plain
 
 TENSORS = {
     "double": torch.randn(3, 2, dtype=torch.float64),
@@ -91,55 +85,11 @@ def test_writing_nan_to_json_is_refused() -> None:
         encode_json({"a": float("nan")}, where="config.json")
 
 
-class Colour(enum.Enum):
-    RED = "red"
-
-
-def test_plain_turns_what_configs_hold_into_json_values() -> None:
-    value: dict[str, Any] = {
-        "set": {"b", "a"},
-        "enum": Colour.RED,
-        "tuple": (1, 2),
-        "path": Path("a/b"),
-        "numpy": np.float32(0.5),
-        "flag": np.bool_(True),
-        "tensor": torch.tensor([1, 2]),
-        "dtype": torch.bfloat16,
-    }
-    expected = {
-        "set": ["a", "b"],
-        "enum": "red",
-        "tuple": [1, 2],
-        "path": "a/b",
-        "numpy": 0.5,
-        "flag": True,
-        "tensor": [1, 2],
-        "dtype": "bfloat16",
-    }
-    assert plain(value, "config") == expected
-    assert json.loads(json.dumps(plain(value, "config"))) == expected
-
-
-def test_plain_names_the_entry_that_is_no_data() -> None:
-    with pytest.raises(ValueError, match=r"config\.a\[1\] holds a object"):
-        plain({"a": [1, object()]}, "config")
-    with pytest.raises(ValueError, match=r"config\.a must be finite"):
-        plain({"a": float("nan")}, "config")
-    assert plain({"a": float("nan")}, "config", undefined_is_null=True) == {"a": None}
-
-
 @pytest.mark.parametrize("depth", [65, 300, 900, 100_000])
 def test_json_that_is_nested_deep_is_refused_in_words(depth: int) -> None:
     text = '{"a":' * depth + "1" + "}" * depth
     with pytest.raises(ValueError, match=r"some/file nests lists and objects more than 64 deep: refused"):
         decode_json(text.encode(), where="some/file")
-
-
-def test_values_that_are_nested_deep_are_refused_in_words() -> None:
-    value: dict[str, Any] = {}
-    value["a"] = [value]  # endless nesting
-    with pytest.raises(ValueError, match="head nests lists and objects more than 64 deep"):
-        plain(value, "head")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.pipelines.factory import BayesianAudioClassificationPipeline, pipeline
 from tests import multimodal
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
-from tests.models.test_classification import from_disk, run
+from tests.models.trained import from_disk, run
 from tests.multimodal import sounds
 from tests.tiny_models import with_lora
-from tests.training.test_evaluation import METRICS, brute_force
+from tests.training.test_evaluation import brute_force
+from tests.training.trained import METRICS
 
 SOUND = np.random.default_rng(0).standard_normal(40).astype(np.float32)
 

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_bayes.methods.laplace.estimators import ESTIMATORS
+from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec, table
+from tests.methods.laplace.brute_force import Problem
+from tests.objectives.curvature_problems import evaluated, run
+
+pytestmark = pytest.mark.models
+
+
+@pytest.mark.parametrize(("estimator", "structure"), list(itertools.product(ESTIMATORS, STRUCTURES)))
+def test_the_table_says_which_cells_exist(estimator: str, structure: str) -> None:
+    row = next(line for line in table().splitlines() if line.startswith(f"| {estimator} "))
+    exists = row.split("|")[2 + STRUCTURES.index(structure)].strip() == "yes"
+    spec = CurvatureSpec(estimator=estimator, structure=structure)
+    made, _ = evaluated("bert", "head", "classes")
+    if exists:
+        assert run(made, estimator=estimator, structure=structure).curvature.dim == made.layout.dim
+    else:
+        with pytest.raises(ValueError, match=f"there is no structure='{structure}' of estimator='{estimator}'"):
+            spec.check()
+
+
+def test_the_documented_table_is_the_printed_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "laplace.md").read_text(encoding="utf-8")
+    assert page.split("<!-- table -->\n")[1].split("\n<!-- /table -->")[0] == table()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"estimator": "fisher"}, "estimator must be one of ggn, ef_sequence, ef_token, hessian, got 'fisher'"),
+        ({"structure": "block"}, "structure must be one of"),
+        ({"sharing": "mean"}, "sharing must be 'expand' or 'reduce'"),
+    ],
+)
+def test_unknown_cells_are_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(evaluated("bert", "head", "classes")[0], **changes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "message"),
+    [
+        ("MAX_FULL", {"structure": "full"}, "36 x 36; the limit is 10"),
+        ("MAX_HESSIAN", {"estimator": "hessian"}, "each of 36 elements; the limit is 10"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_the_pass(
+    limit: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = evaluated("gpt2", "head", "lm")
+    monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 10)
+    monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were asked for"))
+    with pytest.raises(ValueError, match=message):
+        run(made, **changes)

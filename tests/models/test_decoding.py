@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.token_uncertainty import GenerationTrace, TokenRecord, record, to_scores
+from hf_bayes.uncertainty.decomposition import Prediction, predict
+from tests.members.reference import entropies, separate_logits
+from tests.models.prepared import TOLERANCE as ROUNDING
+from tests.models.prepared import prepared as prepared_subject
+from tests.models.written import (
+    FIELDS,
+    STEPS,
+    TOLERANCE,
+    attached,
+    brute_force_scores,
+    generate,
+    greedy,
+    looped,
+    prepared,
+    require_scores,
+)
+from tests.tiny_models import VOCABULARY, batch, tiny_llama
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "llama-head", "gpt2-last-block"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_scores_of_padded_rows_equal_those_of_each_row_alone(name: str, padding: str) -> None:
+    model, _, theta, subspace = prepared_subject(name)
+    inputs = batch(padding=padding)
+    mask = inputs["attention_mask"].bool()
+    with attach(model, theta, subspace=subspace) as bayesian:
+        together = bayesian.score(**inputs)
+        for row in range(len(mask)):
+            alone = bayesian.score(inputs["input_ids"][row, mask[row]][None])
+            for field, values in together._asdict().items():
+                found = values[row][~values[row].isnan()] if values.ndim == 2 else values[row : row + 1]
+                expected = getattr(alone, field).flatten()
+                torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+    assert torch.equal(together.total.isnan(), ~(mask[:, 1:] & mask[:, :-1]))
+
+
+def test_scores_equal_brute_force_and_begin_where_asked() -> None:
+    model, layout, theta, subspace = prepared_subject("gpt2-last-block")
+    ids = batch()["input_ids"]
+    logits = separate_logits(model, layout, theta, batch())[:, :, 3:-1]
+    per_member = logits.log_softmax(-1).gather(-1, ids[:, 4:].expand(3, -1, -1)[..., None])[..., 0]
+    with attach(model, theta, subspace=subspace) as bayesian:
+        scores = bayesian.score(**batch(), first=4)
+    assert scores.total.shape == (3, 3)
+    for found, expected in zip(scores[:3], entropies(logits), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    sequence = per_member.sum(-1).logsumexp(0) - math.log(3)
+    torch.testing.assert_close(scores.sequence_logprob, sequence, rtol=1e-10, atol=0)
+    tokenwise = (per_member.logsumexp(0) - math.log(3)).sum(-1)
+    torch.testing.assert_close(scores.sequence_logprob_tokenwise, tokenwise, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_texts_have_scores(length: int) -> None:
+    with attach(tiny_llama(), subspace="last_block", num_members=2) as bayesian:
+        scores = bayesian.score(batch(2, length)["input_ids"])
+    assert scores.total.shape == (2, length - 1)
+    assert scores.sequence_logprob.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llama-lora-last-block", "gpt2-last-block"])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_rows_that_end_early_hold_nan_after_their_end(name: str, num_beams: int) -> None:
+    model, layout, theta = prepared(name)
+    inputs = batch(padding="left")
+    eos = int(looped(model, layout, theta, inputs, greedy)[0, inputs["input_ids"].shape[1] + 1])  # row 0 ends in step 2
+    with attached(name, model, theta) as bayesian:
+        output = generate(bayesian, inputs, eos_token_id=eos, num_beams=num_beams)
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    lengths = [(row == eos).nonzero()[0].item() + 1 if eos in row else len(row) for row in new]
+    assert lengths[0] == 2 or num_beams > 1
+    if num_beams == 1:
+        assert torch.equal(output.sequences, looped(model, layout, theta, inputs, greedy, eos))
+    expected = brute_force_scores(model, layout, theta, output.sequences, inputs["attention_mask"], lengths)
+    require_scores(output, expected, TOLERANCE[name.split("-")[0]])
+    assert output.total.isnan().sum() == sum(new.shape[1] - length for length in lengths)
+
+
+def test_rows_stopped_by_a_criterion_hold_nan_after_it() -> None:
+    class SecondToken(StoppingCriteria):
+        """Stops row 0 after two tokens, as a stop string might."""
+
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.tensor([input_ids.shape[1] >= 9, False, False])
+
+    model, _, theta = prepared("gpt2-last-block")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        output = generate(bayesian, batch(), stopping_criteria=[SecondToken()], eos_token_id=VOCABULARY - 1)
+    assert output.total[0].isnan().tolist() == [False, False, True, True, True]
+    assert not output.total[1:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_k": 5, "temperature": 0.5}, {"num_beams": 2}], ids=str
+)
+def test_logits_processors_change_tokens_but_no_uncertainty(options: dict[str, Any]) -> None:
+    model, layout, theta = prepared("gpt2-last-block")
+    inputs = batch(padding="left")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        plain = generate(bayesian, inputs, **options)
+        output = generate(bayesian, inputs, repetition_penalty=5.0, **options)
+    assert not torch.equal(plain.sequences, output.sequences)
+    expected = brute_force_scores(model, layout, theta, output.sequences, inputs["attention_mask"], [STEPS] * 3)
+    require_scores(output, expected, TOLERANCE["gpt2"])
+
+
+def test_without_return_dict_there_are_tokens_alone() -> None:
+    model, layout, theta = prepared("llama-lora")
+    with attached("llama-lora", model, theta) as bayesian:
+        tokens = bayesian.generate(**batch(), max_new_tokens=STEPS, do_sample=False)
+    assert torch.equal(tokens, looped(model, layout, theta, batch(), greedy))
+
+
+def test_a_mask_of_another_text_cannot_be_scored() -> None:
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch()
+    with (
+        attached("gpt2-lora", model, theta) as bayesian,
+        pytest.raises(ValueError, match=r"attention_mask .* \[3, 5\]"),
+    ):
+        bayesian.score(inputs["input_ids"], inputs["attention_mask"][:, :5])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
+def test_prompts_that_end_in_padding_are_refused(options: dict[str, Any], given: bool) -> None:
+    # transformers warns, and goes on from what the padding token says
+    model, _, theta = prepared("gpt2-lora")
+    inputs = batch(padding="right")
+    inputs = inputs if given else {"input_ids": inputs["input_ids"]}
+    sentence = "2 of 3 prompts end in padding, first row 1: .* tokenizer.padding_side='left'"
+    with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match=sentence):
+        generate(bayesian, inputs, **options)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    model, _, theta = prepared("gpt2-lora")
+    with attached("gpt2-lora", model, theta) as bayesian, pytest.raises(ValueError, match="leave input_ids out"):
+        generate(bayesian, {"input_ids": torch.zeros(2, 0, dtype=torch.long)})
+
+
+@pytest.mark.parametrize(
+    ("ids", "first"), [(torch.ones(4, dtype=torch.long), 1), (batch()["input_ids"], 0), (batch()["input_ids"], 99)]
+)
+def test_scores_of_what_nothing_precedes_are_refused(ids: Tensor, first: int) -> None:
+    model, _, theta = prepared("llama-lora")
+    with attached("llama-lora", model, theta) as bayesian, pytest.raises(ValueError, match="1 <= first <= T, got"):
+        bayesian.score(ids, first=first)
+
+
+def test_sum_of_token_logprobs_is_no_sequence_logprob() -> None:
+    model, _, theta = prepared("gpt2-last-block")
+    with attached("gpt2-last-block", model, theta) as bayesian:
+        output = generate(bayesian, batch())
+    assert ((output.sequence_logprob - output.sequence_logprob_tokenwise).abs() > 0.01).all()
+
+
+def _prediction(rows: int = 2, seed: int = 0) -> tuple[Prediction, Tensor]:
+    logits = torch.randn((3, rows, 7), generator=torch.Generator().manual_seed(seed))
+    return predict(logits), logits
+
+
+def test_a_forward_too_many_is_forgotten() -> None:
+    # on CUDA generate learns one forward later that all rows have stopped, and drops that forward's token
+    def trace(forwards: int) -> Any:
+        trace = GenerationTrace(LocalMembers())
+        tokens = torch.tensor([[1, 2], [3, 4]])
+        for step in range(forwards):
+            if step > 0:
+                trace.chosen(tokens[:, step - 1])
+            trace.observe(*_prediction(seed=step))
+        return trace.scores(tokens, torch.tensor([2, 1]))
+
+    expected, found = trace(2), trace(3)
+    assert found is not None
+    for field in FIELDS:
+        assert torch.equal(getattr(found, field).nan_to_num(9.0), getattr(expected, field).nan_to_num(9.0))
+
+
+def test_scores_are_laid_out_row_by_row() -> None:
+    prediction, logits = _prediction(rows=3)
+    tokens = record(prediction, logits, torch.tensor([0, 1, 2]))
+    valid = torch.tensor([[True, False], [True, True]])
+    scores = to_scores(TokenRecord(*tokens), valid, LocalMembers())
+    assert scores.total[valid].tolist() == prediction.uncertainty.total.tolist()
+    assert scores.total.isnan().tolist() == [[False, True], [False, False]]
+    assert math.isclose(float(scores.sequence_logprob_tokenwise[1]), float(tokens.logprobs[1:].sum()), rel_tol=1e-6)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from hf_bayes.models.attaching import attach
+from tests.members.subjects import SUBJECTS, labelled
+from tests.models.prepared import prepared, unchanged
+from tests.tiny_models import CHECKPOINTING, switch_on_checkpointing, tiny_llama, with_lora
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_detach_gives_the_model_back_exactly(name: str) -> None:
+    model, _, theta, subspace = prepared(name)
+    with unchanged(model):
+        bayesian = attach(model, theta, subspace=subspace)
+        bayesian(**labelled(name), theta=theta.clone().requires_grad_()).loss.sum().backward()
+        assert bayesian.detach() is model
+
+
+def test_checkpointing_enabled_while_attached_is_disabled_again() -> None:
+    model = with_lora(tiny_llama())
+    with unchanged(model), attach(model) as bayesian:
+        switch_on_checkpointing(bayesian)
+        leaf = bayesian.theta.detach().requires_grad_()
+        bayesian.train()(**labelled("llama-lora"), theta=leaf).loss.sum().backward()
+        bayesian.eval()
+
+
+def test_checkpointing_switched_on_before_stays_on() -> None:
+    model = tiny_llama()
+    switch_on_checkpointing(model)
+    with unchanged(model):
+        attach(model, subspace="last_block").detach()
+    assert getattr(model, f"is_{CHECKPOINTING}")
+
+
+def test_the_attention_of_the_wrapped_model_stays_its_own() -> None:
+    model = tiny_llama(attn_implementation="eager")
+    with unchanged(model), attach(model, subspace="last_block") as bayesian:
+        assert bayesian.config._attn_implementation == "eager"

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from hf_bayes.objectives.data_rows import in_words, is_stream, require_dataset
+
+
+class Counted(IterableDataset[int]):
+    """A stream that says how many rows it has."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"train": [1], "test": [2]}, "data is a mapping with the keys 'train', 'test', .* give one of its splits"),
+        ("a text", "data must be a list or data set of rows, .* got 'a text'"),
+        (3, "data must be a list or data set of rows, .* got 3"),
+        ([], "data has 0 rows; N is needed to scale the likelihood: give it data"),
+    ],
+)
+def test_what_holds_no_rows_is_refused(dataset: Any, message: str) -> None:
+    require_dataset([{"input_ids": [1]}], "data")
+    with pytest.raises(ValueError, match=message):
+        require_dataset(dataset, "data")
+
+
+def test_a_row_that_no_collator_reads_is_named() -> None:
+    collate = in_words(lambda rows: [row["x"] for row in rows], "eval_dataset")
+    assert collate([{"x": 1}, {"x": 2}]) == [1, 2]
+    with pytest.raises(ValueError, match=r"eval_dataset has a row that the data collator cannot read: None \(NoneType"):
+        collate([{"x": 1}, None])
+    with pytest.raises(KeyError, match="x"):  # an error of the collator on rows that are mappings stays its own
+        collate([{"y": 1}])
+
+
+def test_a_stream_has_no_length_or_an_order_of_its_own() -> None:
+    assert is_stream(iter([1]))
+    assert is_stream(Counted())
+    assert not is_stream([1])

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import torch
+
+from hf_bayes.objectives.data_scale import DataScale
+
+
+def test_a_stream_scales_by_the_terms_of_the_update() -> None:
+    scale = DataScale(100.0, num_rows=None, num_terms=None, rows_per_update=8)
+    assert scale.factor(torch.tensor([4.0, 8.0])).tolist() == [25.0, 12.5]

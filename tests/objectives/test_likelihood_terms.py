@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from transformers import DataCollatorWithFlattening, default_data_collator
+
+from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Normal
+from tests import runs
+
+
+def test_language_model_terms_are_loss_tokens_after_the_shift():
+    rows = runs.token_rows([3, 8, 5])
+    rows[1]["labels"] = [-100, -100, -100, *rows[1]["labels"][3:]]
+    # 2 + 5 + 4: the first token of a row is predicted by none, nor is a masked one
+    assert count_terms(rows, runs.padding_collator(), Categorical(), shift=True, progress=False) == (11, 5)
+
+
+def test_left_padding_is_no_context_of_a_first_token():
+    rows = runs.token_rows([3, 8, 5])
+    for side, size in itertools.product(("left", "right"), (1, 3)):
+        collate = runs.padding_collator(side)
+        found = count_terms(rows, collate, Categorical(), shift=True, progress=False, batch_size=size)
+        assert found == (2 + 7 + 4, 7)
+
+
+def test_packed_rows_are_refused_where_single_rows_matter():
+    rows = [{k: v for k, v in row.items() if k != "attention_mask"} for row in runs.token_rows([3, 8, 5])]
+    options = {"shift": True, "progress": False}
+    packed = DataCollatorWithFlattening()
+    assert count_terms(rows, packed, Categorical(), **options).total == 2 + 7 + 4
+    with pytest.raises(ValueError, match=r"made 1 rows of 3 of train_dataset, and chains have their own"):
+        count_terms(rows, packed, Categorical(), by_row="chains have their own", **options)
+    alone = count_terms(rows, packed, Categorical(), batch_size=1, by_row="chains have their own", **options)
+    assert alone == (2 + 7 + 4, 7)
+
+
+def test_terms_of_a_classifier_are_its_examples():
+    rows = runs.label_rows(130)
+    found = count_terms(rows, default_data_collator, Categorical(), shift=False, num_outputs=3, progress=False)
+    assert found == (130, 1)
+    rows = [{"x": [0.0], "labels": [0.0, 1.0]}] * 5
+    for likelihood in (Bernoulli(), Normal(1.0)):
+        assert count_terms(rows, default_data_collator, likelihood, shift=False, progress=False) == (5, 1)

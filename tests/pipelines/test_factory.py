@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import TextGenerationPipeline
+
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base_model import fingerprint_tokenizer
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
+from hf_bayes.posteriors.posterior import Posterior
+from tests import tiny_models as models
+from tests.members.subjects import bert_tagger
+from tests.pipelines.built import GREEDY, PROMPTS, TEMPLATE, bayesian
+
+
+@pytest.fixture(scope="module")
+def generate() -> BayesianTextGenerationPipeline:
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return pipeline("bayesian-text-generation", bayesian(), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def classify() -> Any:
+    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
+
+
+def test_transformers_own_factory_knows_the_tasks(
+    generate: BayesianTextGenerationPipeline, classify: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            stock = transformers.pipeline(
+                "bayesian-text-generation", model=generate.model, tokenizer=generate.tokenizer
+            )
+            other = transformers.pipeline(
+                "bayesian-text-classification", model=classify.model, tokenizer=classify.tokenizer
+            )
+            assert caplog.records == []
+            TextGenerationPipeline(model=generate.model, tokenizer=generate.tokenizer)
+            assert "is not supported" in caplog.text  # what ours do not log
+    finally:
+        transformers.logging.disable_propagation()
+    assert stock(PROMPTS[0], **GREEDY) == generate(PROMPTS[0], **GREEDY)
+    assert other(models.TEXTS[0]) == classify(models.TEXTS[0])
+
+
+def test_a_model_that_is_not_bayesian_is_refused(generate: BayesianTextGenerationPipeline, classify: Any) -> None:
+    tokenizer, plain = models.tiny_tokenizer(), models.tiny_llama()
+    for factory in (pipeline, transformers.pipeline):
+        with pytest.raises(ValueError, match="needs a BayesianModelForCausalLM, got LlamaForCausalLM"):
+            factory("bayesian-text-generation", model=plain, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match="CausalLM, got BayesianModelForSequenceClassification"):
+            factory("bayesian-text-generation", model=classify.model, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="SequenceClassification, got BayesianModelForCausalLM"):
+        pipeline("bayesian-text-classification", generate.model, tokenizer)
+
+
+def test_wrong_arguments_are_refused(generate: BayesianTextGenerationPipeline) -> None:
+    with pytest.raises(ValueError, match="unknown task 'text-generation': expected one of 'bayesian-text-generation'"):
+        pipeline("text-generation", generate.model, generate.tokenizer)
+    with pytest.raises(ValueError, match="give tokenizer="):
+        pipeline("bayesian-text-generation", generate.model)
+    with pytest.raises(ValueError, match="members: the model is loaded already"):
+        pipeline("bayesian-text-generation", generate.model, generate.tokenizer, members=2)
+
+
+def test_a_tokenizer_larger_than_the_embedding_has_no_pipeline(generate: BayesianTextGenerationPipeline) -> None:
+    tokenizer = models.tiny_tokenizer()
+    tokenizer.add_tokens(["<a>"])
+    with pytest.raises(ValueError, match="token ids up to 320, the model's embedding has rows 0 to 319"):
+        pipeline("bayesian-text-generation", generate.model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "task"),
+    [
+        (lambda: models.tiny_llama(), "bayesian-text-generation"),
+        (lambda: models.tiny_bert(), "bayesian-text-classification"),
+        (lambda: bert_tagger(torch.float32), "bayesian-token-classification"),
+    ],
+    ids=["language model", "classifier", "tagger"],
+)
+def test_a_task_that_is_not_named_is_the_models(make: Callable[[], nn.Module], task: str) -> None:
+    model = attach(make(), subspace="last_layer", num_members=2)
+    named, found = (pipeline(each, model, models.tiny_tokenizer()) for each in (task, None))
+    assert type(found) is type(named)
+    assert found.task == named.task == task
+
+
+def test_what_a_pipeline_is_made_of_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match="needs a posterior: give model=, its directory or repository"):
+        pipeline("bayesian-text-generation")
+    with pytest.raises(ValueError, match=r"unknown task 'some/posterior': .* pipeline\(model=...\) finds its task"):
+        pipeline("some/posterior")
+    with pytest.raises(ValueError, match="or a Bayesian model, got LlamaForCausalLM"):
+        pipeline(model=models.tiny_llama(), tokenizer=models.tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def posterior(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A posterior of three adapters on a base model of its own, each in a directory."""
+    root = tmp_path_factory.mktemp("pipelines")
+    models.tiny_llama().save_pretrained(root / "base")
+    models.tiny_tokenizer().save_pretrained(root / "base")
+    for index in range(3):
+        adapted = models.with_lora(models.tiny_llama(), seed=index)
+        adapted.peft_config["default"].base_model_name_or_path = str(root / "base")
+        adapted.save_pretrained(root / f"adapter-{index}")
+    ensemble = Posterior.from_adapters([root / f"adapter-{index}" for index in range(3)])
+    base = {**ensemble.config.base_model, "dtype": "float32"}
+    replace(ensemble, config=replace(ensemble.config, base_model=base)).save_pretrained(root / "posterior")
+    return root / "posterior"
+
+
+def test_a_directory_is_enough(posterior: Path) -> None:
+    generate = pipeline("bayesian-text-generation", posterior)
+    (record,) = generate(PROMPTS[0], **GREEDY)
+    assert generate.model.num_members == 3
+    assert pipeline(model=posterior)(PROMPTS[0], **GREEDY) == [record]
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())(PROMPTS[0], **GREEDY) == [record]
+    fewer = pipeline("bayesian-text-generation", str(posterior), posterior.parent / "base", members=1)
+    assert fewer(PROMPTS[0], **GREEDY)[0]["uncertainty"]["epistemic"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_another_tokenizer_is_refused(posterior: Path) -> None:
+    model = BayesianModelForCausalLM.from_pretrained(posterior)
+    fingerprint = {**model.posterior.config.base_model["fingerprint"]}
+    fingerprint["tokenizer"] = fingerprint_tokenizer(models.tiny_tokenizer())
+    base = {**model.posterior.config.base_model, "fingerprint": fingerprint}
+    model.posterior = replace(model.posterior, config=replace(model.posterior.config, base_model=base))
+    assert pipeline("bayesian-text-generation", model, models.tiny_tokenizer())
+    with pytest.raises(ValueError, match="is not the one the posterior was made with"):
+        pipeline("bayesian-text-generation", model, models.tiny_tokenizer(["entirely other words, many of them"]))

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_bayes.posteriors.storage.plain_values import plain
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def test_plain_turns_what_configs_hold_into_json_values() -> None:
+    value: dict[str, Any] = {
+        "set": {"b", "a"},
+        "enum": Colour.RED,
+        "tuple": (1, 2),
+        "path": Path("a/b"),
+        "numpy": np.float32(0.5),
+        "flag": np.bool_(True),
+        "tensor": torch.tensor([1, 2]),
+        "dtype": torch.bfloat16,
+    }
+    expected = {
+        "set": ["a", "b"],
+        "enum": "red",
+        "tuple": [1, 2],
+        "path": "a/b",
+        "numpy": 0.5,
+        "flag": True,
+        "tensor": [1, 2],
+        "dtype": "bfloat16",
+    }
+    assert plain(value, "config") == expected
+    assert json.loads(json.dumps(plain(value, "config"))) == expected
+
+
+def test_plain_names_the_entry_that_is_no_data() -> None:
+    with pytest.raises(ValueError, match=r"config\.a\[1\] holds a object"):
+        plain({"a": [1, object()]}, "config")
+    with pytest.raises(ValueError, match=r"config\.a must be finite"):
+        plain({"a": float("nan")}, "config")
+    assert plain({"a": float("nan")}, "config", undefined_is_null=True) == {"a": None}
+
+
+def test_values_that_are_nested_deep_are_refused_in_words() -> None:
+    value: dict[str, Any] = {}
+    value["a"] = [value]  # endless nesting
+    with pytest.raises(ValueError, match="head nests lists and objects more than 64 deep"):
+        plain(value, "head")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_bayes.posteriors.config import CONFIG
+from hf_bayes.posteriors.posterior import Posterior
+from tests.faults import posteriors
+from tests.faults.corruptions import edit_json, sign
+from tests.faults.posteriors import draws, gaussian
+
+
+def test_directory_is_laid_out_as_documented(tmp_path: Path) -> None:
+    common = {"README.md", "posterior_config.json", "manifest.json"}
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    expected = {
+        "draws": {"members/member_000/model.safetensors", "members/member_001/model.safetensors"},
+        "draws_lora": adapter | {f"members/member_00{i}/{name}" for i in range(2) for name in adapter},
+        "gaussian": {"covariance.safetensors"},
+        "gaussian_lora": adapter | {"covariance.safetensors"},
+    }
+    made = (draws(2), draws(2, adapter=True), gaussian(), gaussian(adapter=True))
+    for (name, files), posterior in zip(expected.items(), made, strict=True):
+        posterior.save_pretrained(tmp_path / name)
+        found = {str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*") if p.is_file()}
+        assert found == common | files
+
+
+def test_root_is_the_gaussian_mean_or_the_first_member(tmp_path: Path) -> None:
+    for posterior, expected in (
+        (gaussian(1, adapter=True), lambda p: p.approximation.mean),
+        (gaussian(2, adapter=True), lambda p: p.approximation.means[0]),
+        (draws(2, adapter=True), lambda p: p.approximation.theta[0]),
+    ):
+        posterior.save_pretrained(tmp_path)
+        root = load_file(tmp_path / "adapter_model.safetensors")
+        tensors = posterior.layout.unflatten(expected(posterior))
+        assert torch.equal(root["base_model.model.score.weight"], tensors[posteriors.LORA[2][0]])
+
+
+def test_member_count_that_differs_from_the_config_is_refused(tmp_path: Path) -> None:
+    draws(3).save_pretrained(tmp_path)
+    edit_json(tmp_path / CONFIG, lambda values: values.update(num_members=2, member_chains=[0, 1]))
+    sign(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"2 members\): missing \[\], extra \['members/member_002/model\.safetensors'\]"
+    ):
+        Posterior.from_pretrained(tmp_path)
+    edit_json(tmp_path / CONFIG, lambda values: values.update(num_members=0, member_chains=[]))
+    sign(tmp_path)
+    with pytest.raises(ValueError, match="a posterior of 0 members is empty"):
+        Posterior.from_pretrained(tmp_path)
+
+
+def test_gaussian_without_spread_is_refused(tmp_path: Path) -> None:
+    from tests.faults.corruptions import edit_tensors
+
+    gaussian().save_pretrained(tmp_path)
+    edit_tensors(tmp_path / "covariance.safetensors", lambda t: t.update({k: v - 9 for k, v in t.items()}))
+    sign(tmp_path)
+    with pytest.raises(ValueError, match=r"covariance\.safetensors: a diagonal Gaussian needs positive stds"):
+        Posterior.from_pretrained(tmp_path)

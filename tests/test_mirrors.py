@@ -1,0 +1,28 @@
+"""Every module of the package has its tests in a file of the same name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TYPES = "protocols and types without behaviour of their own"
+WITHOUT = {
+    "chains/objective.py": TYPES,
+    "core/types.py": TYPES,
+    "methods/laplace/pass_result.py": TYPES,
+    "training/refused_arguments.py": "tests/test_bad_input.py has a row for each argument",
+    "training/session.py": "the order of steps before a run: every test of the trainer passes through it",
+}
+"""The modules without a file of tests, each with the reason."""
+
+
+def mirror(module: Path) -> Path:
+    """Return the file that tests a module, both within their folders."""
+    return module.with_name(f"test_{module.name}")
+
+
+def test_every_module_has_a_file_of_tests_or_a_reason() -> None:
+    package, tests = ROOT / "hf_bayes", ROOT / "tests"
+    modules = {path.relative_to(package) for path in package.rglob("*.py") if path.name != "__init__.py"}
+    missing = {module.as_posix() for module in modules if not (tests / mirror(module)).exists()}
+    assert missing == WITHOUT.keys()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import default_data_collator
+
+from hf_bayes.methods.registry import METHODS
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.messages import Messages
+from tests import runs
+
+
+def test_metrics_at_save_set_the_posterior_beside_a_map_estimate(tmp_path):
+    rows = runs.token_rows(4, seed=1)
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    kept = trainer.posterior.config.metrics
+    assert kept["nll"] == trainer.evaluate()["eval_nll"]  # and the posterior is what is shown afterwards
+    point = map_of_run(trainer.posterior, trainer.active)
+    with torch.no_grad():
+        trainer.bayesian.show(point)
+        batch = default_data_collator(rows)
+        assert kept["map_nll"] == pytest.approx(float(trainer.bayesian(**batch).loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "polished"),
+    [("map", False), ("ensemble", False), ("laplace", False), ("sgd_mc", True), ("swa", True), ("swag", True)],
+)
+def test_sgd_iterates_are_no_map_estimate_until_polished(tmp_path, name, polished):
+    trainer = runs.trainer(tmp_path, METHODS[name](burn_in=0.5), max_steps=40)
+    trainer.train()
+    posterior = trainer.posterior
+    assert torch.equal(map_of_run(posterior, trainer.active)[0], posterior.representative) is not polished
+
+
+def test_a_map_estimate_may_be_left_out(tmp_path):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4), map_updates=0)
+    trainer.train()
+    trainer.save_model()
+    assert "map_nll" not in trainer.posterior.config.metrics
+
+
+def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
+    compare(Messages(TrainerHost(trainer)), "", 2.0, 1.5, 0.1)
+    assert "worse than a MAP estimate's 1.5000" in caplog.text
+    caplog.clear()
+    compare(Messages(TrainerHost(trainer)), "", 1.5, 2.0, 0.1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("nll", "error", "said", "warned"),
+    [
+        (1.65, 0.1, False, False),
+        (1.65, 0.05, True, True),
+        (1.35, 0.05, True, False),
+        (1.35, 0.1, False, False),
+        (2.0, None, False, False),
+    ],
+)
+def test_a_difference_within_two_standard_errors_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nll: float, error: float | None, said: bool, warned: bool
+) -> None:
+    trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
+    assert ("MAP estimate" in caplog.text) == said
+    assert any(record.levelname == "WARNING" for record in caplog.records) == warned
+    assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import EvalPrediction, TrainerCallback
+
+from hf_bayes.cli.diagnosis_figure import plot
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.posteriors.posterior import Posterior
+from tests import runs
+from tests.training.trained import METRICS
+
+
+class ReadsLoss(TrainerCallback):
+    """Reads ``eval_loss``, as many callbacks do, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        assert metrics["eval_loss"] > 0
+        self.told.append("evaluate")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.told.append("prediction step")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.told.append("log")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_figures_that_a_save_makes_for_itself_reach_nobody_else(tmp_path, several, evaluates):
+    seen: list[EvalPrediction] = []
+    watch = ReadsLoss()
+    rows = runs.token_rows(4, seed=1)
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=4, draws_per_chain=2),
+        eval_dataset={"first": rows[:3], "second": rows[2:]} if several else rows,
+        callbacks=[] if several else [watch],
+        compute_metrics=lambda prediction: seen.append(prediction) or {},
+    )
+    trainer.train()
+    expected = trainer.evaluate() if evaluates else None
+    watch.told.clear()
+    seen.clear()
+    logged = len(trainer.state.log_history)
+    trainer.save_model()
+    assert (watch.told, seen, len(trainer.state.log_history)) == ([], [], logged)
+    loaded = Posterior.from_pretrained(tmp_path)
+    kept, risk = loaded.config.metrics, loaded.trace["risk"]
+    sets = ["first_", "second_"] if several else [""]
+    assert all(np.isfinite(kept[f"{name}map_nll"]) for name in sets)
+    assert [name for name in kept if name.endswith("limit_nll")] == [f"{sets[-1]}limit_nll"]  # of the last set only
+    assert kept[f"{sets[-1]}limit_nll"] == risk["limit"]  # of 8 members
+    assert risk["risks"][-1] == pytest.approx(kept[f"{sets[-1]}nll"], rel=1e-6)
+    assert risk.get("eval_set", "") == sets[-1][:-1]
+    titles = [axis.get_title() for axis in plot(loaded.config.to_dict(), loaded.trace).axes]
+    assert f"held-out NLL of S members{' (second)' if several else ''}" in titles
+    found = trainer.evaluate()
+    for name in [name + metric for name in sets for metric in METRICS]:
+        assert kept[name] == pytest.approx(found[f"eval_{name}"], rel=1e-6)
+        assert expected is None or kept[name] == expected[f"eval_{name}"]
+    # and who was left out is back
+    assert seen
+    assert several or "evaluate" in watch.told
+
+
+def test_a_failed_save_keeps_callbacks_and_metrics(tmp_path, monkeypatch):
+    watch = ReadsLoss()
+    trainer = runs.trainer(
+        tmp_path,
+        SGHMCConfig(),
+        eval_dataset=runs.token_rows(4, seed=1),
+        callbacks=[watch],
+        compute_metrics=lambda _: {},
+    )
+    trainer.train()
+    kept = trainer.callback_handler, trainer.compute_metrics
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(trainer.bayesian), "evaluate_batch", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.save_model()
+    assert (trainer.callback_handler, trainer.compute_metrics) == kept
+    trainer.save_model()
+    assert "map_nll" in Posterior.from_pretrained(tmp_path).config.metrics
