@@ -12,7 +12,6 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.messages import Messages
 from tests import runs
 
 
@@ -86,7 +85,7 @@ def test_a_difference_within_two_standard_errors_is_not_told(
 ) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
+    compare(TrainerHost(trainer), "", nll, 1.5, error)
     assert ("MAP estimate" in caplog.text) == said
     assert any(record.levelname == "WARNING" for record in caplog.records) == warned
     assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

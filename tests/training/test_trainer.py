@@ -35,7 +35,6 @@ from hf_bayes.objectives import starting
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.messages import Messages
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import CHECKPOINTING, tiny_bert, tiny_gpt2, tiny_llama, with_lora
@@ -745,10 +744,10 @@ def test_saving_after_an_evaluation_does_not_evaluate_again(tmp_path, monkeypatc
 
 def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
-    compare(Messages(TrainerHost(trainer)), "", 2.0, 1.5, 0.1)
+    compare(TrainerHost(trainer), "", 2.0, 1.5, 0.1)
     assert "worse than a MAP estimate's 1.5000" in caplog.text
     caplog.clear()
-    compare(Messages(TrainerHost(trainer)), "", 1.5, 2.0, 0.1)
+    compare(TrainerHost(trainer), "", 1.5, 2.0, 0.1)
     assert not caplog.records
 
 
