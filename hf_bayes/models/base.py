@@ -23,12 +23,11 @@ from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
-from hf_bayes.models.gradient_flags import GradientFlags
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading import load
 from hf_bayes.models.predictors import MemberLogLik, Predictor
 from hf_bayes.models.refusals import refuse_compiling, refuse_pushing, refuse_saving, refuse_theta
-from hf_bayes.models.restoration import Restoration
+from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens

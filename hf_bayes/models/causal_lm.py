@@ -20,7 +20,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
@@ -227,7 +226,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         num_kept = logits_to_keep if isinstance(logits_to_keep, int) else 0
         with self.predictor.open(self):
             states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
-            rows, length, device = num_rows_of(inputs), states.hidden.shape[1], states.hidden.device
+            rows, length, device = states.num_rows, states.hidden.shape[1], states.hidden.device
             steps = _kept(logits_to_keep, length, device)
             positions = (torch.arange(rows, device=device)[:, None] * length + steps).flatten()
             flat = self._predict(states, positions)

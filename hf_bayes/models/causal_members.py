@@ -138,8 +138,9 @@ class CausalMembers:
             rows = labels.shape[0] // members if folded else labels.shape[0]
             hidden = self.head.per_member(hidden, rows)
             labels = labels.reshape(members if folded else 1, -1)
-            wanted = likelihood.is_term(labels).any(0).nonzero()[:, 0]
-            labels = labels[:, wanted].expand(members, -1)
+            is_term = likelihood.is_term(labels)
+            wanted = is_term.any(0).nonzero()[:, 0]
+            labels, is_term = labels[:, wanted].expand(members, -1), is_term[:, wanted].expand(members, -1)
             places = torch.arange(labels.shape[1], device=labels.device).expand(members, -1)
 
             def log_prob(logits: Tensor, places: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class CausalMembers:
 
             log_lik = self.head.log_lik(hidden[:, wanted], output, places, log_prob)
             self.members.check_all_read()
-        return MemberLogLik(-log_lik, likelihood.is_term(labels).sum(1))
+        return MemberLogLik(-log_lik, is_term.sum(1))
 
     def _pass(self, theta: Tensor, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any]:
         own = {} if cache is None else {"past_key_values": cache}

@@ -7,7 +7,7 @@ below. ``tests/models/test_compat.py`` compares the lists with the installed ver
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +155,18 @@ def names_in_mapping(mapping: Any) -> set[str]:
 def registered_in_mapping(mapping: Any) -> list[type]:
     """Return the classes that were registered with a mapping by the user."""
     return list(mapping._extra_content.values())
+
+
+def mappings_with(kind: type, names: Iterable[str], *, by_name: bool) -> list[str]:
+    """Return the names of the mappings that hold a class, out of ``names``.
+
+    Args:
+        by_name: look for the name of a class of transformers; otherwise for a class that the user registered.
+    """
+    named = {name: getattr(modeling_auto, name) for name in names}
+    if by_name:
+        return [name for name, mapping in named.items() if kind.__name__ in names_in_mapping(mapping)]
+    return [name for name, mapping in named.items() if kind in registered_in_mapping(mapping)]
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------

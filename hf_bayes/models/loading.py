@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,7 +27,7 @@ from hf_bayes.core.text_safety import readable_errors
 from hf_bayes.models import base_model as base
 from hf_bayes.models import lora_layers
 from hf_bayes.models.base_location import locate, reaching, refuse_adapted
-from hf_bayes.models.gradient_flags import GradientFlags
+from hf_bayes.models.restoration import GradientFlags, unwrapped
 from hf_bayes.posteriors.posterior import Posterior, require_members
 
 _TOKENIZER = ("tokenizer_config.json",)
@@ -129,17 +127,6 @@ def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[s
     if given := [name for name in ("revision", "subfolder") if location.get(name) is not None]:
         raise ValueError(f"{', '.join(given)}: the posterior is in memory already, give this where it is read")
     return directory_or_repo
-
-
-def unwrapped(model: PeftModel) -> nn.Module:
-    """Remove the adapter of a peft model and return the model inside, with its original modules."""
-    base: nn.Module = model.get_base_model()
-    # peft would leave its copies of modules_to_save in their places
-    own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
-    model.unload()
-    for name, module in own.items():
-        base.set_submodule(name, module)
-    return base
 
 
 @readable_errors()

@@ -57,16 +57,8 @@ def task_of(model: nn.Module) -> Task:
 def _loaders_of(kind: type, config: Any) -> list[str]:
     """Return the names of the auto classes that load this class; a mapping without one stands under its own name."""
     native = kind.__module__.startswith("transformers.")
-    found = []
-    for name, loader in mappings().items():
-        mapping = getattr(modeling_auto, name)
-        known = (
-            kind.__name__ in compat.names_in_mapping(mapping)
-            if native
-            else kind in compat.registered_in_mapping(mapping)
-        )
-        if known:
-            found.append(loader or name)
+    loaders = mappings()
+    found = [loaders[name] or name for name in compat.mappings_with(kind, loaders, by_name=native)]
     if native:
         return found
     auto_map = getattr(config, "auto_map", None) or {}

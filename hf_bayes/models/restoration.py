@@ -6,10 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from hf_bayes.models.gradient_flags import GradientFlags
-from hf_bayes.models.loading import unwrapped
+
+class GradientFlags:
+    """The ``requires_grad`` of every parameter of a model, as it was when this record was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore(self) -> None:
+        """Set every parameter's ``requires_grad`` back."""
+        for parameter, requires_grad in self.flags:
+            parameter.requires_grad_(requires_grad)
+
+
+def unwrapped(model: PeftModel) -> nn.Module:
+    """Remove the adapter of a peft model and return the model inside, with its original modules."""
+    base: nn.Module = model.get_base_model()
+    # peft would leave its copies of modules_to_save in their places
+    own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    model.unload()
+    for name, module in own.items():
+        base.set_submodule(name, module)
+    return base
 
 
 class Restoration:

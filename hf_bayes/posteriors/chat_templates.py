@@ -28,8 +28,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hf_bayes.posteriors.storage.json_types import is_text
-
 MAX_TEXT = 100_000
 MAX_NUMBER = 10_000
 MAX_NESTED = 5
@@ -55,7 +53,7 @@ def check_chat_template(text: str) -> None:
     Raises:
         ValueError: naming the line and the reason.
     """
-    if not is_text(text):
+    if not isinstance(text, str):
         raise ValueError(f"a chat template is a text, got {type(text).__name__}")
     if len(text) > MAX_TEXT:
         raise ValueError(f"a chat template of {len(text):,} characters is refused, expected at most {MAX_TEXT:,}")

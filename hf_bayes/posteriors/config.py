@@ -16,14 +16,7 @@ from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
-from hf_bayes.posteriors.storage.json_types import (
-    is_boolean,
-    is_integer,
-    is_list,
-    is_number,
-    is_object,
-    is_text,
-)
+from hf_bayes.posteriors.storage.json_types import is_integer, is_number
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import TASKS
@@ -138,7 +131,7 @@ class PosteriorConfig:
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
         for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
-            _require(is_object(getattr(self, name)), name, getattr(self, name), "an object")
+            _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
         _require(_is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
@@ -150,7 +143,7 @@ class PosteriorConfig:
         else:
             _require(self.num_members == 0, "num_members", self.num_members, "0 for a gaussian")
         chains = self.member_chains
-        fine = is_list(chains) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
+        fine = isinstance(chains, list) and len(chains) in (0, self.num_members) and all(_is_count(c) for c in chains)
         _require(fine, "member_chains", chains, f"the chain of each of the {self.num_members} members")
         fine = self.seed is None or is_integer(self.seed, 0, MAX_SEED + 1)
         _require(fine, "seed", self.seed, f"an integer from 0 to {MAX_SEED}, or null")
@@ -160,22 +153,22 @@ class PosteriorConfig:
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
-        fine = converged is None or is_boolean(converged)
+        fine = converged is None or isinstance(converged, bool)
         _require(fine, "diagnostics.converged", converged, "true, false or null")
-        _require(verdict is None or is_text(verdict), "diagnostics.verdict", verdict, "a sentence")
+        _require(verdict is None or isinstance(verdict, str), "diagnostics.verdict", verdict, "a sentence")
 
     def _check_prediction(self) -> None:
         known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
-        fine = is_text(self.prediction) and self.prediction in known
+        fine = isinstance(self.prediction, str) and self.prediction in known
         _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
 
     def _check_parameters(self) -> None:
-        fine: Any = is_list(self.parameters) and self.parameters
+        fine: Any = isinstance(self.parameters, list) and self.parameters
         _require(fine, "parameters", self.parameters, "[name, shape] pairs")
         if len(self.parameters) > MAX_TENSORS:
             raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
         for pair in self.parameters:
-            fine = is_list(pair) and len(pair) == 2 and _is_line(pair[0]) and is_list(pair[1])
+            fine = isinstance(pair, list) and len(pair) == 2 and _is_line(pair[0]) and isinstance(pair[1], list)
             fine = fine and all(is_integer(size, 1, _MAX_COUNT) for size in pair[1])
             _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
             if len(pair[0]) > MAX_NAME:
@@ -189,7 +182,7 @@ class PosteriorConfig:
         _require(set(self.base_model) == keys, "base_model", sorted(self.base_model), f"the keys {sorted(keys)}")
         fingerprint = self.base_model["fingerprint"]
         keys = {"weights", "config", "tokenizer"}
-        fine = is_object(fingerprint) and set(fingerprint) == keys
+        fine = isinstance(fingerprint, dict) and set(fingerprint) == keys
         _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
@@ -207,7 +200,7 @@ _MAX_COUNT = 2**63
 
 
 def _is_line(value: Any) -> bool:
-    return is_text(value) and is_plain_line(value)
+    return isinstance(value, str) and is_plain_line(value)
 
 
 def _is_count(value: Any) -> bool:

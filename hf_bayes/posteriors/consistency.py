@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.posteriors.config import PosteriorConfig
-from hf_bayes.posteriors.lora_keys import adapter_key, partner_key
+from hf_bayes.posteriors.lora_keys import adapter_keys, partner_key
 
 
 def with_chains(config: PosteriorConfig, draws: Draws) -> PosteriorConfig:
@@ -82,10 +82,10 @@ def check_adapter_keys(layout: Layout) -> None:
         ValueError: naming two parameters with one key, or the missing factor.
     """
     keys: dict[str, str] = {}
-    for name in layout.names:
-        other = keys.setdefault(adapter_key(name), name)
+    for name, key in adapter_keys(layout.names).items():
+        other = keys.setdefault(key, name)
         if other != name:
-            raise ValueError(f"{other} and {name} would be one tensor {adapter_key(name)!r} of the adapter")
+            raise ValueError(f"{other} and {name} would be one tensor {key!r} of the adapter")
     for key in keys:
         partner = partner_key(key)
         if partner is not None and partner not in keys:

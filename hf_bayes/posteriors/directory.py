@@ -25,7 +25,7 @@ from hf_bayes.distributions.covariance import COVARIANCES, check_shapes
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
-from hf_bayes.posteriors.lora_keys import adapter_key
+from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
 from hf_bayes.posteriors.storage.listing import shown
@@ -58,7 +58,8 @@ def member_files(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | N
     tensors = layout.unflatten(row)
     if adapter_config is None:
         return {TENSORS: tensors}
-    return {ADAPTER_CONFIG: adapter_config, ADAPTER: {adapter_key(name): t for name, t in tensors.items()}}
+    keys = adapter_keys(tensors)
+    return {ADAPTER_CONFIG: adapter_config, ADAPTER: {keys[name]: tensor for name, tensor in tensors.items()}}
 
 
 def member_folder(index: int) -> str:
@@ -105,7 +106,7 @@ def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, 
             name = f"{member_folder(index)}/{ADAPTER_CONFIG}"
             if contents[name] != adapter_config:
                 raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
-        found = {adapter_key(name): shape for name, shape in found.items()}
+        found = {key: found[name] for name, key in adapter_keys(found).items()}
     return {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
 
 
@@ -145,12 +146,13 @@ def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
 def _reader(files: Mapping[str, dict[str, Any]], config: PosteriorConfig, *, adapter: bool) -> Callable[[str], Tensor]:
     """Return a function from the name of a file to its row of theta."""
     layout = config.layout
-    keys = {(adapter_key(name) if adapter else name): name for name in layout.names}
+    keys = adapter_keys(layout.names) if adapter else {name: name for name in layout.names}
+    names = {key: name for name, key in keys.items()}
 
     def theta_of(file: str) -> Tensor:
         tensors = files[file]
         _check_dtypes(file, tensors)
-        return layout.flatten({keys[key]: tensor for key, tensor in tensors.items()})
+        return layout.flatten({names[key]: tensor for key, tensor in tensors.items()})
 
     return theta_of
 

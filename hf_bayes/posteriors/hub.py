@@ -18,7 +18,6 @@ from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import GAUSSIAN, TRACE
-from hf_bayes.posteriors.storage.json_types import is_object
 
 CARD = "README.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
@@ -94,7 +93,7 @@ def push_directory(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
     base = contents.get(CONFIG, {}).get("base_model", {})
-    base = base.get("name_or_path") if is_object(base) else None
+    base = base.get("name_or_path") if isinstance(base, dict) else None
     if is_local(base):
         warnings.warn(
             f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "

@@ -15,7 +15,6 @@ from hf_bayes.posteriors import hub, lora_config, storage
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.lora_keys import parameter_name
-from hf_bayes.posteriors.storage.json_types import is_object
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES
 
@@ -108,6 +107,6 @@ def _fingerprint_near(directory: Path) -> dict[str, str | None] | None:
     for place in (directory, *posterior):
         if (place / CONFIG).is_file():
             base_model = storage.read_file(place, CONFIG).get("base_model")
-            fingerprint = base_model.get("fingerprint") if is_object(base_model) else None
-            return fingerprint if is_object(fingerprint) else None
+            fingerprint = base_model.get("fingerprint") if isinstance(base_model, dict) else None
+            return fingerprint if isinstance(fingerprint, dict) else None
     return None

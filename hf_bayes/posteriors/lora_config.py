@@ -17,13 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
-from hf_bayes.posteriors.storage.json_types import (
-    is_boolean,
-    is_list,
-    is_object,
-    is_text,
-    is_texts,
-)
+from hf_bayes.posteriors.storage.json_types import is_texts
 from hf_bayes.posteriors.storage.plain_values import plain
 
 FILE = ADAPTER_CONFIG
@@ -60,11 +54,15 @@ def _is_scale(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return value is None or (is_text(value) and len(value) <= 4096)
+    return value is None or (isinstance(value, str) and len(value) <= 4096)
 
 
 def _is_start(value: Any) -> bool:
-    return value is None or is_boolean(value) or is_text(value)
+    return value is None or isinstance(value, (bool, str))
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_names(value: Any) -> bool:
@@ -74,17 +72,17 @@ def _is_names(value: Any) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     """Return whether a value is a list of names or a text. ``explicit`` refuses a text as a regular expression."""
-    return _is_names(value) or is_text(value)
+    return _is_names(value) or isinstance(value, str)
 
 
 def _is_indices(value: Any) -> bool:
-    indices = value if is_list(value) else [value]
+    indices = value if isinstance(value, list) else [value]
     return value is None or all(type(index) is int and 0 <= index < 10**6 for index in indices)
 
 
 def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
-        value is None or (is_object(value) and _is_names(list(value)) and all(map(fits, value.values())))
+        value is None or (isinstance(value, dict) and _is_names(list(value)) and all(map(fits, value.values())))
     )
 
 
@@ -94,13 +92,13 @@ FIELDS = {
     "base_model_name_or_path": Field(_is_text, "a text or null"),
     "revision": Field(_is_text, "a text or null"),
     "peft_version": Field(_is_text, "a text or null"),
-    "inference_mode": Field(is_boolean, "true or false"),
+    "inference_mode": Field(_is_boolean, "true or false"),
     "r": Field(_is_rank, "an integer >= 1"),
     "lora_alpha": Field(_is_scale, "a number > 0"),
     "lora_dropout": Field(lambda value: type(value) in (int, float) and 0 <= value < 1, "a number from 0 to below 1"),
     "bias": Field(lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
-    "fan_in_fan_out": Field(is_boolean, "true or false"),
-    "use_rslora": Field(is_boolean, "true or false"),
+    "fan_in_fan_out": Field(_is_boolean, "true or false"),
+    "use_rslora": Field(_is_boolean, "true or false"),
     "init_lora_weights": Field(_is_start, "true, false or a name"),
     "target_modules": Field(_is_pattern, "a list of module names"),
     "exclude_modules": Field(_is_pattern, "a list of module names, or null"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hf_bayes.posteriors.compat import ADAPTER_NAME, LORA_FACTORS, MODEL_PREFIX, SAVED_MODULES
 
@@ -17,6 +17,11 @@ def adapter_key(name: str) -> str:
     """
     name = re.sub(_FACTOR.pattern + r"\.[^.]+", r".\1", name)
     return re.sub(rf"\.{SAVED_MODULES}\.[^.]+\.", ".", name)
+
+
+def adapter_keys(names: Iterable[str]) -> dict[str, str]:
+    """Return {parameter name: ``adapter_key``}, in the order of the names."""
+    return {name: adapter_key(name) for name in names}
 
 
 def parameter_name(key: str, modules_to_save: Sequence[str]) -> str:

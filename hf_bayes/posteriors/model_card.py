@@ -20,7 +20,7 @@ from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
-from hf_bayes.posteriors.storage.json_types import is_list, is_number, is_object, is_text
+from hf_bayes.posteriors.storage.json_types import is_number
 from hf_bayes.posteriors.tasks import TASKS
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -72,7 +72,7 @@ def _lines(name: str, value: Any) -> list[str]:
     several = isinstance(value, list | tuple | set) and name not in _SINGLE
     texts = list(value) if several else [value]
     for text in texts:
-        if not (text is None or is_text(text)):
+        if not (text is None or isinstance(text, str)):
             raise ValueError(f"{name} of a model card are texts, got {text!r}: give one text or a list of them")
     return [line for text in texts if text is not None and (line := one_line(text))]
 
@@ -203,9 +203,10 @@ def _prior(prior: Mapping[str, Any]) -> str:
     name = Path(source).name if is_local(source) else source
     size = "" if prior.get("num_data") is None else f", N = {prior['num_data']:,.0f}"
     own = prior.get("prior")
+    whose = f", whose own prior: {_prior(own)}" if isinstance(own, dict) else ""
     return (
         f"the posterior {name} ({prior.get('method')}, used as {prior['used_as']}{size}, fingerprint "
-        f"{str(prior.get('fingerprint'))[:12]})" + (f", whose own prior: {_prior(own)}" if is_object(own) else "")
+        f"{str(prior.get('fingerprint'))[:12]}){whose}"
     )
 
 
@@ -227,15 +228,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Join the keys of nested mappings by dots. A list of mappings (one for each chain) becomes lists by key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if is_list(value) and value and all(map(is_object, value)):
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             columns = {name: [_size(entry.get(name)) for entry in value] for entry in value for name in entry}
             value = {name: column[0] if len(column) == 1 else column for name, column in columns.items()}
-        flat |= _flat(value, f"{prefix}{key}.") if is_object(value) else {f"{prefix}{key}": value}
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
 def _size(value: Any) -> Any:
-    return len(value) if is_object(value) else value
+    return len(value) if isinstance(value, dict) else value
 
 
 def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:

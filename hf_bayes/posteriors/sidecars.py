@@ -21,7 +21,6 @@ from typing import Any
 from hf_bayes.posteriors.chat_templates import check_chat_template
 from hf_bayes.posteriors.compat import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
 from hf_bayes.posteriors.storage import disk
-from hf_bayes.posteriors.storage.json_types import is_list, is_object, is_text
 
 TEMPLATE, TEMPLATE_CONFIG, MORE_TEMPLATES = CHAT_TEMPLATES
 NAMES = (
@@ -220,14 +219,14 @@ def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = 
     Raises:
         ValueError: if an entry names code of another repository.
     """
-    if is_object(values):
+    if isinstance(values, dict):
         return {
             key: _with_code_from(value, repository, where, refers=refers or key == CODE_REFERENCES)
             for key, value in values.items()
         }
-    if is_list(values):
+    if isinstance(values, list):
         return [_with_code_from(value, repository, where, refers=refers) for value in values]
-    if not refers or not is_text(values):
+    if not refers or not isinstance(values, str):
         return values
     source, dashes, reference = values.rpartition("--")
     if dashes and source != repository:
@@ -245,9 +244,9 @@ def _chat_templates(files: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
             yield name, data.decode()
         elif name == TEMPLATE_CONFIG or name.endswith("_config.json"):
             found = _object(data, name).get("chat_template")
-            entries = found if is_list(found) else list(found.values()) if is_object(found) else [found]
+            entries = found if isinstance(found, list) else list(found.values()) if isinstance(found, dict) else [found]
             for entry in entries:
-                template = entry.get("template") if is_object(entry) else entry
+                template = entry.get("template") if isinstance(entry, dict) else entry
                 if template is not None:
                     yield name, template
 
@@ -264,6 +263,6 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not is_object(value):
+    if not isinstance(value, dict):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
     return value

@@ -80,6 +80,8 @@ class ActiveRun:
             data=self._data_access(),
         )
         self.problem = self.run.problem
+        copies = len(self.run.chains) if rows.shared else 1
+        self._ops_per_entry = 6 * copies * model.core.num_parameters(exclude_embeddings=True)
         self.probe_of_draws = self._probe(self.problem.num_steps // self.method.draws_per_chain)
         self.monitor = Monitor(
             model.layout.sizes,
@@ -137,12 +139,8 @@ class ActiveRun:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate for a micro-batch: each member runs the wrapped model."""
-        model = self.setup.model
-        main_input = inputs.get(getattr(model, "main_input_name", "input_ids"))
-        if main_input is None:
-            return 0
-        copies = len(self.run.chains) if self.rows.shared else 1
-        return int(6 * copies * main_input.numel() * model.core.num_parameters(exclude_embeddings=True))
+        main_input = inputs.get(getattr(self.setup.model, "main_input_name", "input_ids"))
+        return 0 if main_input is None else int(self._ops_per_entry * main_input.numel())
 
     def show_chains(self) -> None:
         """Let evaluation and generation use the current states of the chains."""

@@ -13,22 +13,21 @@ from hf_bayes.core.layout import grouped
 from hf_bayes.core.types import Kernel
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.messages import Messages
 
 ROWS_COMPARED, TIMES_COMPARED = 8, 4
 """Rows, spread over the training data, and how often each is collated to see whether it changes."""
 
 
-def announce(active: ActiveRun, messages: Messages) -> None:
+def announce(active: ActiveRun) -> None:
     """Write a description of the run to the log, and a warning if a setting changes the target distribution."""
-    _announce_sizes(active, messages)
-    _announce_prior(active, messages)
+    _announce_sizes(active)
+    _announce_prior(active)
     config = active.method
     if config.temperature == 0:
         what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
-        messages.say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
+        active.host.say("temperature 0: this run optimises towards %s, it draws no posterior samples", what)
     if active.setup.model.members.trunk.has_dropout:
-        _announce_dropout(active, messages)
+        _announce_dropout(active)
     if config.temperature > 0 and rows_vary(active):
         meaning = (
             f"{config.name} compares energies of different rows and is not exact. Draw the rows once and keep them"
@@ -36,20 +35,20 @@ def announce(active: ActiveRun, messages: Messages) -> None:
             else "chains sample the posterior of their mean log-likelihood (the Jensen posterior of "
             "cold_posteriors app. K), and N counts each row once"
         )
-        messages.warn(
+        active.host.warn(
             "rows of train_dataset differ from one look to the next (augmentation, or a collator that draws): %s",
             meaning,
         )
 
 
-def _announce_sizes(active: ActiveRun, messages: Messages) -> None:
+def _announce_sizes(active: ActiveRun) -> None:
     layout, rows, config, args = active.setup.model.layout, active.rows, active.method, active.host.args
     chains, steps, accumulation = len(active.run.chains), active.problem.num_steps, args.gradient_accumulation_steps
     size = layout.dim * chains * active.run.theta.element_size()
     # theta and its gradient beside the state
     held = 2 * size + sum(value.nbytes for value in active.run.template()._asdict().values())
     counted = "given" if rows.num_terms is None else f"{rows.num_terms} counted in {rows.num_rows} rows"
-    messages.say(
+    active.host.say(
         "%s: %d chains x %s random parameters in %d tensors; N = %g likelihood terms (%s; %s); about %s for %d "
         "updates of %d micro-batches; %.1f MB of chain state, draws %.1f MB; random: %s",
         config.name, chains, f"{layout.dim:,}", len(layout.names), rows.num_data, args.data_unit, counted,
@@ -58,42 +57,42 @@ def _announce_sizes(active: ActiveRun, messages: Messages) -> None:
     )  # fmt: skip
 
 
-def _announce_prior(active: ActiveRun, messages: Messages) -> None:
+def _announce_prior(active: ActiveRun) -> None:
     config, inherited = active.method, active.setup.inherited
     if inherited is not None:
         record = inherited.record
-        messages.say(
+        active.host.say(
             "prior: the posterior %s (%s, fingerprint %s)",
             record["posterior"] or record["method"], record["used_as"], record["fingerprint"][:12],
         )  # fmt: skip
         return  # the ratio below is of a prior around 0
     ratio = lora_prior_ratio(active.setup.model.model, active.setup.model.layout, active.prior)
     if ratio is not None and ratio <= 1:
-        messages.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
+        active.host.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
     elif ratio is not None:
         given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
         narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
-        messages.warn(
+        active.host.warn(
             "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
             "rank and alpha; %s the ratio is under 1",
             ratio, given, narrow,
         )  # fmt: skip
 
 
-def _announce_dropout(active: ActiveRun, messages: Messages) -> None:
+def _announce_dropout(active: ActiveRun) -> None:
     """Describe the effect of the dropout of the model, which differs between kinds of methods."""
     config = active.method
     if isinstance(active.run.method, Kernel):
-        messages.say("the model has dropout: %s evaluates it without", config.name)
+        active.host.say("the model has dropout: %s evaluates it without", config.name)
     elif config.requirements.drops_inputs:
-        messages.warn(
+        active.host.warn(
             "the model has dropout of its own, besides the masks of %s: inputs are dropped twice. Set it to 0",
             config.name,
         )
     elif config.temperature == 0:
-        messages.say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
+        active.host.say("the model has dropout: this run optimises the log-likelihood averaged over its masks")
     else:
-        messages.warn(
+        active.host.warn(
             "the model has dropout: this is the posterior of the dropout-averaged log-likelihood (the Jensen "
             "posterior of cold_posteriors app. K), not the Bayes posterior. Set it to 0, or use MCDropoutConfig"
         )

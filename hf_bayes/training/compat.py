@@ -1,4 +1,4 @@
-"""The names of transformers' Trainer that are private and that we read or override.
+"""The names of transformers' Trainer and of torch that are private and that we read or override.
 
 ``OVERRIDDEN`` lists the private hooks of Trainer that ``BayesianTrainerMixin`` overrides, with their parameters. A test
 compares them with the installed version. ``TrainerHost`` is the one place that calls private methods of a trainer.
@@ -7,6 +7,8 @@ compares them with the installed version. ``TrainerHost`` is the one place that 
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,7 +17,11 @@ from typing import Any, cast
 import datasets
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers import Trainer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from tqdm import tqdm
+from transformers import DefaultFlowCallback, ProgressCallback, Trainer
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_bayes.distributed.mesh import ChainMesh
@@ -40,6 +46,14 @@ CALLED = {
     "compute_loss_context_manager": ("self",),
 }
 """Hooks of Trainer that ``TrainerHost`` calls -> their parameters."""
+
+ATTRIBUTES = ("_signature_columns",)
+"""Private attributes that Trainer sets, and that ``TrainerHost`` reads and sets."""
+
+BATCH_NORM, DROPOUT = _BatchNorm, _DropoutNd
+"""torch's base classes of layers that normalise over a batch, and of layers that drop inputs."""
+
+logger = logging.getLogger("hf_bayes.training.trainer")
 
 
 class TrainerHost:
@@ -93,6 +107,17 @@ class TrainerHost:
         """The precision of autocast, "no" or "bf16"."""
         return str(self._trainer.accelerator.mixed_precision)
 
+    def say(self, message: str, *values: object) -> None:
+        """Log; where the log is off, write beside the progress bar, if that is shown."""
+        logger.info(message, *values)
+        if not logger.isEnabledFor(logging.INFO) and not self.args.disable_tqdm and self.is_first_process:
+            tqdm.write(message % values, file=sys.stderr)
+
+    def warn(self, message: str, *values: object) -> None:
+        """Log a warning, in the first process."""
+        if self.is_first_process:
+            logger.warning(message, *values)
+
     def prepare(self, batch: Any) -> Any:
         """Move a batch to the device, as Trainer does."""
         return self._trainer._prepare_inputs(batch)
@@ -116,6 +141,37 @@ class TrainerHost:
         if steps is not None and self._trainer.state.global_step % steps == 0:
             clear_device_cache()
 
+    def measure(self, prefix: str) -> dict[str, float]:
+        """Return what ``evaluate`` finds on the trainer's own eval_dataset, without its callbacks.
+
+        A save needs these figures, not the run. A callback would take them for an evaluation of the run and stop it,
+        log them after its end, or miss the name that it reads, and then nothing would be saved.
+        """
+        trainer, given = self._trainer, self.eval_dataset
+        names: list[Any] = list(given) if isinstance(given, dict) else [None]
+        kept = trainer.callback_handler, trainer.compute_metrics
+        # the callback that shows progress; Trainer's handler warns if the other one is not there
+        silent = [DefaultFlowCallback(), *([] if trainer.args.disable_tqdm else [ProgressCallback()])]
+        trainer.callback_handler = CallbackHandler(
+            silent, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
+        )
+        trainer.compute_metrics = None
+        metrics: dict[str, float] = {}
+        try:
+            for name in names:
+                output = trainer.evaluation_loop(
+                    trainer.get_eval_dataloader(name),
+                    description="Evaluation",
+                    prediction_loss_only=True,
+                    metric_key_prefix=prefix if name is None else f"{prefix}_{name}",
+                )
+                metrics |= output.metrics or {}
+                # ends the bar
+                trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, output.metrics)
+        finally:
+            trainer.callback_handler, trainer.compute_metrics = kept
+        return metrics
+
     def without_unused(self, dataset: Any, what: str) -> tuple[Any, Callable[..., Any]]:
         """Return a data set and its collator without columns that the model does not take, as Trainer leaves them out.
 
@@ -138,6 +194,16 @@ class TrainerHost:
             trainer._set_signature_columns_if_needed()
             columns += trainer._signature_columns or []
         trainer._signature_columns = columns
+
+
+def without_data_parallel(accelerator: Any) -> None:
+    """Make an accelerator wrap no model in DistributedDataParallel, which would average chains."""
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        return prepare(model, device_placement=device_placement, evaluation_mode=True)
+
+    accelerator.prepare_model = prepare_model
 
 
 @contextmanager

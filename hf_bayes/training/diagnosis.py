@@ -11,7 +11,6 @@ from hf_bayes.diagnostics.plausibility import distance_moved, strayed
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.messages import Messages
 from hf_bayes.training.probe_convergence import ProbeConvergence
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.trace import logged_convergence, logged_of_chains, rounded, thinned
@@ -60,7 +59,7 @@ class Diagnosis:
         self._has_warned_of_rounding = True
         lost = float(unmoved.max())
         if self.has_noise and lost > MAX_UNMOVED:
-            Messages(self._active.host).warn(
+            self._active.host.warn(
                 "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
                 "rounding. Raise learning_rate (%g)",
                 100 * lost, self._active.host.args.learning_rate,

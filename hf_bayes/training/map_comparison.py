@@ -10,7 +10,7 @@ from hf_bayes.objectives.map_estimate import map_estimate
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
-from hf_bayes.training.messages import Messages
+from hf_bayes.training.compat import TrainerHost
 
 
 def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
@@ -51,11 +51,11 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
                 progress=not args.disable_tqdm and active.host.is_first_process,
             )
     except FloatingPointError as error:  # a comparison that fails must not lose a finished run
-        Messages(active.host).warn("the MAP estimate for comparison diverged and is left out: %s", error)
+        active.host.warn("the MAP estimate for comparison diverged and is left out: %s", error)
         return None
 
 
-def compare(messages: Messages, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
+def compare(host: TrainerHost, name: str, nll: float, map_nll: float, std_error: float | None) -> None:
     """Describe the held-out NLL, and its difference to a MAP estimate's if that exceeds two standard errors.
 
     Args:
@@ -63,11 +63,11 @@ def compare(messages: Messages, name: str, nll: float, map_nll: float, std_error
     """
     of = f" ({name[:-1]})" if name else ""
     if std_error is None or abs(nll - map_nll) <= 2 * std_error:
-        messages.say("held-out NLL%s: %.4f", of, nll)
+        host.say("held-out NLL%s: %.4f", of, nll)
     elif nll < map_nll:
-        messages.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
+        host.say("held-out NLL%s: %.4f, MAP estimate %.4f (+- %.2g)", of, nll, map_nll, std_error)
     else:
-        messages.warn(
+        host.warn(
             "the posterior's held-out NLL%s %.4f is worse than a MAP estimate's %.4f (standard error of the "
             "difference %.2g): train longer, lower temperature or prior_std, or use the MAP estimate",
             of, nll, map_nll, std_error,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.messages import Messages
 from hf_bayes.training.setup import Setup
 
 KEPT_METRICS = (
@@ -32,9 +30,6 @@ KEPT_METRICS = (
     "predictive_std", "epistemic_std",
 )  # fmt: skip
 """Metrics of an evaluation that are saved with the posterior."""
-
-Measure = Callable[[str], dict[str, float]]
-"""A metric prefix -> the metrics of the trainer's own eval_dataset, without callbacks."""
 
 
 class HeldOut(NamedTuple):
@@ -78,15 +73,15 @@ class Outcome:
 
     def finish(self, active: ActiveRun, diagnosis: Diagnosis) -> None:
         """Make the posterior of a finished run, report its verdict, and let predictions use its members."""
-        setup, host, messages = active.setup, active.host, Messages(active.host)
+        setup, host = active.setup, active.host
         if not active.run.draws:
-            messages.warn("training stopped before the first draw: the chains' current states are taken as draws")
+            host.warn("training stopped before the first draw: the chains' current states are taken as draws")
             active.run.take_draw()
         finished = active.finish()
         summary, trace = diagnosis.summary()
         # an optimiser may well stay where it began, but not leave every plausible place
         judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
-        tell = messages.warn if summary["converged"] is False and judged else messages.say
+        tell = host.warn if summary["converged"] is False and judged else host.say
         tell("%s: %s", active.method.name, summary["verdict"])
         self.posterior = to_posterior(
             setup.model,
@@ -103,7 +98,7 @@ class Outcome:
             sidecars=sidecars_of(setup.model, None, self.sidecars),
         )
         if finished.approximation.num_stored == 1 and setup.mesh.chain_size == 1:
-            messages.warn(
+            host.warn(
                 "the posterior has 1 member: its epistemic uncertainty is 0 and says nothing about the weights. Raise "
                 "num_chains or draws_per_chain"
             )
@@ -128,7 +123,7 @@ class Outcome:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, active: ActiveRun, directory: str, measure: Measure) -> None:
+    def save(self, active: ActiveRun, directory: str) -> None:
         """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
 
         The directory has the current tokenizer and generation config. Every process calls this method and writes the
@@ -136,7 +131,7 @@ class Outcome:
         """
         posterior, host, mesh = self.required(), active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
-            posterior = self.posterior = self._with_metrics(posterior, active, measure)
+            posterior = self.posterior = self._with_metrics(posterior, active)
         sidecars = sidecars_of(active.setup.model, host.tokenizer)
         posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
         first, card = mesh.data_rank == 0, self.card or CardFields()
@@ -168,15 +163,15 @@ class Outcome:
         if args.should_save and (Path(host.directory) / storage.MANIFEST).exists():
             write_card(host.directory, repo_id=args.hub_model_id, **self.card)
 
-    def _with_metrics(self, posterior: Posterior, active: ActiveRun, measure: Measure) -> Posterior:
+    def _with_metrics(self, posterior: Posterior, active: ActiveRun) -> Posterior:
         """Add the held-out metrics of the posterior and the NLL of a MAP estimate."""
         if self.heldout is None:
-            self.keep_evaluation(measure("eval"))
+            self.keep_evaluation(active.host.measure("eval"))
         assert self.heldout is not None
-        metrics, messages, several = self.heldout.metrics, Messages(active.host), active.host.eval_dataset
+        metrics, several = self.heldout.metrics, active.host.eval_dataset
         sets = [f"{name}_" for name in several] if isinstance(several, dict) else [""]
         if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
-            messages.warn(
+            active.host.warn(
                 "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "
                 "(dataloader_drop_last leaves out a batch that is not full), no labels, or all of them are -100",
                 "".join(f" {name[:-1]!r}" for name in empty if name),
@@ -186,7 +181,7 @@ class Outcome:
             return posterior
         names = [name + metric for name in sets for metric in KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
-        found |= self._beside_map(posterior, active, measure, sets, found)
+        found |= self._beside_map(posterior, active, sets, found)
         config = dataclasses.replace(posterior.config, metrics=found)
         limit = self.heldout.limit
         if limit is None:
@@ -198,7 +193,7 @@ class Outcome:
         return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
 
     def _beside_map(
-        self, posterior: Posterior, active: ActiveRun, measure: Measure, sets: list[str], found: dict[str, float]
+        self, posterior: Posterior, active: ActiveRun, sets: list[str], found: dict[str, float]
     ) -> dict[str, float]:
         """Return the NLL of a MAP estimate on each data set, and the standard error of the difference."""
         point = map_of_run(posterior, active)
@@ -206,7 +201,7 @@ class Outcome:
             return {}
         assert self.heldout is not None
         with active.setup.model.showing(point):
-            alone = measure("map")
+            alone = active.host.measure("map")
         figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
         for name in sets:
             of = f"_{name[:-1]}" if name else ""
@@ -215,5 +210,5 @@ class Outcome:
             assert map_rows is not None
             error = difference_std_error(rows, map_rows)
             figures |= {} if error is None else {f"{name}map_nll_difference_std_error": error}
-            compare(Messages(active.host), name, found[f"{name}nll"], figures[f"{name}map_nll"], error)
+            compare(active.host, name, found[f"{name}nll"], figures[f"{name}map_nll"], error)
         return figures

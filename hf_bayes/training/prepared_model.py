@@ -13,7 +13,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedModel, set_seed
 
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import unwrapped
+from hf_bayes.models.restoration import GradientFlags, unwrapped
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict
     if named:
         model = _load(os.fspath(model), args, kwargs)
         args.model_init_kwargs = None  # they have been used, and TRL would warn that they are ignored
-    flags = [(p, p.requires_grad) for p in model.parameters()]
+    flags = GradientFlags(model)
     try:
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
@@ -47,8 +47,7 @@ def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict
     except BaseException:
         if peft_config is not None and isinstance(model, PeftModel):
             unwrapped(model)
-        for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)
+        flags.restore()
         raise
     finally:
         if named:

@@ -10,7 +10,16 @@ from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
+from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.compat import TrainerHost
+
+_SHARED = (
+    "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "num_data", "data_unit", "minibatch", "probe_steps", "noise_std",
+    "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+)  # fmt: skip
+"""Arguments that processes with rows of their own must share, because each was launched on its own."""
 
 
 def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodConfig) -> None:
@@ -70,6 +79,26 @@ def require_batches(method: MethodConfig, count: int) -> None:
             f"{method.name} needs at least {needs.min_batches} batches per update to estimate their variance, got "
             f"{count} (gradient_accumulation_steps x processes that share a chain): raise gradient_accumulation_steps"
         )
+
+
+def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
+    """Return how many rows each process has, once it is clear that all were launched for one run.
+
+    Raises:
+        ValueError: naming the process and the setting that differs.
+    """
+    args, sets = host.args, host.eval_dataset if isinstance(host.eval_dataset, dict) else {"": host.eval_dataset}
+    settings = {"method": method.to_dict(), **{name: getattr(args, name) for name in _SHARED}}
+    for name, rows in sets.items():  # processes share the work on these rows, as if they were the same everywhere
+        settings[f"rows of eval_dataset {name}".strip()] = len(rows) if hasattr(rows, "__len__") else None
+    refuse_other_settings(mesh.share(settings))
+    return Stratum(
+        tuple(mesh.share(len(host.train_dataset))),
+        mesh.rank,
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        disjoint=method.requirements.batch_order == "disjoint",
+    )
 
 
 def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:

@@ -17,7 +17,6 @@ from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.training import checkpoints, run_identity
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.training.messages import Messages
 
 
 class RunCheckpoints:
@@ -65,7 +64,7 @@ class RunCheckpoints:
     def load_end(self, folder: str) -> TrainerState:
         """Load a checkpoint that is the end of the run, and return Trainer's state there."""
         self.load(folder)
-        Messages(self._active.host).say("checkpoint %s is the end of this run: nothing is left to train", folder)
+        self._active.host.say("checkpoint %s is the end of this run: nothing is left to train", folder)
         return cast(TrainerState, TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)))
 
     def _tensors(self) -> dict[int, dict[str, Tensor]]:

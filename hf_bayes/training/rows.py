@@ -22,8 +22,7 @@ from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows, fingerprint_rows
-from hf_bayes.training.refusals import refuse_other_rows, require_batches, require_rows
-from hf_bayes.training.settings_of_processes import meet
+from hf_bayes.training.refusals import meet, refuse_other_rows, require_batches, require_rows
 from hf_bayes.training.streams import Stream
 
 
@@ -121,17 +120,18 @@ class TrainingRows:
         processes = 1 if self.private is None else len(self.private.sizes)
         return processes * self.host.args.per_device_train_batch_size / self.num_rows
 
-    def rows_per_update(self, batch_size: int) -> int:
-        """Return R, the number of rows in an update of a chain, over all processes that share it."""
+    @property
+    def rows_per_update(self) -> int:
+        """R, the number of rows in an update of a chain, over all processes that share it."""
+        args = self.host.args
         if self.method.requirements.all_data_in_every_update:
             return len(self.host.train_dataset)
-        return batch_size * self.host.args.gradient_accumulation_steps * self.mesh.data_size
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.data_size
 
     @property
     def scale(self) -> DataScale:
         """The size of the data and of an update."""
-        rows = self.rows_per_update(self.host.args.per_device_train_batch_size)
-        return DataScale(self.num_data, self.num_rows, self.num_terms, rows)
+        return DataScale(self.num_data, self.num_rows, self.num_terms, self.rows_per_update)
 
     @property
     def num_steps(self) -> int:
@@ -142,7 +142,7 @@ class TrainingRows:
         if self.stream is not None:
             raise ValueError("train_dataset has no length, and max_steps is not set: an endless run. Set max_steps")
         assert self.num_rows is not None
-        updates = -(-self.num_rows // self.scale.rows_per_update)
+        updates = -(-self.num_rows // self.rows_per_update)
         return math.ceil(args.num_train_epochs * updates)
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class TrainingRows:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
         if self.private is not None:  # epochs are those of all rows, so that they end together
             assert self.num_rows is not None
-            share = {"updates_per_epoch": -(-self.num_rows // self.scale.rows_per_update)}
+            share = {"updates_per_epoch": -(-self.num_rows // self.rows_per_update)}
             seed = seed_of(seed, "process", self.mesh.rank)
         return ChainBatches(
             num_rows,

@@ -34,14 +34,13 @@ from typing import Any
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.training.compat import BATCH_NORM, DROPOUT
 from hf_bayes.training.data_fingerprint import DIGITS
 
 _NO_FUNCTION = frozenset({
@@ -118,7 +117,7 @@ def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, priva
 
     Everywhere else ("8 x 1 for 4 x 2") sums round in another way, and dropout masks are other draws of the same law.
     """
-    meets = any(isinstance(module, _BatchNorm) for module in model.modules())
+    meets = any(isinstance(module, BATCH_NORM) for module in model.modules())
     needs = method.requirements
     compares = needs.gradient_variance == "needed" or needs.min_batches > 1
     return compares or private or stream or packs or meets
@@ -132,7 +131,7 @@ def dropout_of(model: nn.Module) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DROPOUT):
             found[path] = float(module.p)
             continue
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""The beginning of a run: from the settings of a trainer to chains that are ready for their first update."""
+"""The beginning of a run: a trainer's data are checked, and then its chains are made ready for their first update."""
 
 from __future__ import annotations
 
@@ -6,18 +6,39 @@ from typing import NamedTuple
 
 from transformers.trainer_utils import SaveStrategy
 
+from hf_bayes.models.input_check import check_vocabulary
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training import checkpoints
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
+from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.learning_rate import LearningRate
-from hf_bayes.training.messages import Messages
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
+
+
+def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
+    """Return the training rows of a trainer, None without any, after checks of its tokenizer and data sets.
+
+    Raises:
+        ValueError: for a tokenizer of another model, or data that cannot be counted or dealt to chains.
+    """
+    model, method = setup.model, setup.method
+    check_vocabulary(host.tokenizer, model.core)
+    if setup.inherited is not None:
+        setup.inherited.check_tokenizer(host.tokenizer)
+    host.keep_columns(model.core)
+    rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
+    method = method if rows is None else rows.method
+    if method.requirements.heldout != "none":
+        HeldOutData(host).check(model, method)
+    if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
+        model.show(model.theta.detach(), setup.spread)
+    return rows
 
 
 class Begun(NamedTuple):
@@ -62,6 +83,6 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     saves = checkpoint is not None or args.save_strategy != SaveStrategy.NO
     diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))
     shorten_lines(host.callback_handler)
-    announce(active, Messages(host))
+    announce(active)
     rows.refuse_mixed_documents()
     return Begun(active, diagnosis, LearningRate(setup.model.theta, args.learning_rate), checkpoint)

@@ -20,26 +20,22 @@ from transformers.trainer_utils import TrainOutput
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.input_check import check_vocabulary
 from hf_bayes.posteriors.model_card import author_fields
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training import checkpoints
-from hf_bayes.training.accelerator import without_data_parallel
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost, sealed_checkpoint
+from hf_bayes.training.compat import TrainerHost, sealed_checkpoint, without_data_parallel
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.host_trainers import refuse_foreign_loss
 from hf_bayes.training.learning_rate import method_schedule, require_schedule_below_peak
-from hf_bayes.training.measurement import measure
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
-from hf_bayes.training.refused_arguments import refuse_arguments
+from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_arguments
 from hf_bayes.training.rows import TrainingRows
-from hf_bayes.training.session import begin
+from hf_bayes.training.session import begin, take_data
 from hf_bayes.training.setup import Setup, set_up
 
 Part = TypeVar("Part")
@@ -99,17 +95,7 @@ class BayesianTrainerMixin(_Host):
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
             super().__init__(model=setup.model, args=args, **kwargs)
-            host = TrainerHost(self)
-            check_vocabulary(self.processing_class, setup.model.core)
-            if setup.inherited is not None:
-                setup.inherited.check_tokenizer(self.processing_class)
-            host.keep_columns(setup.model.core)
-            if self.train_dataset is not None:
-                self.rows = TrainingRows(host, setup.model, method, setup.mesh)
-            if self.method.requirements.heldout != "none":
-                HeldOutData(host).check(setup.model, self.method)
-            if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
-                setup.model.show(setup.model.theta.detach(), setup.spread)
+            self.rows = take_data(TrainerHost(self), setup)
 
     # -- what users read -------------------------------------------------------------------------------------------
 
@@ -188,6 +174,7 @@ class BayesianTrainerMixin(_Host):
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, which wraps no model in DistributedDataParallel: that would average chains."""
         super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
         without_data_parallel(self.accelerator)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -202,7 +189,7 @@ class BayesianTrainerMixin(_Host):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return R, the number of rows in an update of a chain, over all processes that share it."""
-        return _required(self.rows).rows_per_update(self._train_batch_size)
+        return _required(self.rows).rows_per_update
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate, for the members here: each runs the wrapped model."""
@@ -248,7 +235,7 @@ class BayesianTrainerMixin(_Host):
             Path(directory).mkdir(parents=True, exist_ok=True)
             return
         self.outcome.required()
-        self.outcome.save(_required(self.active), directory, partial(measure, self))
+        self.outcome.save(_required(self.active), directory)
 
     def push_to_hub(  # type: ignore[override]
         self,

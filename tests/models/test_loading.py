@@ -19,7 +19,8 @@ from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
-from hf_bayes.models.loading import load_tokenizer, unwrapped
+from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.models.restoration import unwrapped
 from hf_bayes.pipelines.factory import pipeline
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.posterior import Posterior

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from hf_bayes.models.attaching import attach
+from hf_bayes.models.restoration import GradientFlags
 from tests.members.subjects import SUBJECTS, labelled
 from tests.models.prepared import prepared, unchanged
 from tests.tiny_models import CHECKPOINTING, switch_on_checkpointing, tiny_llama, with_lora
@@ -38,3 +40,14 @@ def test_the_attention_of_the_wrapped_model_stays_its_own() -> None:
     model = tiny_llama(attn_implementation="eager")
     with unchanged(model), attach(model, subspace="last_block") as bayesian:
         assert bayesian.config._attn_implementation == "eager"
+
+
+def test_flags_come_back_as_they_were() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    flags = GradientFlags(model)
+    model.weight.requires_grad_(False)
+    model.bias.requires_grad_(True)
+    flags.restore()
+    assert model.weight.requires_grad
+    assert not model.bias.requires_grad

@@ -23,7 +23,7 @@ def test_strata_estimate_the_sum_of_rows_and_its_variance(disjoint: bool) -> Non
         for y, place in zip(rows, strata, strict=True):
             orders = [torch.randperm(len(y), generator=rng) for _ in range(1 if disjoint else count)]
             drawn = torch.cat([order[: batch * (count if disjoint else 1)] for order in orders])
-            parts.append(place.part(y[drawn].view(1, count, batch).sum(2)))
+            parts.append(place.contribution(y[drawn].view(1, count, batch).sum(2)))
         return (sum(sizes) / (batch * 2) * sum(parts))[0]
 
     found = torch.stack([estimate() for _ in range(repeats)])

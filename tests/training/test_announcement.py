@@ -13,7 +13,6 @@ from hf_bayes import HMCConfig, MAPConfig, MCDropoutConfig
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce, rows_vary
 from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.messages import Messages
 from tests import runs
 from tests.runs import token_rows
 from tests.tiny_models import tiny_llama, with_lora
@@ -59,7 +58,7 @@ def test_dropout_is_spoken_of_as_each_method_meets_it(
     active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
     with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        announce(active, Messages(TrainerHost(trainer)))
+        announce(active)
     assert words in caplog.text
     assert ("Jensen" in caplog.text) == ("MCDropoutConfig" in caplog.text) == (config is ONE_DRAW)
 

@@ -11,7 +11,6 @@ from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.map_comparison import compare, map_of_run
-from hf_bayes.training.messages import Messages
 from tests import runs
 
 
@@ -49,10 +48,10 @@ def test_a_map_estimate_may_be_left_out(tmp_path):
 
 def test_a_posterior_worse_than_its_map_estimate_is_said(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2), eval_dataset=runs.token_rows(4))
-    compare(Messages(TrainerHost(trainer)), "", 2.0, 1.5, 0.1)
+    compare(TrainerHost(trainer), "", 2.0, 1.5, 0.1)
     assert "worse than a MAP estimate's 1.5000" in caplog.text
     caplog.clear()
-    compare(Messages(TrainerHost(trainer)), "", 1.5, 2.0, 0.1)
+    compare(TrainerHost(trainer), "", 1.5, 2.0, 0.1)
     assert not caplog.records
 
 
@@ -71,7 +70,7 @@ def test_a_difference_within_two_standard_errors_is_not_told(
 ) -> None:
     trainer = runs.trainer(tmp_path, SGHMCConfig(num_chains=2))
     caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
-    compare(Messages(TrainerHost(trainer)), "", nll, 1.5, error)
+    compare(TrainerHost(trainer), "", nll, 1.5, error)
     assert ("MAP estimate" in caplog.text) == said
     assert any(record.levelname == "WARNING" for record in caplog.records) == warned
     assert f"{nll:.4f}" in caplog.text  # the figure of the posterior is always given

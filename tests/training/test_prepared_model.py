@@ -22,7 +22,6 @@ from hf_bayes import (
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
 from hf_bayes.training.compat import TrainerHost
-from hf_bayes.training.messages import Messages
 from tests import runs
 from tests.tiny_models import tiny_llama, tiny_tokenizer, with_lora
 
@@ -122,6 +121,6 @@ def test_a_trainer_never_samples_a_whole_base_by_default(tmp_path: Path) -> None
 def test_the_names_of_random_parameters_are_said_before_training(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", logger="hf_bayes")
     built = trainer(tmp_path, tiny_llama(), peft_config=LoraConfig(**LORA))
-    announce(ActiveRun(TrainerHost(built), built.setup, built.rows), Messages(TrainerHost(built)))
+    announce(ActiveRun(TrainerHost(built), built.setup, built.rows))
     assert "random parameters in 8 tensors" in caplog.text
     assert "random: 2 x model.layers.*.self_attn.q_proj.lora_A.default.weight, " in caplog.text

@@ -11,6 +11,7 @@ from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.refusals import (
+    meet,
     refuse_other_rows,
     refuse_other_settings,
     refuse_other_weights,
@@ -80,3 +81,29 @@ def test_other_frozen_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     refuse_other_weights(model, mesh("a", "a"))
     with pytest.raises(ValueError, match=r"process 1 holds other frozen weights .* \(fingerprint b, expected a\)"):
         refuse_other_weights(model, mesh("a", "b"))
+
+
+def mesh_of_two(**others: Any) -> Any:
+    """Return the mesh of two processes, the second with 5 rows of its own and with ``others``."""
+
+    def share(own: Any) -> list[Any]:
+        return [own, {**own, **others} if isinstance(own, dict) else 5]
+
+    return SimpleNamespace(rank=1, share=share)
+
+
+def host_of_nine_rows(directory: Path) -> Any:
+    args = runs.arguments(directory, gradient_accumulation_steps=3)
+    return SimpleNamespace(args=args, eval_dataset={"dev": [1, 2], "test": None}, train_dataset=[1] * 9)
+
+
+def test_processes_learn_how_many_rows_each_has(tmp_path: Path) -> None:
+    strata = meet(host_of_nine_rows(tmp_path), SGHMCConfig(), mesh_of_two())
+    assert strata.sizes == (9, 5)
+    assert strata.rank == 1
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "method", "rows of eval_dataset dev"])
+def test_a_setting_of_one_process_alone_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"process 1 has {name}='other', process 0 "):
+        meet(host_of_nine_rows(tmp_path), SGHMCConfig(), mesh_of_two(**{name: "other"}))

@@ -16,16 +16,6 @@ Bytes are written unchanged, under any suffix. A file with another suffix can on
 """
 
 
-def is_raw(content: Content) -> bool:
-    """Return whether the content is bytes, which are written unchanged."""
-    return isinstance(content, bytes)
-
-
-def is_text(content: Content) -> bool:
-    """Return whether the content is a text, which users may edit later."""
-    return isinstance(content, str)
-
-
 def encode(name: str, content: Content) -> bytes:
     """Return the bytes of a file.
 

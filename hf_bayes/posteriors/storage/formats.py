@@ -17,7 +17,6 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from hf_bayes.posteriors.compat import SAFETENSORS_METADATA
-from hf_bayes.posteriors.storage.json_types import is_object, is_text
 from hf_bayes.posteriors.storage.listing import shown
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -100,7 +99,7 @@ def decode_json(data: bytes, *, where: str) -> dict[str, Any]:
         raise ValueError(too_deep(where)) from None
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not is_object(value):
+    if not isinstance(value, dict):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
     _check_depth(value, where)
     return value
@@ -124,7 +123,7 @@ def _check_depth(value: Any, where: str) -> None:
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for container in level:
-            values = container.values() if is_object(container) else container
+            values = container.values() if isinstance(container, dict) else container
             below += [value for value in values if type(value) in (dict, list)]
         if not below:
             return
@@ -178,11 +177,11 @@ def read_header(data: bytes, where: str) -> dict[str, Any]:
     for name, entry in header.items():
         if len(name) > MAX_NAME:
             raise ValueError(f"{where}: a tensor's name has {len(name):,} characters, expected at most {MAX_NAME:,}")
-        if not is_object(entry) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(
                 f"{where}: the entry of {name!r} must have dtype, shape and data_offsets, got {entry!r:.200}"
             )
-        if not is_text(entry["dtype"]) or entry["dtype"] not in _DTYPES:
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
             raise ValueError(
                 f"{where}: {name} has dtype {entry['dtype']!r}, expected one of {', '.join(sorted(_DTYPES))}"
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.storage.formats import decode_json
-from hf_bayes.posteriors.storage.json_types import is_integer, is_object, is_text
+from hf_bayes.posteriors.storage.json_types import is_integer
 from hf_bayes.posteriors.storage.listing import some
 
 MANIFEST = "manifest.json"
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     @classmethod
     def parse(cls, size: Any, sha256: Any) -> Entry | None:
         """Return the entry of two JSON values, or None if they are not a size and a sha256."""
-        fine = is_integer(size, low=0) and is_text(sha256) and _SHA256.fullmatch(sha256)
+        fine = is_integer(size, low=0) and isinstance(sha256, str) and _SHA256.fullmatch(sha256)
         return cls(size, sha256) if fine else None
 
 
@@ -80,12 +80,13 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
         raise ValueError(
             f"{where}: format_version is {values['format_version']!r}, this version of hf_bayes reads {FORMAT_VERSION}"
         )
-    if not (is_text(values["format"]) and is_object(values["files"]) and is_object(values["texts"])):
+    types = {"format": str, "files": dict, "texts": dict}
+    if not all(isinstance(values[key], kind) for key, kind in types.items()):
         raise ValueError(f"{where}: format must be a text, files and texts must be objects")
     files = {}
     for name, entry in values["files"].items():
         check_name(name, where=where)
-        if not is_object(entry) or set(entry) != {"size", "sha256"}:
+        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
             raise ValueError(f"{where}: the entry of {name} must have size and sha256, got {entry!r:.200}")
         parsed = Entry.parse(**entry)
         if parsed is None:
@@ -121,7 +122,7 @@ def unlisted_files(root: Path, listed: Mapping[str, Any]) -> list[str]:
 
 def check_name(name: str, where: str | None = None) -> None:
     """Refuse a name that is not a relative path of plain names: nothing absolute, no ``..``, nothing hidden."""
-    if not is_text(name) or len(name) > 255 or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > 255 or not _NAME.fullmatch(name):
         raise ValueError(
             f"{where + ': ' if where else ''}{name!r:.300} is not a relative path of plain names ending in one of "
             f"{', '.join(SUFFIXES)}: such a file is neither written nor read"

@@ -22,7 +22,6 @@ from typing import Any
 from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.storage.formats import decode_json, encode_json
 from hf_bayes.posteriors.storage.group import Alone, Group, together
-from hf_bayes.posteriors.storage.json_types import is_object
 from hf_bayes.posteriors.storage.manifest import MAX_JSON, STAGING, Entry
 from hf_bayes.posteriors.storage.read import read_inside
 
@@ -111,7 +110,7 @@ def _put_on_disk(path: Path) -> dict[str, Any]:
 
 def _parse(data: bytes, *, where: str, format: str) -> dict[str, Entry]:
     values = decode_json(data, where=where)
-    if set(values) != {"format", "format_version", "files"} or not is_object(values["files"]):
+    if set(values) != {"format", "format_version", "files"} or not isinstance(values["files"], dict):
         raise ValueError(f"{where}: expected the keys format, format_version and files, got {sorted(values)!r:.200}")
     if (values["format"], values["format_version"]) != (format, SEAL_VERSION):
         raise ValueError(
@@ -120,7 +119,7 @@ def _parse(data: bytes, *, where: str, format: str) -> dict[str, Entry]:
         )
     entries = {}
     for name, entry in values["files"].items():
-        parsed = Entry.parse(entry.get("size"), entry.get("sha256")) if is_object(entry) else None
+        parsed = Entry.parse(entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else None
         if parsed is None or not _NAME.fullmatch(name):
             raise ValueError(f"{where}: {name!r:.100} is not a plain relative name with a size and a sha256")
         entries[name] = parsed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.storage import disk
-from hf_bayes.posteriors.storage.content import Content, encode, is_raw, is_text, size_in_bytes
+from hf_bayes.posteriors.storage.content import Content, encode, size_in_bytes
 from hf_bayes.posteriors.storage.formats import encode_json
 from hf_bayes.posteriors.storage.group import Alone, Group, together
 from hf_bayes.posteriors.storage.listing import some
@@ -88,7 +88,7 @@ class _Save:
         recover_locked(self.root)
         self._began = True
         self.old = old = own_manifest(self.root, self.format)
-        refuse_foreign(self.root, old, {name for name, content in files.items() if is_raw(content)})
+        refuse_foreign(self.root, old, {name for name, content in files.items() if isinstance(content, bytes)})
         texts = {name: content for name, content in files.items() if isinstance(content, str)}
         self.kept = [name for name, text in texts.items() if not is_unedited(self.root, name, text, old)]
         staging = f"{STAGING}{secrets.token_hex(8)}"
@@ -159,7 +159,7 @@ def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept
             data = encode(name, content)
             if len(data) > MAX_JSON and not name.endswith(".safetensors"):
                 raise ValueError(f"{name} has {len(data):,} bytes, at most {MAX_JSON:,} can be read again: not saved")
-            if is_text(content):
+            if isinstance(content, str):
                 texts[name] = hashlib.sha256(data).hexdigest()
             else:
                 entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
