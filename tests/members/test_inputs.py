@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
+
+
+def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
+    ids = torch.tensor([[1], [2]])
+    folded = repeat_rows({"input_ids": ids, "masks": {"full": ids}, "one": torch.ones(1, 3), "flag": True}, 2, 3)
+    assert folded["input_ids"].flatten().tolist() == [1, 2, 1, 2, 1, 2]
+    assert folded["masks"]["full"].shape == (6, 1)
+    assert folded["one"].shape == (1, 3)
+    assert folded["flag"] is True
+
+
+def test_rows_and_positions_are_those_of_the_main_input() -> None:
+    inputs = {"attention_mask": torch.ones(7, 9), "input_ids": torch.ones(2, 5)}
+    assert (num_rows_of(inputs), num_positions_of(inputs)) == (2, 5)
+    with pytest.raises(ValueError, match="no tensor among the model's inputs"):
+        num_rows_of({"flag": True})
