@@ -99,7 +99,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
         ({"method": SGLDConfig(draws_per_chain=5)}, r"would ignore draws_per_chain=5 of sgld"),
         (
             {"method": MCDropoutConfig(targets="q_proj")},
-            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave targets out, or use Bayes",
+            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave it out, or use Bayes",
         ),
         ({"method": SGLDConfig(warm_start_steps=3)}, r"warm_start_steps=3 count as burn-in, which is 0 of 10 updates"),
         ({"num_steps": 0}, r"num_steps must be an integer >= 1, got 0"),
