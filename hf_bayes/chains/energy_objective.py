@@ -71,6 +71,10 @@ class EnergyObjective:
             self._start_is_checked = True
         return EnergyOfUpdate(self, batches, inside)
 
+    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        """Raise an error: an energy has no rows."""
+        raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
+
     def place_of(self, column: int) -> str:
         """Return "": the columns of a user's theta have no names."""
         return ""

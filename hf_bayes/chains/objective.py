@@ -59,6 +59,10 @@ class Objective(Protocol):
         """
         ...
 
+    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        """Pass over the data once more, for a method that requests it (``core.types.DataPass``)."""
+        ...
+
     def place_of(self, column: int) -> str:
         """Return ", " and the name of the parameter that holds a column of theta; "" where it has no name."""
         ...

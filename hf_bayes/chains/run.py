@@ -133,6 +133,8 @@ class Run(Generic[State]):
                 ">= 0: check the schedule and callbacks"
             )
         state = rule.init(self._start.clone(), self.rngs) if self.state is None else self.state
+        if rule.early_pass is not None and self.num_updates == rule.early_pass_after:
+            state = rule.early_pass(state, self.objective.data_pass)
         theta, state = rule.locate(state, self.rngs)
         before = state.theta
         evaluate = self.objective.for_update(batches, step=self.num_updates)

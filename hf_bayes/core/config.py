@@ -17,6 +17,9 @@ from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
 
+DEFAULT_ADAMW_RATE = 1e-3
+"""AdamW's step size where nobody has chosen or found one."""
+
 PriorName = Literal["gaussian", "he", "laplace"]
 
 
@@ -32,7 +35,9 @@ class MethodConfig:
         prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
             "laplace" (double exponential).
         prior_std: standard deviation of the prior in parameter units: one number, or a mapping
-            {regular expression on parameter names: std}. One expression must match every random tensor. None means 1.
+            {regular expression on parameter names: std}. One expression must match every random tensor. None gives
+            the factors of LoRA stds in units of their effect (``distributions.priors.lora_stds``), and 1 to other
+            tensors.
         prior_mean: "zero", or "initial": the initial weights of the model.
         temperature: T. 1 is the Bayes posterior; 0 is optimisation (cold_posteriors eq. 2).
         temper: "posterior" targets exp(-U/T); "likelihood" tempers the likelihood alone and leaves the prior at T = 1.
@@ -40,8 +45,10 @@ class MethodConfig:
             tensor's RMS (to 0.01 where the tensor is zero, as LoRA's B). New LoRA factors A are redrawn per chain.
         schedule: the schedule of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
             {"name": "cyclical", "ramp_up": 0.2}. None leaves the learning rate to lr_scheduler_type and T constant.
-        warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in).
-        warm_start_learning_rate: AdamW's step size in these updates.
+        warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in). None means 0,
+            and a quarter of the run where a sampler finds its own step size (``learning_rate=None``).
+        warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3, and where the run has no learning
+            rate the result of a range test. There it falls linearly to 0.
     """
 
     name: ClassVar[str]
@@ -56,8 +63,8 @@ class MethodConfig:
     temper: Literal["posterior", "likelihood"] = "posterior"
     init_jitter: float = 0.1
     schedule: Schedule | None = None
-    warm_start_steps: int = 0
-    warm_start_learning_rate: float = 1e-3
+    warm_start_steps: int | None = None
+    warm_start_learning_rate: float | None = None
 
     @property
     def requirements(self) -> Requirements:
@@ -71,13 +78,15 @@ class MethodConfig:
     def __post_init__(self) -> None:
         self._check_count("num_chains", self.num_chains, minimum=1)
         self._check_count("draws_per_chain", self.draws_per_chain, minimum=1)
-        self._check_count("warm_start_steps", self.warm_start_steps, minimum=0)
+        if self.warm_start_steps is not None:
+            self._check_count("warm_start_steps", self.warm_start_steps, minimum=0)
         if self.thin is not None:
             self._check_count("thin", self.thin, minimum=1)
         self._check_number("burn_in", self.burn_in, minimum=0.0)
         self._check_number("temperature", self.temperature, minimum=0.0)
         self._check_number("init_jitter", self.init_jitter, minimum=0.0)
-        self._check_number("warm_start_learning_rate", self.warm_start_learning_rate, minimum=0.0, strict=True)
+        if self.warm_start_learning_rate is not None:
+            self._check_number("warm_start_learning_rate", self.warm_start_learning_rate, minimum=0.0, strict=True)
         stds = self.prior_std.values() if isinstance(self.prior_std, dict) else [self.prior_std]
         for std in stds:
             if std is not None:
@@ -97,6 +106,16 @@ class MethodConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready fields, with the method's name."""
         return {"name": self.name, **dataclasses.asdict(self)}
+
+    @property
+    def num_warm_start_steps(self) -> int:
+        """``warm_start_steps`` as a number."""
+        return self.warm_start_steps or 0
+
+    @property
+    def adamw_learning_rate(self) -> float:
+        """``warm_start_learning_rate`` as a number."""
+        return self.warm_start_learning_rate or DEFAULT_ADAMW_RATE
 
     @property
     def prior_weight(self) -> float:
@@ -119,9 +138,9 @@ class MethodConfig:
         if not isinstance(value, bool):
             raise ValueError(f"{self.name}: {field} must be true or false, got {value!r}")
 
-    def _check_choice(self, field: str, value: Any, choices: tuple[str, ...]) -> None:
+    def _check_choice(self, field: str, value: Any, choices: tuple[str | None, ...]) -> None:
         if value not in choices:
-            raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, got {value!r}")
+            raise ValueError(f"{self.name}: {field} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_config(method: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Need = Literal["none", "useful", "needed"]
+OwnRate = Literal["whitening", "range_test", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class Requirements:
         gradient_variance_setting: the setting that makes this variance needed, as error messages quote it.
         tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
         tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
+        learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its
+            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates. "given":
+            it does not, so the user has to give one.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
@@ -47,6 +51,7 @@ class Requirements:
     gradient_variance_setting: str = ""
     tensor_names_setting: str = ""
     tensor_scales_setting: str = ""
+    learning_rate: OwnRate = "given"
     final_pass: bool = False
     all_chains_in_one_pass: bool = False
     heldout: Literal["none", "whole", "split"] = "none"

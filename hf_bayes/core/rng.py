@@ -55,6 +55,11 @@ def chain_generators(
     return [generator(seed, "chain", chain, device=device) for chain in chains or range(num_chains)]
 
 
+def spare_generators(rngs: Rngs) -> list[torch.Generator]:
+    """Return generators for a state that is never used, so that the chains' generators do not advance."""
+    return [torch.Generator(device=rng.device).manual_seed(0) for rng in rngs]
+
+
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
     """Return standard normals [M, ...] of the shape, dtype and device of ``like``; row m uses generator m alone."""
     return torch.stack(

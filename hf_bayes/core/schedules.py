@@ -149,7 +149,17 @@ class RobbinsMonro(Schedule):
         return float((1 + step / self.offset) ** -self.exponent)
 
 
-SCHEDULES: dict[str, type[Schedule]] = {"cyclical": Cyclical, "robbins_monro": RobbinsMonro}
+@dataclass(frozen=True, kw_only=True)
+class Linear(Schedule):
+    """Steps that fall linearly, from l_0 in the first update to l_0 / n in the last of n: for optimisers."""
+
+    name: str = field(default="linear", init=False)
+
+    def learning_rate(self, step: int, draws: range) -> float:
+        return 1 - step / draws[-1]
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"cyclical": Cyclical, "robbins_monro": RobbinsMonro, "linear": Linear}
 
 
 def from_dict(values: Mapping[str, Any]) -> Schedule:

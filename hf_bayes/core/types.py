@@ -109,6 +109,8 @@ class Problem(NamedTuple):
         num_data: N, the number of likelihood terms. Step sizes are per N: ``learning_rate`` multiplies grad U / N.
         prior: log p(theta).
         learning_rate: l0, the peak step size of the schedule, which fixes frictions.
+        own_step_size: the method finds its step size by itself (``Requirements.learning_rate``). ``learning_rate`` and
+            the learning rates of updates are then factors of it.
         num_steps: number of updates in the whole run.
         burn_in: number of updates before the first draw; adaptation ends there.
         shapes: name -> shape of each random tensor, in the order of theta; {UNNAMED: (d,)} where theta has no names.
@@ -133,6 +135,7 @@ class Problem(NamedTuple):
     root_columns: int | None = None
     noise_std: float | None = None
     seed: int = 0
+    own_step_size: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -153,7 +156,7 @@ class HeldOut(NamedTuple):
 
 
 class DataPass(Protocol):
-    """One more pass over the data, after the last update, for a method that requests it (``Rule.final_pass``)."""
+    """One more pass over the data, for a method that requests it (``Rule.early_pass``, ``Rule.final_pass``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Return the result of the pass that ``what`` describes.
@@ -188,6 +191,9 @@ class Rule(NamedTuple, Generic[State]):
         finish: (state, draws [M, S, d]) -> Approximation.
         final_pass: (state, draws, data_pass) -> FinalPassResult, in place of ``finish`` where a pass over the data
             is possible; None if the method does not need one.
+        early_pass: (state, data_pass) -> state, called once, before the update that follows ``early_pass_after``
+            updates: the method finds settings of its own from a pass over the data. None if it has none to find.
+        early_pass_after: see ``early_pass``.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -195,6 +201,8 @@ class Rule(NamedTuple, Generic[State]):
     update: Callable[[State, Evaluation, float, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
     final_pass: Callable[[State, Tensor, DataPass], FinalPassResult] | None = None
+    early_pass: Callable[[State, DataPass], State] | None = None
+    early_pass_after: int = 0
 
 
 class Kernel(NamedTuple, Generic[State]):

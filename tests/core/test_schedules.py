@@ -256,8 +256,8 @@ def test_more_cycles_than_updates_are_refused(tmp_path: Any) -> None:
     ("values", "message"),
     [
         ("cyclical", "schedule must be None, a Schedule or a mapping, got 'cyclical'"),
-        ({}, "schedule must be a mapping with a name of cyclical, robbins_monro, got None"),
-        ({"name": "linear"}, "schedule must be a mapping with a name of cyclical, robbins_monro, got 'linear'"),
+        ({}, "schedule must be a mapping with a name of cyclical, robbins_monro, linear, got None"),
+        ({"name": "stairs"}, "schedule must be a mapping with a name of cyclical, robbins_monro, linear, got 'stairs'"),
         (
             {"name": "cyclical", "num_cycles": 3},
             r"'cyclical' must be given ramp_up, exponent and nothing else, got \['num_cycles'\]",
