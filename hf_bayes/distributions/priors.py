@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +18,16 @@ from hf_bayes.distributions.energy import GaussianPrior, IndependentPrior, Lapla
 PRIORS: dict[str, type[IndependentPrior]] = {"gaussian": GaussianPrior, "he": GaussianPrior, "laplace": LaplacePrior}
 """``MethodConfig.prior`` -> the family of an element's density."""
 
+LORA_EFFECT = 1.0
+"""The default prior's standard deviation of Delta W, over the RMS of the base weight."""
+
 
 def build_prior(
     config: MethodConfig, layout: Layout, start: Tensor, model: nn.Module, inherited: Gaussian | None = None
 ) -> IndependentPrior | Gaussian:
     """Build the prior of a config's ``prior``, ``prior_mean`` and ``prior_std``, or take an inherited posterior.
 
-    "he" multiplies ``prior_std`` by sqrt(2 / fan-in).
+    "he" multiplies ``prior_std`` by sqrt(2 / fan-in). Without a ``prior_std`` the factors of LoRA have ``lora_stds``.
 
     Args:
         config: its ``prior_std`` may map regular expressions on names to stds; each name must match exactly one.
@@ -35,7 +40,8 @@ def build_prior(
     """
     if inherited is not None:
         return inherited.to(start)
-    stds = [_std_of(name, config.prior_std) for name in layout.names]
+    default = lora_stds(model, layout) if config.prior_std is None and config.prior != "he" else {}
+    stds = [default.get(name) or _std_of(name, config.prior_std) for name in layout.names]
     if isinstance(config.prior_std, dict):
         idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
         if idle:
@@ -66,6 +72,39 @@ def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
     return math.sqrt(2 / (shape[0] if transposed else math.prod(shape[1:])))
 
 
+def lora_stds(model: nn.Module, layout: Layout) -> dict[str, float]:
+    """Return {name: prior std} of LoRA's factors in units of their effect, so that rank and alpha do not matter.
+
+    A has the scale of peft's own initialisation, 1 / sqrt(3 fan-in), at which chains start. B has the std with which
+    the entries of Delta W = s B A have ``LORA_EFFECT`` times the RMS of the base weight: the variance of an entry is
+    s^2 r var(A) var(B). The RMS of a quantised weight is not known, and 1 / sqrt(fan-in) stands for it.
+    """
+    shapes = layout.named_shapes
+    stds: dict[str, float] = {}
+    for path, adapter, module in _lora_layers(model):
+        names = [f"{path}.lora_{letter}.{adapter}.weight" for letter in "AB"]
+        if not all(name in shapes for name in names):
+            continue
+        rank, fan_in = shapes[names[0]][0], math.prod(shapes[names[0]][1:])
+        std = 1 / math.sqrt(3 * fan_in)
+        scaling = abs(float(module.scaling[adapter])) or 1.0
+        rms = _rms(module.get_base_layer().weight) or 1 / math.sqrt(fan_in)
+        stds |= {names[0]: std, names[1]: LORA_EFFECT * rms / (scaling * math.sqrt(rank) * std)}
+    return stds
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield (path, adapter, module) of every LoRA adapter with factors A and B."""
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "scaling"):
+            yield from ((path, adapter, module) for adapter in module.lora_A)
+
+
+def _rms(weight: Tensor) -> float | None:
+    """Return the RMS of a weight; None of a quantised one, which holds codes."""
+    return float(weight.detach().float().square().mean().sqrt()) if is_dense(weight) else None
+
+
 def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior | Gaussian) -> float | None:
     """Return the largest ratio of an implied prior sd of Delta W to the RMS of its base weight; None without LoRA.
 
@@ -73,17 +112,13 @@ def lora_prior_ratio(model: nn.Module, layout: Layout, prior: IndependentPrior |
     """
     stds = layout.unflatten(prior.std.expand(layout.dim))
     ratios = []
-    for path, module in model.named_modules():
-        if not hasattr(module, "lora_A") or not hasattr(module, "scaling"):
+    for path, adapter, module in _lora_layers(model):
+        names = [f"{path}.lora_{letter}.{adapter}.weight" for letter in "AB"]
+        rms = _rms(module.get_base_layer().weight)
+        if rms is None or not all(name in stds for name in names):
             continue
-        for adapter, factor in module.lora_A.items():
-            names = [f"{path}.lora_{letter}.{adapter}.weight" for letter in "AB"]
-            if not all(name in stds for name in names):
-                continue
-            std = float(stds[names[0]].mean() * stds[names[1]].mean()) * factor.out_features**0.5
-            weight = module.get_base_layer().weight
-            if is_dense(weight):  # a quantised weight holds codes, which have no RMS
-                ratios.append(abs(module.scaling[adapter]) * std / float(weight.detach().float().pow(2).mean().sqrt()))
+        std = float(stds[names[0]].mean() * stds[names[1]].mean()) * len(stds[names[0]]) ** 0.5
+        ratios.append(abs(module.scaling[adapter]) * std / rms)
     return max(ratios, default=None)
 
 

@@ -147,3 +147,31 @@ def test_the_trainer_uses_and_records_the_named_prior(tmp_path: object) -> None:
             assert torch.allclose(std, torch.tensor(0.5 * math.sqrt(2 / (16 if "lora_A" in name else 2))))
     with pytest.raises(ValueError, match="laplace: prior must be one of gaussian, he, got 'laplace'"):
         LaplaceConfig(prior="laplace")
+
+
+@pytest.mark.parametrize("alpha", [4, 64])
+@pytest.mark.parametrize("rank", [2, 8])
+def test_the_default_prior_changes_weights_by_their_rms(alpha: int, rank: int) -> None:
+    """Whatever rank and alpha: the standard deviation of Delta W over draws is the RMS of the weight."""
+    model = with_lora(tiny_llama(), r=rank, lora_alpha=alpha)
+    layout = select(model)
+    prior = build_prior(SGHMCConfig(), layout, torch.zeros(layout.dim), model)
+    assert lora_prior_ratio(model, layout, prior) == pytest.approx(1.0, rel=1e-5)
+    stds = layout.unflatten(prior.std)
+    draws = [layout.unflatten(draw) for draw in prior.sample(200, layout.dim, generator("prior"))]
+    path = next(name for name in layout.names if ".lora_A." in name).split(".lora_A.")[0]
+    layer = model.get_submodule(path)
+    names = [f"{path}.lora_{letter}.default.weight" for letter in "AB"]
+    changes = torch.stack([alpha / rank * draw[names[1]] @ draw[names[0]] for draw in draws])
+    assert float(changes.std() / layer.get_base_layer().weight.square().mean().sqrt()) == pytest.approx(1, rel=0.05)
+    fan_in = layer.get_base_layer().in_features
+    assert float(stds[names[0]].mean()) == pytest.approx(1 / math.sqrt(3 * fan_in))  # that of peft's own start
+
+
+def test_tensors_that_are_no_lora_have_a_default_std_of_one() -> None:
+    assert build_prior(SGHMCConfig(), LAYOUT, START, MODEL).std == 1
+    model = with_lora(tiny_llama())
+    layout = select(model)
+    he = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), model)
+    given = build_prior(SGHMCConfig(prior="he", prior_std=1.0), layout, torch.zeros(layout.dim), model)
+    assert torch.equal(he.std, given.std)
