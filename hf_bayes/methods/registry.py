@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from torch import Tensor
+
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.schedules import Linear
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
-from hf_bayes.methods.averaging.map import MAPConfig, warm_start, warm_start_kernel
+from hf_bayes.methods.averaging.map import BETA_1, MAPConfig, descend, warm_start, warm_start_kernel
 from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
 from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
 from hf_bayes.methods.averaging.snapshot import SnapshotConfig
@@ -24,10 +27,12 @@ from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
 from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.sgmcmc.whitening import whiten
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
@@ -51,6 +56,10 @@ METHODS: dict[str, type[MethodConfig]] = {
     "swag": SWAGConfig,
     "mc_dropout": MCDropoutConfig,
 }
+
+
+WARM_SHARE = 0.25
+"""The share of a run that AdamW gets before a sampler that finds its own step size."""
 
 
 def from_dict(values: Mapping[str, Any]) -> MethodConfig:
@@ -77,7 +86,7 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
         ValueError: if the method cannot run on it.
     """
     _check(config, problem)
-    steps = config.warm_start_steps
+    steps = config.num_warm_start_steps
     if not steps:
         return _build(config, problem)
     # the method's adaptation ends with burn-in, so the method gets a run that begins after the warm start
@@ -87,10 +96,37 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
         draw_steps=_shifted(problem.draw_steps, steps),
     )
     method = _build(config, after_warm_start)
-    warm: dict[str, Any] = {"steps": steps, "learning_rate": config.warm_start_learning_rate, "problem": problem}
+    warm: dict[str, Any] = {"steps": steps, "learning_rate": config.adamw_learning_rate, "problem": problem}
     if isinstance(method, Kernel):
         return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
-    return warm_start(method, **warm, prior_weight=config.prior_weight)
+    return warm_start(method, **warm, prior_weight=config.prior_weight, decays=problem.own_step_size)
+
+
+def with_own_settings(config: MethodConfig, num_steps: int) -> MethodConfig:
+    """Return the config of a run without a learning rate, with the settings that the method chooses for it.
+
+    A sampler that whitens its coordinates begins with AdamW, for a quarter of the run unless ``warm_start_steps`` says
+    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule.
+
+    Raises:
+        ValueError: if the method needs a learning rate.
+    """
+    own = config.requirements.learning_rate
+    if own == "whitening" and config.schedule is not None:
+        raise ValueError(
+            f"{config.name} with schedule={config.schedule.name!r} needs a learning_rate, the peak of the schedule, "
+            "got None: give one, or leave the schedule out"
+        )
+    if own == "given":
+        raise ValueError(
+            f"{config.name} with these settings needs a learning_rate, got None: give one. Methods that find their own "
+            "are sghmc, sgld, baoab and sgnht at T > 0, map, ensemble, mc_dropout, laplace and mean_field"
+        )
+    if own == "range_test":
+        return config if config.schedule is not None else replace(config, schedule=Linear())
+    if config.warm_start_steps is not None:
+        return config
+    return replace(config, warm_start_steps=int(WARM_SHARE * num_steps))
 
 
 def map_rule(config: MethodConfig, problem: Problem) -> Rule[Any]:
@@ -98,9 +134,18 @@ def map_rule(config: MethodConfig, problem: Problem) -> Rule[Any]:
     return MAPConfig(temper=config.temper).build(problem)
 
 
+def adamw_at_rates(rates: Tensor, problem: Problem, *, prior_weight: float = 1.0) -> Rule[Any]:
+    """Return AdamW with a learning rate for each member [M]; the learning rate of an update is a factor of it."""
+
+    def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+        return descend(state, evaluation, problem, lr * rates[:, None], momentum=BETA_1, prior_weight=prior_weight)
+
+    return MAPConfig().build(problem)._replace(update=update)
+
+
 def rate_factor(config: MethodConfig, step: int, draw_steps: range) -> float:
     """Return l_t / l_0 of update ``step`` (from 0), in (0, 1]; 1 in a warm start, which has its own learning rate."""
-    begin = config.warm_start_steps
+    begin = config.num_warm_start_steps
     if config.schedule is None or step < begin:
         return 1.0
     return config.schedule.learning_rate(step - begin, _shifted(draw_steps, begin))
@@ -113,6 +158,8 @@ def _shifted(draw_steps: range, begin: int) -> range:
 
 def _build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
     """Return the method with its schedule."""
+    if problem.own_step_size and isinstance(config, LangevinConfig):
+        return whiten(config, problem, config.build)
     method, schedule, draws = config.build(problem), config.schedule, problem.draw_steps
     if schedule is None:
         return method
@@ -144,10 +191,10 @@ def _check(config: MethodConfig, problem: Problem) -> None:
         value = getattr(problem, field)
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise ValueError(f"{config.name}: {field} must be a finite number > 0, got {value!r}")
-    if config.warm_start_steps > problem.burn_in:
+    if config.num_warm_start_steps > problem.burn_in:
         raise ValueError(
-            f"{config.name}: warm_start_steps={config.warm_start_steps} count as burn-in, which is {problem.burn_in} "
-            f"of {problem.num_steps} updates: raise burn_in or lower warm_start_steps"
+            f"{config.name}: warm_start_steps={config.num_warm_start_steps} count as burn-in, which is "
+            f"{problem.burn_in} of {problem.num_steps} updates: raise burn_in or lower warm_start_steps"
         )
     if config.temperature == 0 and type(config).temperature != 0:  # an optimiser's own default is T = 0
         goal = "posterior" if config.temper == "posterior" else "likelihood"

@@ -469,7 +469,7 @@ BAD = {
     "temperature": [-1.0, math.nan, math.inf, "cold", True],
     "temper": ["prior", None],
     "init_jitter": [-0.1, math.nan],
-    "schedule": ["cosine", 3, {"name": "linear"}],
+    "schedule": ["cosine", 3, {"name": "staircase"}],
     "warm_start_steps": [-1, 1.5],
     "warm_start_learning_rate": [0.0, -1e-3, math.nan],
 }

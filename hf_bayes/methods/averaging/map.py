@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_bayes.core.column_blocks import in_blocks
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
+from hf_bayes.core.rng import spare_generators
 from hf_bayes.core.types import (
     Approximation,
     DataPass,
@@ -86,7 +87,7 @@ class MAPConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(ends_at_map=True)
+        return Requirements(learning_rate="range_test", ends_at_map=True)
 
     def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
@@ -105,15 +106,21 @@ def begin(theta: Tensor, rngs: Rngs) -> MAPState:
 
 
 def descend(
-    state: MAPState, evaluation: Evaluation, problem: Problem, lr: float, *, momentum: float, prior_weight: float
+    state: MAPState,
+    evaluation: Evaluation,
+    problem: Problem,
+    lr: float | Tensor,
+    *,
+    momentum: float,
+    prior_weight: float,
 ) -> tuple[MAPState, Info]:
-    """Return the state after one step of AdamW on U / N, and the energy."""
+    """Return the state after one step of AdamW on U / N, and the energy; ``lr`` may be [M, 1]."""
     gradient = grad_energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)
     info = {"energy": energy(evaluation, state.theta, problem.prior, prior_weight=prior_weight)}
     return adamw(state, gradient, lr, momentum=momentum, num_data=problem.num_data), info
 
 
-def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_data: float) -> MAPState:
+def adamw(state: MAPState, gradient: Tensor, lr: float | Tensor, *, momentum: float, num_data: float) -> MAPState:
     """Return the state after one step of AdamW on U / N; ``gradient`` [M, d] is the gradient of U."""
     step = state.step + 1
     # in float64: in float32, 1 - 0.999 ** t has only four correct digits at the start
@@ -130,9 +137,17 @@ def adamw(state: MAPState, gradient: Tensor, lr: float, *, momentum: float, num_
 
 
 def warm_start(
-    rule: Rule[Any], *, steps: int, learning_rate: float, problem: Problem, prior_weight: float = 1.0
+    rule: Rule[Any],
+    *,
+    steps: int,
+    learning_rate: float,
+    problem: Problem,
+    prior_weight: float = 1.0,
+    decays: bool = False,
 ) -> Rule[Any]:
     """Return a rule that runs AdamW on U / N for ``steps`` updates, and then ``rule`` from the point reached.
+
+    With ``decays`` its step size falls linearly to 0.
 
     Its state holds the fields of the rule's state, which are not used before the switch, and the optimiser's fields as
     ``warm_*``. So one set of tensors restores any update of the run. The optimiser uses no random numbers: the rule is
@@ -140,7 +155,7 @@ def warm_start(
     """
 
     def init(theta: Tensor, rngs: Rngs) -> Any:
-        return _warming(begin(theta, rngs), rule.init(theta, _spare_generators(rngs)))
+        return _warming(begin(theta, rngs), rule.init(theta, spare_generators(rngs)))
 
     def locate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         if _is_warming(state, steps):
@@ -152,9 +167,8 @@ def warm_start(
         if not _is_warming(state, steps):
             inner, info = rule.update(_inner(state), evaluation, lr, rngs)
             return _sampling(state, inner), info
-        warm, info = descend(
-            _optimiser(state), evaluation, problem, learning_rate, momentum=BETA_1, prior_weight=prior_weight
-        )
+        rate = learning_rate * (1 - int(state.warm_step[0]) / steps) if decays else learning_rate
+        warm, info = descend(_optimiser(state), evaluation, problem, rate, momentum=BETA_1, prior_weight=prior_weight)
         state = _warming(warm, _inner(state))
         return (_sampling(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
 
@@ -165,7 +179,19 @@ def warm_start(
     def finish(state: Any, draws: Tensor) -> Approximation:
         return rule.finish(_inner(state), draws)
 
-    return Rule(init, locate, update, finish, None if rule.final_pass is None else final_pass)
+    def early_pass(state: Any, data_pass: DataPass) -> Any:
+        assert rule.early_pass is not None
+        return _sampling(state, rule.early_pass(_inner(state), data_pass))
+
+    return Rule(
+        init,
+        locate,
+        update,
+        finish,
+        None if rule.final_pass is None else final_pass,
+        None if rule.early_pass is None else early_pass,
+        steps + rule.early_pass_after,
+    )
 
 
 def warm_start_kernel(
@@ -174,7 +200,7 @@ def warm_start_kernel(
     """Return a kernel whose first ``steps`` moves are steps of AdamW, with one evaluation each; see ``warm_start``."""
 
     def init(theta: Tensor, evaluate: Evaluate, rngs: Rngs) -> Any:
-        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, _spare_generators(rngs)))
+        return _warming(begin(theta, rngs), kernel.init(theta, evaluate, spare_generators(rngs)))
 
     def step(state: Any, evaluate: Evaluate, rngs: Rngs) -> tuple[Any, Info]:
         if not _is_warming(state, steps):
@@ -229,8 +255,3 @@ def _optimiser(state: Any) -> MAPState:
 def _inner(state: Any) -> Any:
     kind = type(state).inner
     return kind(**{field: getattr(state, field) for field in kind._fields})
-
-
-def _spare_generators(rngs: Rngs) -> list[torch.Generator]:
-    """Return generators for a state that is never used, so that the chains' generators do not advance."""
-    return [torch.Generator(device=rng.device).manual_seed(0) for rng in rngs]

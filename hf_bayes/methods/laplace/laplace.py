@@ -170,6 +170,7 @@ class LaplaceConfig(MethodConfig):
     def requirements(self) -> Requirements:
         by_heldout = self.fit_prior == "heldout"
         return Requirements(
+            learning_rate="range_test",
             final_pass=True,
             all_chains_in_one_pass=self.fit_noise or by_heldout,
             heldout="none" if not by_heldout else "whole" if self.prior_scope == "model" else "split",

@@ -54,6 +54,7 @@ class CurvatureSpec:
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
         rank: rank of the structure "low_rank".
+        share: the share of the rows that the pass sees, drawn at random. Below 1 the result is an estimate.
     """
 
     estimator: str = "ggn"
@@ -62,6 +63,7 @@ class CurvatureSpec:
     sharing: str = "expand"
     max_factor: int = 4096
     rank: int = 32
+    share: float = 1.0
 
     def check(self) -> None:
         """Check that the combination exists.

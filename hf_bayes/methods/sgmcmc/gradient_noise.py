@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +32,27 @@ class LangevinConfig(MethodConfig):
             (gradient_accumulation_steps times processes that share a chain). None: as True where there are several
             micro-batches; with a single one, in about every hundredth update, from the two halves of its rows, at the
             cost of half a gradient each. False: never.
+        heating: the share of T that the noise of minibatches may add, where the run has no learning rate and the method
+            finds its step size (``whitening``).
+        whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal" or
+            "kronecker". None takes "kronecker" where its bases hold at most ``MAX_BASIS`` numbers a chain.
     """
 
     measure_gradient_noise: bool | None = None
+    heating: float = 0.1
+    whitening: Literal["diagonal", "kronecker"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.measure_gradient_noise is not None:
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
+        self._check_number("heating", self.heating, minimum=0.0, strict=True)
+        self._check_choice("whitening", self.whitening, (None, "diagonal", "kronecker"))
 
     @property
     def requirements(self) -> Requirements:
         return Requirements(
+            learning_rate="whitening" if self.temperature > 0 else "given",
             gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
         )
@@ -68,7 +77,12 @@ class CorrectedLangevinConfig(LangevinConfig):
         if not self.correct_gradient_noise:
             return super().requirements
         setting = "correct_gradient_noise=True"
-        return replace(super().requirements, gradient_variance="needed", gradient_variance_setting=setting)
+        return replace(
+            super().requirements,
+            learning_rate="given",
+            gradient_variance="needed",
+            gradient_variance_setting=setting,
+        )
 
 
 def noise_ratio(variance: Tensor | None, problem: Problem, *, injected: float, squared_step: float) -> Info:

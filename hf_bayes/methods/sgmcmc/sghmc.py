@@ -109,7 +109,9 @@ class SGHMCConfig(CorrectedLangevinConfig):
     @property
     def requirements(self) -> Requirements:
         setting = "preconditioner='layerwise'" if self.preconditioner == "layerwise" else ""
-        return replace(super().requirements, tensor_scales_setting=setting)
+        if not setting:
+            return super().requirements
+        return replace(super().requirements, learning_rate="given", tensor_scales_setting=setting)
 
     def build(self, problem: Problem) -> Rule[SGHMCState] | Rule[PreconditionedSGHMCState]:
         dynamics = Dynamics(self, problem)

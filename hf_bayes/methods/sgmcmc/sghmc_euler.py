@@ -21,12 +21,13 @@ position of ``torch.optim.SGD(momentum=beta)`` with gradients taken one update e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws
@@ -67,6 +68,11 @@ class SGHMCEulerConfig(CorrectedLangevinConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
+
+    @property
+    def requirements(self) -> Requirements:
+        # at the largest step of whitened coordinates the Euler scheme would add 70 % to the variance
+        return replace(super().requirements, learning_rate="given")
 
     def build(self, problem: Problem) -> Rule[SGHMCEulerState]:
         peak, temperature = problem.learning_rate, self.temperature

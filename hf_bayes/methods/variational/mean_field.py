@@ -95,7 +95,7 @@ class MeanFieldConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(draws_are_chain_states=False)
+        return Requirements(learning_rate="range_test", draws_are_chain_states=False)
 
     def build(self, problem: Problem) -> Rule[MeanFieldState]:
         first_averaged = max(problem.burn_in, problem.num_steps // 2)

@@ -1,0 +1,145 @@
+"""Roots S of covariances, S S' = Sigma, of several chains in one tensor [M, P], as a sampler's state holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_bayes.distributions.covariance import Covariance, Kronecker
+
+Shapes = Sequence[tuple[int, ...]]
+"""The shapes of the random tensors, in the order of theta."""
+
+
+class Roots(Protocol):
+    """One structure of S.
+
+    Attributes:
+        size: P, numbers of a chain.
+    """
+
+    size: int
+
+    def pack(self, covariance: Covariance) -> Tensor:
+        """Return S of a covariance, [P]."""
+        ...
+
+    def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        """Return S v, [M, d] -> [M, d]."""
+        ...
+
+    def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        """Return S' g, [M, d] -> [M, d]."""
+        ...
+
+    def variances(self, packed: Tensor) -> Tensor:
+        """Return the squared singular values of S [M, d], in the coordinates of v."""
+        ...
+
+    def of_prior(self, variance: Tensor) -> Tensor:
+        """Return the variances [d] of an independent prior in the coordinates of v, means over rotated tensors."""
+        ...
+
+
+class DiagonalRoots:
+    """S is diagonal: the standard deviation of each element."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.size = sum(map(math.prod, shapes))
+
+    def pack(self, covariance: Covariance) -> Tensor:
+        return covariance.variance.sqrt()
+
+    def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return packed * vectors
+
+    def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return packed * vectors
+
+    def variances(self, packed: Tensor) -> Tensor:
+        return packed.square()
+
+    def of_prior(self, variance: Tensor) -> Tensor:
+        return variance
+
+
+class KroneckerRoots:
+    """S has a block for each tensor: (left (x) right) diag(stds) for a matrix [m, n], diag(stds) for other tensors.
+
+    A chain's numbers are, tensor by tensor, the stds [m n], left [m, m] and right [n, n]. A side without a basis has
+    the identity.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = tuple(shapes)
+        self._parts = [
+            (math.prod(shape), *(side * side for side in shape if len(shape) == 2)) for shape in self._shapes
+        ]
+        self.size = sum(map(sum, self._parts))
+
+    def pack(self, covariance: Covariance) -> Tensor:
+        assert isinstance(covariance, Kronecker)
+        found: list[Tensor] = []
+        for shape, block in zip(self._shapes, covariance.blocks, strict=True):
+            stds, bases = (block, (None, None)) if isinstance(block, Tensor) else (
+                block.variances.sqrt(), (block.left, block.right)
+            )  # fmt: skip
+            found.append(stds.flatten())
+            if len(shape) == 2:
+                eyes = (torch.eye(side).to(stds) for side in shape)
+                found += [(eye if basis is None else basis).flatten() for basis, eye in zip(bases, eyes, strict=True)]
+        return torch.cat(found)
+
+    def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                _rotated(stds * piece, shape, bases, back=True)
+                for shape, stds, bases, piece in self._blocks(packed, vectors)
+            ],
+            1,
+        )
+
+    def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return torch.cat(
+            [
+                stds * _rotated(piece, shape, bases, back=False)
+                for shape, stds, bases, piece in self._blocks(packed, vectors)
+            ],
+            1,
+        )
+
+    def variances(self, packed: Tensor) -> Tensor:
+        return torch.cat([stds.square() for stds, *_ in self._split(packed)], 1)
+
+    def of_prior(self, variance: Tensor) -> Tensor:
+        pieces = variance.split([math.prod(shape) for shape in self._shapes])
+        rotated = (len(shape) == 2 for shape in self._shapes)
+        return torch.cat([p.mean().expand_as(p) if mixed else p for p, mixed in zip(pieces, rotated, strict=True)])
+
+    def _split(self, packed: Tensor) -> Iterator[list[Tensor]]:
+        """Yield [stds, left, right] or [stds] of each tensor, [M, ...] each and flat."""
+        numbers = iter(packed.split([size for part in self._parts for size in part], 1))
+        for part in self._parts:
+            yield [next(numbers) for _ in part]
+
+    def _blocks(
+        self, packed: Tensor, vectors: Tensor
+    ) -> Iterator[tuple[tuple[int, ...], Tensor, list[Tensor], Tensor]]:
+        pieces = vectors.split([part[0] for part in self._parts], 1)
+        for shape, (stds, *bases), piece in zip(self._shapes, self._split(packed), pieces, strict=True):
+            square = [basis.unflatten(1, (side, side)) for basis, side in zip(bases, shape, strict=False)]
+            yield shape, stds, square, piece
+
+
+def _rotated(flat: Tensor, shape: tuple[int, ...], bases: list[Tensor], *, back: bool) -> Tensor:
+    """Return left' V right of V [M, m n], or left V right' if ``back``; V itself without bases."""
+    if not bases:
+        return flat
+    left, right = bases
+    matrices = flat.unflatten(1, shape)
+    rotated: Tensor = left @ matrices @ right.mT if back else left.mT @ matrices @ right
+    return rotated.flatten(1)

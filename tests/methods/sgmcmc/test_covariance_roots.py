@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.distributions.covariance import Covariance, Diagonal, Kronecker, dense
+from hf_bayes.distributions.covariance.kronecker import KroneckerBlock
+from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
+
+SHAPES = ((3, 2), (4,), (2, 3))
+
+
+def kronecker() -> Kronecker:
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for n in (3, 2))
+    variances = torch.rand(3, 2, dtype=torch.float64) + 0.1
+    one_sided = KroneckerBlock(None, torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0], variances.T.clone())
+    return Kronecker((KroneckerBlock(left, right, variances), torch.rand(4, dtype=torch.float64) + 0.1, one_sided))
+
+
+CASES: list[tuple[Roots, Covariance]] = [
+    (DiagonalRoots(SHAPES), Diagonal(torch.linspace(0.1, 2, 16, dtype=torch.float64))),
+    (KroneckerRoots(SHAPES), kronecker()),
+]
+
+
+@pytest.mark.parametrize(("roots", "covariance"), CASES, ids=["diagonal", "kronecker"])
+class TestRoots:
+    def _root(self, roots: Roots, packed: Tensor) -> Tensor:
+        """Return S as a matrix."""
+        return torch.stack([roots.product(packed, column[None])[0] for column in torch.eye(16).double()], 1)
+
+    def test_the_root_times_its_transpose_is_the_covariance(self, roots: Roots, covariance: Covariance) -> None:
+        packed = roots.pack(covariance)[None]
+        root = self._root(roots, packed)
+        torch.testing.assert_close(root @ root.T, dense(covariance, packed), rtol=0, atol=1e-14)
+        assert packed.shape == (1, roots.size)
+
+    def test_transposed_is_the_transpose_of_the_product(self, roots: Roots, covariance: Covariance) -> None:
+        packed = roots.pack(covariance)[None]
+        found = torch.stack([roots.transposed(packed, column[None])[0] for column in torch.eye(16).double()], 1)
+        torch.testing.assert_close(found, self._root(roots, packed).T, rtol=0, atol=1e-14)
+
+    def test_variances_are_the_eigenvalues_of_the_covariance(self, roots: Roots, covariance: Covariance) -> None:
+        packed = roots.pack(covariance)[None]
+        expected = torch.linalg.eigvalsh(dense(covariance, packed))
+        torch.testing.assert_close(roots.variances(packed)[0].sort().values, expected, rtol=1e-10, atol=0)
+
+    def test_each_chain_has_its_own_root(self, roots: Roots, covariance: Covariance) -> None:
+        packed = torch.stack([roots.pack(covariance)] * 2)
+        if isinstance(roots, DiagonalRoots):
+            packed[1] *= 3
+        else:
+            packed[1, : 3 * 2] *= 3  # the standard deviations of the first matrix
+        vectors = torch.randn(1, 16, dtype=torch.float64).expand(2, -1)
+        both = roots.product(packed, vectors)
+        torch.testing.assert_close(both[1, :6], 3 * both[0, :6], rtol=1e-12, atol=1e-12)
+
+
+def test_a_rotated_tensor_has_the_mean_of_the_priors_variances() -> None:
+    variance = torch.arange(1.0, 17.0)
+    assert torch.equal(DiagonalRoots(SHAPES).of_prior(variance), variance)
+    found = KroneckerRoots(SHAPES).of_prior(variance)
+    assert found.tolist() == [3.5] * 6 + [7.0, 8.0, 9.0, 10.0] + [13.5] * 6

@@ -1,0 +1,203 @@
+"""Samplers that find their own step size, on Gaussians whose curvature and gradient noise are known."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.objective import FailureWords
+from hf_bayes.chains.run import Run
+from hf_bayes.core.rng import chain_generators, generator
+from hf_bayes.core.types import Evaluation, Problem
+from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.laplace.curvature import DiagonalCurvature
+from hf_bayes.methods.registry import build
+from hf_bayes.methods.sgmcmc import whitening
+from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.sgmcmc.whitening import MAX_STEP, num_measured
+
+PRIOR_STD = 0.5
+CURVATURE = torch.cat([torch.full((20,), h) for h in (1e6, 1e3, 40.0, 0.01)]).double()
+"""H: stiff, softer, ruled by the data in part (tau is 4), and ruled by the prior."""
+SAMPLERS = [SGHMCConfig, SGLDConfig, BAOABConfig, SGNHTConfig]
+
+
+class GaussianData:
+    """log p(D | theta) = -sum H theta^2 / 2, with gradient noise of variance ``noise`` H."""
+
+    words = FailureWords("log-likelihood", "gradient", "update", "look")
+
+    def __init__(self, noise: float = 0.0, chains: range = range(4)) -> None:
+        self.noise, self.passes = noise, 0
+        self.rngs = [generator("noise", chain) for chain in chains]
+
+    def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> Any:
+        return self
+
+    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: Any = None, split_rows: bool = False) -> Any:
+        noise = torch.stack([torch.randn(len(CURVATURE), generator=rng, dtype=torch.float64) for rng in self.rngs])
+        grad = -CURVATURE * theta + (self.noise * CURVATURE).sqrt() * noise
+        return Evaluation(-0.5 * (CURVATURE * theta.square()).sum(1), grad)
+
+    def info(self) -> dict[str, Tensor]:
+        return {}
+
+    def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        self.passes += 1
+        return SimpleNamespace(curvature=DiagonalCurvature(CURVATURE))
+
+    def place_of(self, column: int) -> str:
+        return ""
+
+
+def run_of(config: LangevinConfig, objective: GaussianData, *, steps: int, chains: range = range(4)) -> Run[Any]:
+    prior = GaussianPrior(torch.tensor(0.0).double(), torch.tensor(PRIOR_STD).double())
+    problem = Problem(
+        num_data=1000, prior=prior, learning_rate=1.0, num_steps=steps, burn_in=steps // 4,
+        shapes={"w": (len(CURVATURE),)}, draw_steps=range(steps // 4 + 10, steps + 1, 10), own_step_size=True,
+    )  # fmt: skip
+    theta = torch.zeros(len(chains), len(CURVATURE), dtype=torch.float64)
+    rngs = chain_generators(0, 4, chains=chains)
+    return Run(build(config, problem), objective, theta, rngs, problem, chains=chains)
+
+
+def finished(config: LangevinConfig, noise: float = 0.0, *, steps: int = 4000, chains: range = range(4)) -> Run[Any]:
+    run = run_of(config, GaussianData(noise, chains), steps=steps, chains=chains)
+    for _ in range(steps):
+        run.update([None], 1.0)
+    return run
+
+
+def relative_variances(run: Run[Any]) -> list[float]:
+    """Return E theta^2 (H + tau) of each of the four kinds of directions."""
+    draws = torch.stack(run.draws, 1)
+    squares = (draws.square() * (CURVATURE + PRIOR_STD**-2)).mean((0, 1))
+    return [float(part.mean()) for part in squares.split(20)]
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_all_directions_have_the_posteriors_variance(sampler: type[LangevinConfig], temperature: float) -> None:
+    run = finished(sampler(temperature=temperature))
+    # about 4 chains x 3,000 updates / relaxation (2.5 to 25 updates) x 20 directions: 1.2 % to 4 %; h^2 costs 1 %
+    assert relative_variances(run) == pytest.approx([temperature] * 4, rel=0.12)
+
+
+@pytest.mark.statistics
+def test_without_the_transposed_root_the_variances_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin."""
+    monkeypatch.setattr(whitening.DiagonalRoots, "transposed", lambda self, packed, vectors: packed.square() * vectors)
+    run = finished(SGHMCConfig(whitening="diagonal"))
+    assert max(abs(value - 1) for value in relative_variances(run)) > 0.5
+
+
+@pytest.mark.statistics
+def test_gradient_noise_heats_as_much_as_it_was_allowed_to() -> None:
+    run = finished(SGHMCConfig(heating=0.2, whitening="diagonal"), noise=30.0, steps=24000)
+    stiff, softer, *_ = relative_variances(run)
+    # the relaxation is .1 / (2 * .2 * .1 / 30) = 75 updates: 4 x 18,000 / 150 x 20 pairs, 1.5 %
+    assert stiff == pytest.approx(1.2, rel=0.06)
+    assert softer == pytest.approx(1.2, rel=0.06)
+
+
+def test_the_step_size_is_that_of_the_allowed_heating() -> None:
+    config = SGHMCConfig(heating=0.05, momentum=0.8, temperature=0.5, whitening="diagonal")
+    run, infos = run_of(config, GaussianData(25.0), steps=1000), []
+    for _ in range(30):
+        infos.append(run.update([None], 1.0).info)
+    (found,) = [info for info in infos if "relaxation" in info]
+    # of directions with H > tau: whitened variances 25 H / (H + tau) = 25, 24.9, 22.7; 12 pairs x 60 directions
+    variance = 25 * (1 + 1 / 1.004 + 1 / 1.1) / 3
+    assert found["gradient_variance"].tolist() == pytest.approx([variance] * 4, rel=4 * math.sqrt(2 / (12 * 60)))
+    expected = (2 * 0.05 * 0.5 * 0.2 / found["gradient_variance"]).sqrt()
+    torch.testing.assert_close(found["step_size"], expected)
+    torch.testing.assert_close(found["relaxation"], 0.2 / expected.square())
+
+
+def test_exact_gradients_get_the_largest_step() -> None:
+    run = run_of(SGHMCConfig(), GaussianData(), steps=100)
+    for _ in range(30):
+        run.update([None], 1.0)
+    assert run.state.step_size.tolist() == [MAX_STEP] * 4
+
+
+def test_one_pass_per_chain_and_no_movement_while_noise_is_measured() -> None:
+    objective = GaussianData(1.0)
+    run = run_of(SGHMCConfig(), objective, steps=200)
+    start, measured = run.theta.clone(), num_measured(200)
+    for _ in range(measured):
+        run.update([None], 1.0)
+        assert torch.equal(run.theta, start)
+    assert objective.passes == 4
+    run.update([None], 1.0)
+    assert bool((run.theta != start).all())
+    assert objective.passes == 4
+
+
+def test_a_chain_does_not_depend_on_the_others() -> None:
+    config = SGHMCConfig(num_chains=4)
+    together = finished(config, noise=9.0, steps=100)
+    alone = finished(config, noise=9.0, steps=100, chains=range(2, 3))
+    assert torch.equal(torch.stack(alone.draws), torch.stack(together.draws)[:, 2:3])
+
+
+def test_the_learning_rate_is_a_factor_of_the_squared_step() -> None:
+    """At T -> 0 and beta = 0 an update is theta - factor h^2 (H + tau)^-1 grad U."""
+    run = run_of(SGLDConfig(temperature=1e-20, heating=1e20, whitening="diagonal"), GaussianData(), steps=100)
+    start = torch.ones_like(run.theta)
+    run._start = start
+    for _ in range(num_measured(100)):
+        run.update([None], 1.0)
+    run.update([None], 0.25)
+    torch.testing.assert_close(run.theta, (1 - 0.25 * MAX_STEP**2) * start, rtol=1e-8, atol=1e-8)
+
+
+class StiffElsewhere(GaussianData):
+    """A curvature that is 400 times as large once the chain has begun to move, as where another factor has grown."""
+
+    def __call__(self, theta: Tensor, **options: Any) -> Any:
+        found = super().__call__(theta, **options)
+        stiff = 400 if bool((theta != 0).any()) else 1
+        return found._replace(log_lik=stiff * found.log_lik, grad_log_lik=stiff * found.grad_log_lik)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_chain_that_heats_takes_smaller_steps(monkeypatch: pytest.MonkeyPatch, guarded: bool) -> None:
+    if not guarded:  # the broken twin
+        monkeypatch.setattr(whitening, "MAX_HEAT", math.inf)
+    run = run_of(SGHMCConfig(), StiffElsewhere(), steps=800)
+    if not guarded:
+        with pytest.raises(FloatingPointError):
+            _all(run, 800)
+        return
+    law = _all(run, 800)[-1]["kinetic_temperature_law"]
+    # h^2 lambda has to come below 2 (1 + beta); the heat that is left is below the guard's mark, 1 + 6 sqrt(2 / 80)
+    stable = (3.8 / 400) ** 0.5
+    assert bool((run.state.step_size < stable).all())
+    assert bool((run.state.step_size > 0.2 * stable).all())
+    assert bool((run.state.whitened_momentum.square().mean(1) < 1.95 * law).all())
+    assert float((400 * CURVATURE + PRIOR_STD**-2).sqrt().mul(run.theta).abs().max()) < 20
+
+
+def _all(run: Run[Any], steps: int) -> list[dict[str, Tensor]]:
+    return [run.update([None], 1.0).info for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(20, 4), (100, 4), (150, 6), (500, 20), (5000, 24)])
+def test_measuring_takes_a_twenty_fifth_of_a_run(steps: int, measured: int) -> None:
+    assert num_measured(steps) == measured
+
+
+def test_a_burn_in_too_short_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"from 4 minibatches in its burn-in, which has 3 updates .* train longer, ra"):
+        run_of(SGHMCConfig(), GaussianData(), steps=15)
