@@ -28,10 +28,11 @@ from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
+from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
-from hf_bayes.objectives.model_objective import DataAccess, ModelObjective
+from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Normal
 

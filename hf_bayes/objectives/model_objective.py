@@ -20,7 +20,8 @@ from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.curvature_pass import Batches, CurvaturePassResult, run_curvature_pass
+from hf_bayes.objectives.curvature_pass import CurvaturePassResult, run_curvature_pass
+from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
 from hf_bayes.objectives.heldout import HeldOutRows
@@ -28,24 +29,6 @@ from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training."""
-
-
-class DataAccess(NamedTuple):
-    """Rows by number, for a method that passes over the data once more after its last update.
-
-    Attributes:
-        batches: numbers of training rows -> these rows, in this order, in batches.
-        num_rows: of the training data here.
-        heldout: likewise, of held-out rows; None where there are none.
-        num_heldout: held-out rows.
-        hide: show no progress; None: only where there is no terminal.
-    """
-
-    batches: Batches
-    num_rows: int
-    heldout: Batches | None = None
-    num_heldout: int = 0
-    hide: bool | None = None
 
 
 class Pass(NamedTuple):
@@ -144,13 +127,14 @@ class ModelObjective:
         """Return log-likelihood, gradient and curvature of all training data at ``theta`` [d]."""
         assert self.data is not None
         assert self.scale.num_terms is not None
+        data = self.data.part(spec.share, self.seed)
         return run_curvature_pass(
             self.model,
             theta.to(self.model.device),
-            self.data.batches,
-            self.data.num_rows,
+            data.batches,
+            data.num_rows,
             spec,
-            scale=self.scale.num_data / self.scale.num_terms,
+            scale=self.scale.num_data / self.scale.num_terms * self.data.num_rows / data.num_rows,
             gradient=gradient,
             seed=self.seed,
             mesh=self.mesh,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.own_settings import Settings, Trial, settle
+from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
 
 
 class StartedRun(NamedTuple):
@@ -31,11 +34,13 @@ class StartedRun(NamedTuple):
         run: the chains.
         objective: what they sample.
         prior: log p(theta).
+        settings: the method with numbers in place of what was left open.
     """
 
     run: Run[Any]
     objective: ModelObjective
     prior: IndependentPrior | Gaussian
+    settings: Settings
 
 
 def scale_of(
@@ -68,7 +73,7 @@ def start_run(
     scale: DataScale,
     *,
     num_steps: int,
-    learning_rate: float,
+    learning_rate: float | None,
     seed: int = 0,
     start: Tensor | None = None,
     theta: Tensor | None = None,
@@ -76,6 +81,9 @@ def start_run(
     mesh: ChainMesh | None = None,
     most_terms: int | None = None,
     batch_fraction: float | None = None,
+    trial_updates: Callable[[], Iterable[list[Any]]] | None = None,
+    found_rate: float | None = None,
+    progress: bool = False,
     **options: Any,
 ) -> StartedRun:
     """Return the chains of a method on a model, each at a seeded place of its own.
@@ -85,14 +93,18 @@ def start_run(
         method: a config of ``hf_bayes.METHODS``.
         scale: the size of the data and of an update.
         num_steps: updates of the run.
-        learning_rate: the peak of its schedule.
+        learning_rate: the peak of its schedule. None leaves it to the method (``own_settings``). The updates of a
+            method that finds a step size during the run have learning rate 1.
         seed: of starting points, noise and dropout masks.
         start: [d], the weights that chains start around; None: those of the model.
-        theta: [M, d], where the chains of this process start; None draws them around ``start``.
+        theta: [M, d], where the chains here start; None draws them around ``start``.
         inherited: the posterior that is the prior; None takes the method's own prior.
         mesh: the processes; None is this one alone.
         most_terms: the largest number of likelihood terms in one row, if it is known.
         batch_fraction: the share of the data in a batch, if it is known.
+        trial_updates: returns the batches of updates that all chains share, to try learning rates of AdamW on.
+        found_rate: the rate that this trial has found, for a run that resumes.
+        progress: show a bar for the trial.
         options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
     Raises:
         ValueError: if the method cannot run on this problem.
@@ -102,35 +114,91 @@ def start_run(
     if theta is None:
         theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains)
     prior = build_prior(method, model.layout, start, model.model, inherited)
-    problem = Problem(
-        num_data=scale.num_data, prior=prior.to(theta), learning_rate=learning_rate, num_steps=num_steps,
-        **_steps_of(method, num_steps), shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
-        most_terms=most_terms, root_columns=model.num_root_columns,
-        noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
-    )  # fmt: skip
-    built = build(method, problem)
-    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **_needs_of(method, built), **options)
+    problem = _problem_of(model, scale, prior.to(theta), num_steps, batch_fraction, most_terms, seed)
+    trial = None
+    if trial_updates is not None:
+        alone = partial(ModelObjective, model, scale, mesh=mesh, seed=seed, **_of_shared_rows(options))
+        trial = _trial(alone, start.to(theta), problem, trial_updates, method.prior_weight, progress=progress)
+    settings = settle(method, learning_rate, num_steps, trial, found_rate)
+    problem = _with_settings(problem, settings, has_rows=options.get("data") is not None)
+    built = build(settings.method, problem)
+    needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
+    objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
     rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
-    run = Run(
-        built, objective, theta, rngs, problem, warm_start=method.warm_start_steps, chains=mesh.chains,
-        watch_noise=objective.measures_noise,
+    watch, chains = objective.measures_noise, mesh.chains
+    run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, chains=chains, watch_noise=watch)
+    return StartedRun(run, objective, prior, settings)
+
+
+def _problem_of(
+    model: BayesianModel,
+    scale: DataScale,
+    prior: IndependentPrior | Gaussian,
+    num_steps: int,
+    batch_fraction: float | None,
+    most_terms: int | None,
+    seed: int,
+) -> Problem:
+    """Return the problem of a run whose learning rate and draws are not settled yet."""
+    return Problem(
+        num_data=scale.num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
+        shapes=model.layout.named_shapes, batch_fraction=batch_fraction, most_terms=most_terms,
+        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
     )  # fmt: skip
-    return StartedRun(run, objective, prior)
+
+
+def _of_shared_rows(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an objective whose members all see the same rows."""
+    return {name: value for name, value in options.items() if name not in ("shared", "private", "data")}
+
+
+def _trial(
+    objective_of: Callable[..., ModelObjective],
+    start: Tensor,
+    problem: Problem,
+    updates: Callable[[], Iterable[list[Any]]],
+    prior_weight: float,
+    *,
+    progress: bool,
+) -> Trial:
+    """Return the function that tries learning rates on members of their own, which share their rows."""
+
+    def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
+        objective = objective_of(chains=range(len(plan.rates)))
+        return range_test(
+            objective, start, problem, updates(), plan=plan, num_steps=adamw_steps, prior_weight=prior_weight,
+            progress=progress,
+        )  # fmt: skip
+
+    return trial
+
+
+def _with_settings(problem: Problem, settings: Settings, *, has_rows: bool) -> Problem:
+    """Return the problem with the steps and the learning rate of the settings."""
+    own = settings.learning_rate is None
+    if own and not has_rows:
+        raise ValueError(
+            f"{settings.method.name} without a learning rate finds its step size by a pass over rows by number, and "
+            "there are none (an iterable data set has none): give learning_rate"
+        )
+    steps = _steps_of(settings.method, problem.num_steps)
+    return problem._replace(**steps, own_step_size=own, learning_rate=settings.learning_rate or 1.0)
 
 
 def _steps_of(method: MethodConfig, num_steps: int) -> dict[str, Any]:
     """Return the updates of burn-in, and the updates after which draws are taken, as fields of ``Problem``."""
-    burn_in = max(burn_in_steps(method.burn_in, num_steps), method.warm_start_steps)
+    burn_in = max(burn_in_steps(method.burn_in, num_steps), method.num_warm_start_steps)
     draws = draw_steps(num_steps, burn_in=burn_in, draws=method.draws_per_chain, thin=method.thin)
     return {"burn_in": burn_in, "draw_steps": draws}
 
 
-def _needs_of(method: MethodConfig, built: Rule[Any] | Kernel[Any]) -> dict[str, Any]:
+def _needs_of(method: MethodConfig, built: Rule[Any] | Kernel[Any], problem: Problem) -> dict[str, Any]:
     """Return the evaluations that a method needs, as arguments of ``ModelObjective``."""
     exact, needs = isinstance(built, Kernel), method.requirements
     return {
         "dropout": not exact,  # an exact kernel needs a target that does not change between two evaluations
         "in_float64": exact,
         "returns_batches": exact and not needs.all_data_in_every_update,
-        "measures_noise": needs.gradient_variance != "none",
+        # a whitened chain measures the noise itself, in its own coordinates
+        "measures_noise": needs.gradient_variance != "none" and not problem.own_step_size,
     }

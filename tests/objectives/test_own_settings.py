@@ -1,0 +1,94 @@
+"""Settings of runs that have no learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.schedules import Cyclical, Linear, RobbinsMonro
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.averaging.swa import SWAConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.sgmcmc.agps import AGPSConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.objectives.own_settings import settle
+from hf_bayes.objectives.range_test import RangeTest, TrialPlan
+
+ASKED: list[tuple[int, int, int]] = []
+
+
+def trial(plan: TrialPlan, adamw_steps: int) -> RangeTest:
+    ASKED.append((len(plan.rates), plan.num_updates, adamw_steps))
+    return RangeTest(0.02, {0.04: 1.0}, plan.num_updates)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_asked() -> None:
+    ASKED.clear()
+
+
+def test_a_given_learning_rate_changes_nothing() -> None:
+    method = SGHMCConfig()
+    assert settle(method, 0.1, 100, trial) == (method, 0.1, None)
+    assert not ASKED
+
+
+@pytest.mark.parametrize("method", [MAPConfig(), EnsembleConfig(), MeanFieldConfig(), LaplaceConfig()])
+def test_optimisers_try_rates_and_fall_linearly(method: MethodConfig) -> None:
+    found = settle(method, None, 1000, trial)
+    assert found.learning_rate == 0.02
+    assert found.method == replace(method, schedule=Linear())
+    assert [(6, 16 if method.num_chains == 1 else 40, 1000)] == ASKED
+
+
+def test_a_schedule_of_the_users_stays() -> None:
+    schedule = RobbinsMonro(offset=10)
+    assert settle(MAPConfig(schedule=schedule), None, 1000, trial).method.schedule == schedule
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), SGLDConfig()])
+def test_samplers_begin_with_adamw_for_a_quarter_of_the_run(method: MethodConfig) -> None:
+    found = settle(method, None, 1000, trial)
+    assert found.learning_rate is None
+    assert found.method == replace(method, warm_start_steps=250, warm_start_learning_rate=0.02)
+    assert ASKED == [(6, 40, 250)]
+
+
+def test_a_warm_start_of_the_users_stays() -> None:
+    method = SGHMCConfig(warm_start_steps=30, warm_start_learning_rate=0.5)
+    assert settle(method, None, 1000, None) == (method, None, None)
+    assert settle(SGHMCConfig(warm_start_steps=0), None, 1000, None).method == SGHMCConfig(warm_start_steps=0)
+
+
+def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
+    assert settle(MAPConfig(), None, 1000, trial, found=0.3).learning_rate == 0.3
+    assert settle(SGHMCConfig(), None, 1000, trial, found=0.3).method.warm_start_learning_rate == 0.3
+    assert not ASKED
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        AGPSConfig(), HMCConfig(), SWAConfig(), SGHMCConfig(temperature=0.0), SGHMCConfig(preconditioner="layerwise"),
+        SGHMCConfig(correct_gradient_noise=True),
+    ],
+)  # fmt: skip
+def test_a_method_that_finds_no_rate_asks_for_one(method: MethodConfig) -> None:
+    with pytest.raises(ValueError, match=f"{method.name} .*needs a learning_rate, got None: give one"):
+        settle(method, None, 1000, trial)
+
+
+def test_a_sampler_with_a_schedule_asks_for_its_peak() -> None:
+    with pytest.raises(ValueError, match=r"schedule='cyclical' needs a learning_rate, the peak of the schedule"):
+        settle(SGHMCConfig(schedule=Cyclical()), None, 1000, trial)
+
+
+def test_a_trial_that_is_not_possible_is_told() -> None:
+    with pytest.raises(ValueError, match=r"map without a learning rate tries several .* give trial_updates, or a lear"):
+        settle(MAPConfig(), None, 1000, None)
