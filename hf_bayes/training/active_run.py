@@ -16,13 +16,14 @@ from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.trunk import TrunkMemory
-from hf_bayes.objectives.model_objective import DataAccess
+from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.monitor import Monitor
+from hf_bayes.training.own_choices import tell_step_size
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, place_chains
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -46,7 +47,8 @@ class ActiveRun:
     """A method on the chains of this process.
 
     Attributes:
-        method: the method for batches of this size.
+        method: for batches of this size, with numbers in place of what was left open.
+        settings: the settings that the run chose by itself.
         problem, prior: the problem and the prior that the method was built for.
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
@@ -54,14 +56,14 @@ class ActiveRun:
         pending: micro-batches of the update that has begun.
     """
 
-    def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows) -> None:
+    def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
         self.host, self.setup, self.rows = host, setup, rows
-        self.method, args, model = rows.method, host.args, setup.model
+        args, model = host.args, setup.model
         self.pending: list[Any] = []
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
-        self.run, self.objective, self.prior = start_run(
+        self.run, self.objective, self.prior, self.settings = start_run(
             model,
-            self.method,
+            rows.method,
             rows.scale,
             num_steps=rows.num_steps,
             learning_rate=args.learning_rate,
@@ -78,7 +80,11 @@ class ActiveRun:
             context=host.autocast,
             prepare=host.prepare,
             data=self._data_access(),
+            trial_updates=rows.updates_for_point,
+            found_rate=found_rate,
+            progress=not args.disable_tqdm and host.is_first_process,
         )
+        self.method = self.settings.method
         self.problem = self.run.problem
         copies = len(self.run.chains) if rows.shared else 1
         self._ops_per_entry = 6 * copies * model.core.num_parameters(exclude_embeddings=True)
@@ -87,7 +93,7 @@ class ActiveRun:
             model.layout.sizes,
             self.problem,
             self.run.theta.clone(),
-            warm_start=self.method.warm_start_steps,
+            warm_start=self.method.num_warm_start_steps,
             probe=self._probe(args.probe_steps or BayesianTrainingArguments.probe_steps),
             probe_steps=args.probe_steps,
         )
@@ -95,11 +101,12 @@ class ActiveRun:
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for a method that passes over the data once more."""
-        if not self.method.requirements.final_pass:
+        host, needs = self.host, self.rows.method.requirements
+        whitens = needs.learning_rate == "whitening" and host.args.learning_rate is None
+        if self.rows.stream is not None or not (needs.final_pass or whitens):
             return None
-        host = self.host
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
-        if self.method.requirements.heldout == "none":
+        if needs.heldout == "none":
             return access
         heldout = HeldOutData(host)
         hide = host.args.disable_tqdm or not host.is_first_process
@@ -122,6 +129,7 @@ class ActiveRun:
         batches, self.pending = self.pending, []
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
+        tell_step_size(record, self.method.name, self.problem, self.rows.updates_of_epoch, self.host)
         self.show_chains()
         self.host.empty_device_cache()
         assert record.loss is not None

@@ -13,6 +13,7 @@ from hf_bayes.core.layout import grouped
 from hf_bayes.core.types import Kernel
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.own_choices import tell_trial
 
 ROWS_COMPARED, TIMES_COMPARED = 8, 4
 """Rows, spread over the training data, and how often each is collated to see whether it changes."""
@@ -22,6 +23,7 @@ def announce(active: ActiveRun) -> None:
     """Write a description of the run to the log, and a warning if a setting changes the target distribution."""
     _announce_sizes(active)
     _announce_prior(active)
+    tell_trial(active.settings, active.host)
     config = active.method
     if config.temperature == 0:
         what = "maximum likelihood" if config.temper == "likelihood" else "the MAP estimate"
@@ -67,7 +69,7 @@ def _announce_prior(active: ActiveRun) -> None:
         )  # fmt: skip
         return  # the ratio below is of a prior around 0
     ratio = lora_prior_ratio(active.setup.model.model, active.setup.model.layout, active.prior)
-    if ratio is not None and ratio <= 1:
+    if ratio is not None and ratio <= 1.001:  # the default is 1, up to rounding
         active.host.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
     elif ratio is not None:
         given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B

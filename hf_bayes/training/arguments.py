@@ -29,6 +29,13 @@ class BayesianTrainingArguments(TrainingArguments):
     is constant, and a NaN is never hidden from the logs.
     """
 
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Step size, in SGD's meaning. None leaves it to the method: samplers find a step size "
+            "from curvature and gradient noise, optimisers and variational inference try several rates first."
+        },
+    )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Must be 0: clipping changes the law that is sampled."})
     lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the step size."})
     logging_nan_inf_filter: bool = field(

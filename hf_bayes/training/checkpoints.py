@@ -102,6 +102,15 @@ def load(
     return {int(name[6:9]): content for name, content in files.items()}, saved
 
 
+def settings_of(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the settings of a checkpoint, without comparing them; empty if it cannot be read (``load`` says why)."""
+    try:
+        found: dict[str, Any] = read_directory(Path(checkpoint) / FOLDER, format=FORMAT, only=SETTINGS.__eq__)[SETTINGS]
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
 def required_newest(output_dir: str | Path) -> str:
     """Return the newest checkpoint that can be resumed.
 
@@ -129,10 +138,10 @@ def _is_complete(checkpoint: Path) -> bool:
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
         listed = _check_files(checkpoint)
-        settings = read_directory(checkpoint / FOLDER, format=FORMAT, only=SETTINGS.__eq__)[SETTINGS]
     except (OSError, ValueError):
         return False
-    return set(_sealed_files(settings["num_processes"])) == set(listed)
+    settings = settings_of(checkpoint)
+    return bool(settings) and set(_sealed_files(settings["num_processes"])) == set(listed)
 
 
 def _check_files(checkpoint: Path) -> list[str]:

@@ -61,8 +61,8 @@ class Diagnosis:
         if self.has_noise and lost > MAX_UNMOVED:
             self._active.host.warn(
                 "the first update left %.0f %% of the weights of a chain as they were: it is lost in their "
-                "rounding. Raise learning_rate (%g)",
-                100 * lost, self._active.host.args.learning_rate,
+                "rounding. Raise learning_rate (%s)",
+                100 * lost, self._active.host.args.learning_rate or "its own choice now",
             )  # fmt: skip
 
     def summary(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -34,7 +34,7 @@ def method_schedule(optimizer: torch.optim.Optimizer, active: ActiveRun) -> Lamb
     return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
 
 
-def require_schedule_below_peak(scheduler: Any, num_steps: int, args: Any) -> None:
+def require_schedule_below_peak(scheduler: Any, num_steps: int, args: Any, peak: float) -> None:
     """Check every step of Trainer's schedule.
 
     Raises:
@@ -45,7 +45,7 @@ def require_schedule_below_peak(scheduler: Any, num_steps: int, args: Any) -> No
             if not 0 <= factor(step) <= 1 + 1e-9:
                 raise ValueError(
                     f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} gives a learning rate of "
-                    f"{factor(step) * args.learning_rate:g} at step {step + 1}: it must stay within 0 and "
-                    f"learning_rate={args.learning_rate:g}, the peak that frictions are fixed for. Change "
+                    f"{factor(step) * peak:g} at step {step + 1}: it must stay within 0 and "
+                    f"learning_rate={peak:g}, the peak that frictions are fixed for. Change "
                     "lr_scheduler_kwargs"
                 )

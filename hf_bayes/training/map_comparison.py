@@ -46,7 +46,7 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
                 start,
                 active.problem,
                 active.rows.updates_for_point(),
-                learning_rate=method.warm_start_learning_rate,
+                learning_rate=method.adamw_learning_rate,
                 num_updates=count,
                 progress=not args.disable_tqdm and active.host.is_first_process,
             )

@@ -61,6 +61,7 @@ class Monitor:
     ) -> None:
         self.sizes, self.origin, self.burn_in, self.warm_start = sizes, origin, problem.burn_in, warm_start
         self.probe, self.probe_steps = probe, probe_steps
+        self.has_rates = not problem.own_step_size  # otherwise they are factors of step sizes
         self.info: Info = {}
         self.noise_info: Info = {}
         self.sums: dict[str, Tensor] = {}
@@ -72,7 +73,7 @@ class Monitor:
     def observe(self, record: StepRecord[Any]) -> None:
         """Add the observations of one update."""
         self.info = record.info
-        if record.learning_rate is not None and record.moved and record.step > self.warm_start:
+        if self.has_rates and record.learning_rate is not None and record.moved and record.step > self.warm_start:
             self._observe_move(record, record.learning_rate)
         self.noise_info |= {name: record.info[name] for name in NOISE_INFO if name in record.info}
         if record.step == self.warm_start:

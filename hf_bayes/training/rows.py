@@ -134,6 +134,11 @@ class TrainingRows:
         return DataScale(self.num_data, self.num_rows, self.num_terms, self.rows_per_update)
 
     @property
+    def updates_of_epoch(self) -> float | None:
+        """Updates in which a chain sees as many rows as there are; None for a stream."""
+        return None if self.num_rows is None else self.num_rows / self.scale.rows_per_update
+
+    @property
     def num_steps(self) -> int:
         """The number of updates in the whole run."""
         args = self.host.args

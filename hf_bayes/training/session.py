@@ -79,10 +79,11 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
         raise ValueError("training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
     checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
-    active = ActiveRun(host, setup, rows)
+    found = None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")
+    active = ActiveRun(host, setup, rows, found_rate=found)
     saves = checkpoint is not None or args.save_strategy != SaveStrategy.NO
     diagnosis = Diagnosis(active, RunCheckpoints(active, identified=saves))
     shorten_lines(host.callback_handler)
     announce(active)
     rows.refuse_mixed_documents()
-    return Begun(active, diagnosis, LearningRate(setup.model.theta, args.learning_rate), checkpoint)
+    return Begun(active, diagnosis, LearningRate(setup.model.theta, active.problem.learning_rate), checkpoint)

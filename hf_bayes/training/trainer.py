@@ -106,7 +106,9 @@ class BayesianTrainerMixin(_Host):
 
     @property
     def method(self) -> MethodConfig:
-        """The config of the method, for batches of this size."""
+        """The config of the method, for batches of this size; in a run, with numbers in place of what was left open."""
+        if self.active is not None:
+            return self.active.method
         return self.setup.method if self.rows is None else self.rows.method
 
     @property
@@ -168,7 +170,9 @@ class BayesianTrainerMixin(_Host):
             self.lr_scheduler = method_schedule(self.create_optimizer(), _required(self.active))
             return self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        require_schedule_below_peak(scheduler, num_training_steps, self.args)
+        require_schedule_below_peak(
+            scheduler, num_training_steps, self.args, _required(self.active).problem.learning_rate
+        )
         return scheduler
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -65,6 +65,10 @@ RUNS = {
     "sgnht": (METHODS["sgnht"](num_chains=2, draws_per_chain=3), CYCLES),
     "mean_field": (METHODS["mean_field"](num_chains=2), CYCLES),
     "hmc": (METHODS["hmc"](num_chains=2, draws_per_chain=2, num_leapfrog=2), {}),
+    "sghmc, its own step size": (
+        SGHMCConfig(num_chains=2, draws_per_chain=3, warm_start_steps=1),
+        {"learning_rate": None},
+    ),
     "warm-started sghmc": (SGHMCConfig(num_chains=2, draws_per_chain=3, warm_start_steps=5), {"minibatch": "shared"}),
 }
 

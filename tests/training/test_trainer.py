@@ -428,7 +428,7 @@ def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):
     assert "manifest.json" in sent["allow_patterns"]
 
 
-@pytest.mark.parametrize("prior_std", [None, 2.0, {"lora_A": 1.0, "lora_B": 4.0}])
+@pytest.mark.parametrize("prior_std", [1.0, 2.0, {"lora_A": 1.0, "lora_B": 4.0}])
 def test_the_suggested_prior_width_is_no_longer_wide(tmp_path, caplog, prior_std):
     def ratio_and_advice(prior_std):
         caplog.clear()
@@ -440,8 +440,9 @@ def test_the_suggested_prior_width_is_no_longer_wide(tmp_path, caplog, prior_std
         return None if found is None else (found[2], found[3], float(found[4]))
 
     given, how, number = ratio_and_advice(prior_std)
-    assert given == str(1.0 if prior_std is None else prior_std)  # the default, by its number
+    assert given == str(prior_std)
     assert how == ("multiplied by" if isinstance(prior_std, dict) else "below")
     number *= 0.97  # it was rounded to two digits
     narrow = {name: std * number for name, std in prior_std.items()} if isinstance(prior_std, dict) else number
     assert ratio_and_advice(narrow) is None
+    assert ratio_and_advice(None) is None  # the default is as wide as the weights

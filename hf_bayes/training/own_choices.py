@@ -1,0 +1,46 @@
+"""Messages about the settings that a run chose by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_bayes.chains.run import StepRecord
+from hf_bayes.core.types import Problem
+from hf_bayes.objectives.own_settings import Settings
+from hf_bayes.training.compat import TrainerHost
+
+
+def tell_trial(settings: Settings, host: TrainerHost) -> None:
+    """Say which learning rate was found, and for what."""
+    if settings.trial is not None:
+        what = settings.method.name if settings.learning_rate is not None else "warm start by AdamW"
+        host.say("%s: %s", what, settings.trial.describe())
+
+
+def tell_step_size(
+    record: StepRecord[Any], name: str, problem: Problem, updates_of_epoch: float | None, host: TrainerHost
+) -> None:
+    """Say what a sampler chose after it measured the noise of its gradients, and what the run can buy with it.
+
+    Args:
+        record: of any update.
+        name: of the method.
+        problem: the run.
+        updates_of_epoch: None if the data have no length.
+        host: writes the message.
+    """
+    if "relaxation" not in record.info:
+        return
+    relaxation = float(record.info["relaxation"].max())
+    left = problem.num_steps - max(problem.burn_in, record.step)
+    epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
+    text = (
+        "%s: step size %.2g in whitened coordinates (gradient variance %.3g). A chain forgets its past in %.0f "
+        "updates%s; the %d updates after burn-in are worth %.2g independent draws of a chain"
+    )
+    step_size, variance = float(record.info["step_size"].mean()), float(record.info["gradient_variance"].mean())
+    values = name, step_size, variance, relaxation, epochs, left, left / relaxation
+    if left >= relaxation:
+        host.say(text, *values)
+    else:
+        host.warn(text + ". Train longer: the draws depend on where AdamW ended", *values)

@@ -1,0 +1,139 @@
+"""Runs without a learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_bayes.core.schedules import Linear
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.objectives import own_settings, starting
+from hf_bayes.objectives.range_test import RATES, TrialPlan
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from tests import runs
+from tests.tiny_models import tiny_bert, with_lora
+
+
+def trainer(directory: Path, method: Any, **changes: Any) -> Any:
+    return runs.trainer(directory, method, **{"learning_rate": None, "max_steps": 32, **changes})
+
+
+@pytest.fixture
+def always_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of eight updates, however short the run is."""
+    monkeypatch.setattr(own_settings, "plan_trial", lambda num_steps, num_chains: TrialPlan(RATES, 8))
+
+
+def test_no_learning_rate_is_the_default(tmp_path: Path) -> None:
+    assert BayesianTrainingArguments(str(tmp_path)).learning_rate is None
+
+
+def test_a_sampler_finds_its_settings_and_saves_them(
+    tmp_path: Path, always_tries: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hf_bayes.training.trainer")
+    run = trainer(tmp_path, SGHMCConfig(num_chains=2, draws_per_chain=2, prior_std=0.1))
+    run.train()
+    run.save_model()
+    assert "warm start by AdamW: learning rate" in caplog.text
+    assert f"from a trial of {len(RATES)} rates over 8 updates" in caplog.text
+    assert "sghmc: step size" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run of 32 updates has not converged
+        saved = Posterior.from_pretrained(tmp_path).config.method
+    assert saved["warm_start_steps"] == 8
+    assert saved["warm_start_learning_rate"] == run.active.settings.trial.learning_rate
+    assert bool((run.run.state.step_size > 0).all())
+    assert bool(torch.stack(run.run.draws).isfinite().all())
+
+
+@pytest.mark.parametrize("method", [MAPConfig(), EnsembleConfig(num_chains=2), MeanFieldConfig(num_chains=2)])
+def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: None, method: Any) -> None:
+    run = trainer(tmp_path, dataclasses.replace(method, prior_std=0.1))
+    run.train()
+    found = run.active.settings.trial.learning_rate
+    assert found in [pytest.approx(rate * (8 / 32) ** 0.5) for rate in RATES]
+    rates = [log["learning_rate"] for log in run.state.log_history if "learning_rate" in log]
+    assert rates == pytest.approx([found * (1 - step / 32) for step in range(32)], abs=1e-12)
+    assert run.method.schedule == Linear()
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(num_chains=2), MAPConfig()], ids=lambda method: method.name)
+def test_a_resumed_run_keeps_the_rate_and_tries_nothing(
+    tmp_path: Path, always_tries: None, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    whole = trainer(tmp_path, method, save_strategy="steps", save_steps=4)
+    whole.train()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a resumed run tries no rates")
+
+    monkeypatch.setattr(starting, "range_test", refuse)
+    for cut in (4, 12, 28):  # before the curvature pass of the sampler, and after it
+        again = trainer(tmp_path / "again", method)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
+        assert all(torch.equal(a, b) for a, b in zip(whole.run.draws, again.run.draws, strict=True))
+    settings = json.loads((tmp_path / "checkpoint-4" / "chains" / "settings.json").read_text())
+    assert settings["learning_rate"] is None
+    assert settings["found_rate"] == whole.active.settings.trial.learning_rate
+
+
+def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
+    run = trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=4, warm_start_learning_rate=0.01))
+    run.train()
+    logs = {int(log["step"]): log for log in run.state.log_history if "relaxation/chain_0" in log}
+    assert list(logs) == [8]  # four updates of AdamW, four minibatches for the noise
+    assert logs[8]["relaxation/chain_0"] == pytest.approx(0.1 / logs[8]["step_size/chain_0"] ** 2, rel=1e-4)
+
+
+def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    method = SGHMCConfig(num_chains=2, heating=1e-6, prior_std=0.1)
+    trainer(tmp_path, method).train()
+    assert "independent draws of a chain. Train longer: the draws depend on where AdamW ended" in caplog.text
+
+
+def test_classifiers_find_a_step_size_by_kronecker_factors(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, SGHMCConfig(num_chains=2, prior_std=0.3), model=with_lora(tiny_bert()), train=runs.label_rows(12)
+    )
+    run.train()
+    assert run.run.state.root.shape[1] > run.bayesian.layout.dim  # bases, too
+    assert bool(run.run.state.theta.isfinite().all())
+
+
+def test_what_cannot_find_a_rate_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hmc with these settings needs a learning_rate, got None"):
+        trainer(tmp_path, HMCConfig(num_chains=2)).train()
+
+
+def test_a_stream_cannot_be_passed_over_by_number(tmp_path: Path) -> None:
+    stream = Dataset.from_list(runs.token_rows(10)).to_iterable_dataset()
+    run = trainer(
+        tmp_path,
+        SGHMCConfig(num_chains=2, warm_start_learning_rate=0.01),
+        train=stream,
+        num_data=70,
+        minibatch="shared",
+    )
+    with pytest.raises(ValueError, match=r"a pass over rows by number, and there are none .*: give learning_rate"):
+        run.train()
+
+
+def test_a_trial_never_touches_the_chains(tmp_path: Path, always_tries: None) -> None:
+    run = trainer(tmp_path, MAPConfig(num_chains=2, init_jitter=0.1))
+    before = run.setup.origin.clone()
+    started = runs.started(run)
+    assert torch.equal(started.run.theta, before)
