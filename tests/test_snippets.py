@@ -34,7 +34,7 @@ class Snippet(NamedTuple):
 
     Attributes:
         names: makes what the text around the snippet presupposes, in the current folder.
-        shorter: text that is replaced, so that the run takes a second and not an hour.
+        shorter: text that is replaced, so that the run takes a second and not an hour, but has a burn-in.
         needs: a package that the snippet imports and that is no dependency.
     """
 
@@ -108,7 +108,8 @@ def logistic_data() -> Namespace:
 
 
 SNIPPETS = {
-    ("README.md", 0): Snippet(a_run),
+    ("README.md", 0): Snippet(a_run, {"num_train_epochs=3": "max_steps=20"}),
+    ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
@@ -122,7 +123,9 @@ SNIPPETS = {
     ("docs/reliability.md", 0): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
-    ("docs/trl.md", 0): Snippet(chats_of_a_small_model, needs="trl"),
+    ("docs/trl.md", 0): Snippet(
+        chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
+    ),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
 }
