@@ -83,9 +83,9 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
     sources: dict[str, int] = {}
     add = KroneckerSum.add
 
-    def spy(self: KroneckerSum, share: Any) -> None:
-        sources[share.tap.path.split("self_attn.")[1]] = share.source
-        add(self, share)
+    def spy(self: KroneckerSum, record: Any) -> None:
+        sources[record.layer.path.split("self_attn.")[1]] = record.source
+        add(self, record)
 
     monkeypatch.setattr(KroneckerSum, "add", spy)
     run(made, structure="kronecker", gradient=False)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.posteriors.storage.content import decode, encode, is_raw, is_text, size_in_bytes
+from hf_bayes.posteriors.storage.content import decode, encode, size_in_bytes
 
 
 def test_the_suffix_decides_the_format() -> None:
@@ -23,11 +23,6 @@ def test_bytes_are_written_unchanged_under_any_suffix() -> None:
 def test_a_text_is_not_read_as_data() -> None:
     with pytest.raises(ValueError, match=r"some/README\.md: a text is not read as data"):
         decode("README.md", b"words", where="some/README.md")
-
-
-def test_content_is_raw_text_or_data() -> None:
-    assert [is_raw(content) for content in (b"", "", {})] == [True, False, False]
-    assert [is_text(content) for content in (b"", "", {})] == [False, True, False]
 
 
 def test_sizes_count_texts_and_tensors() -> None:

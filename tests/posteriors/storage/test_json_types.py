@@ -4,35 +4,27 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.posteriors.storage.json_types import (
-    is_boolean,
-    is_integer,
-    is_list,
-    is_number,
-    is_object,
-    is_text,
-    is_texts,
-)
+from hf_bayes.posteriors.storage.json_types import is_integer, is_number, is_texts
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({}, {is_object}),
-        ([], {is_list, is_texts}),
-        (["a"], {is_list, is_texts}),
-        (["a", 1], {is_list}),
-        ("a", {is_text}),
-        (True, {is_boolean}),
-        (1, {is_integer, is_number}),
-        (1.0, {is_number}),
-        (None, set()),
+        ({}, ()),
+        ([], ("is_texts",)),
+        (["a"], ("is_texts",)),
+        (["a", 1], ()),
+        ("a", ()),
+        (True, ()),
+        (1, ("is_integer", "is_number")),
+        (1.0, ("is_number",)),
+        (None, ()),
     ],
     ids=repr,
 )
-def test_every_value_has_the_types_of_json(value: Any, expected: set[Any]) -> None:
-    every = (is_boolean, is_integer, is_list, is_number, is_object, is_text, is_texts)
-    assert {question for question in every if question(value)} == expected
+def test_every_value_has_the_types_of_json(value: Any, expected: tuple[str, ...]) -> None:
+    questions = (is_integer, is_number, is_texts)
+    assert tuple(question.__name__ for question in questions if question(value)) == expected
 
 
 def test_an_integer_lies_from_low_to_below_high() -> None:
