@@ -102,11 +102,11 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
     return warm_start(method, **warm, prior_weight=config.prior_weight, decays=problem.own_step_size)
 
 
-def with_own_settings(config: MethodConfig, num_steps: int) -> MethodConfig:
+def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = True) -> MethodConfig:
     """Return the config of a run without a learning rate, with the settings that the method chooses for it.
 
     A sampler that whitens its coordinates begins with AdamW, for a quarter of the run unless ``warm_start_steps`` says
-    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule.
+    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule or ``falls`` is False.
 
     Raises:
         ValueError: if the method needs a learning rate.
@@ -123,7 +123,7 @@ def with_own_settings(config: MethodConfig, num_steps: int) -> MethodConfig:
             "are sghmc, sgld, baoab and sgnht at T > 0, map, ensemble, mc_dropout, laplace and mean_field"
         )
     if own == "range_test":
-        return config if config.schedule is not None else replace(config, schedule=Linear())
+        return replace(config, schedule=Linear()) if falls and config.schedule is None else config
     if config.warm_start_steps is not None:
         return config
     return replace(config, warm_start_steps=int(WARM_SHARE * num_steps))

@@ -29,7 +29,13 @@ class Settings(NamedTuple):
 
 
 def settle(
-    method: MethodConfig, learning_rate: float | None, num_steps: int, trial: Trial | None, found: float | None = None
+    method: MethodConfig,
+    learning_rate: float | None,
+    num_steps: int,
+    trial: Trial | None,
+    found: float | None = None,
+    *,
+    falls: bool = True,
 ) -> Settings:
     """Return the settings of a run of ``num_steps`` updates.
 
@@ -38,12 +44,13 @@ def settle(
         learning_rate: as the user gave it; None leaves it to the method.
         trial: tries learning rates of AdamW; None if that is not possible here.
         found: the rate that an earlier trial of the same run has found, for a run that resumes.
+        falls: the learning rate of an optimiser falls linearly to 0; False leaves that to the caller.
     Raises:
         ValueError: if the method needs a learning rate, or a trial that is not possible here.
     """
     if learning_rate is not None:
         return Settings(method, learning_rate)
-    method = with_own_settings(method, num_steps)
+    method = with_own_settings(method, num_steps, falls=falls)
     whitens = method.requirements.learning_rate == "whitening"
     adamw_steps = method.num_warm_start_steps if whitens else num_steps
     if whitens and (adamw_steps == 0 or method.warm_start_learning_rate is not None):

@@ -83,6 +83,7 @@ def start_run(
     batch_fraction: float | None = None,
     trial_updates: Callable[[], Iterable[list[Any]]] | None = None,
     found_rate: float | None = None,
+    falls: bool = True,
     progress: bool = False,
     **options: Any,
 ) -> StartedRun:
@@ -100,10 +101,10 @@ def start_run(
         theta: [M, d], where the chains here start; None draws them around ``start``.
         inherited: the posterior that is the prior; None takes the method's own prior.
         mesh: the processes; None is this one alone.
-        most_terms: the largest number of likelihood terms in one row, if it is known.
-        batch_fraction: the share of the data in a batch, if it is known.
+        most_terms, batch_fraction: likelihood terms of the largest row, and the share of the data in a batch, if known.
         trial_updates: returns the batches of updates that all chains share, to try learning rates of AdamW on.
         found_rate: the rate that this trial has found, for a run that resumes.
+        falls: without a learning rate an optimiser's falls linearly to 0; False leaves that to the caller.
         progress: show a bar for the trial.
         options: further arguments of ``ModelObjective``, such as ``shared`` or ``context``.
     Raises:
@@ -111,22 +112,29 @@ def start_run(
     """
     mesh = ChainMesh(method.num_chains, model.device) if mesh is None else mesh
     start = model.theta.detach()[0] if start is None else start
-    if theta is None:
-        theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains)
+    theta = initial_members(model.layout, start, method, seed=seed, chains=mesh.chains) if theta is None else theta
     prior = build_prior(method, model.layout, start, model.model, inherited)
     problem = _problem_of(model, scale, prior.to(theta), num_steps, batch_fraction, most_terms, seed)
     trial = None
     if trial_updates is not None:
         alone = partial(ModelObjective, model, scale, mesh=mesh, seed=seed, **_of_shared_rows(options))
         trial = _trial(alone, start.to(theta), problem, trial_updates, method.prior_weight, progress=progress)
-    settings = settle(method, learning_rate, num_steps, trial, found_rate)
+    settings = settle(method, learning_rate, num_steps, trial, found_rate, falls=falls)
     problem = _with_settings(problem, settings, has_rows=options.get("data") is not None)
     built = build(settings.method, problem)
     needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
     rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
-    watch, chains = objective.measures_noise, mesh.chains
-    run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, chains=chains, watch_noise=watch)
+    run = Run(
+        built,
+        objective,
+        theta,
+        rngs,
+        problem,
+        warm_start=warm_start,
+        chains=mesh.chains,
+        watch_noise=needs["measures_noise"],
+    )
     return StartedRun(run, objective, prior, settings)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import SchedulerType
 
 from hf_bayes.core.types import Approximation, Rule
 from hf_bayes.distributed.member_sums import LocalMembers
@@ -82,6 +83,7 @@ class ActiveRun:
             data=self._data_access(),
             trial_updates=rows.updates_for_point,
             found_rate=found_rate,
+            falls=SchedulerType(args.lr_scheduler_type) == SchedulerType.CONSTANT,
             progress=not args.disable_tqdm and host.is_first_process,
         )
         self.method = self.settings.method

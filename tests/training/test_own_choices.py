@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: No
     rates = [log["learning_rate"] for log in run.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([found * (1 - step / 32) for step in range(32)], abs=1e-12)
     assert run.method.schedule == Linear()
+
+
+def test_a_schedule_of_trainers_takes_the_place_of_the_linear_one(tmp_path: Path, always_tries: None) -> None:
+    run = trainer(tmp_path, MAPConfig(prior_std=0.1), lr_scheduler_type="cosine", max_steps=8)
+    run.train()
+    assert run.method.schedule is None
+    found = run.active.settings.trial.learning_rate
+    rates = [log["learning_rate"] for log in run.state.log_history if "learning_rate" in log]
+    assert rates == pytest.approx([found * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)])
 
 
 @pytest.mark.parametrize("method", [SGHMCConfig(num_chains=2), MAPConfig()], ids=lambda method: method.name)
