@@ -125,16 +125,8 @@ def start_run(
     needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
     rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
-    run = Run(
-        built,
-        objective,
-        theta,
-        rngs,
-        problem,
-        warm_start=warm_start,
-        chains=mesh.chains,
-        watch_noise=needs["measures_noise"],
-    )
+    options = {"chains": mesh.chains, "watch_noise": objective.measures_noise}
+    run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, **options)
     return StartedRun(run, objective, prior, settings)
 
 
