@@ -94,8 +94,7 @@ def start_run(
         method: a config of ``hf_bayes.METHODS``.
         scale: the size of the data and of an update.
         num_steps: updates of the run.
-        learning_rate: the peak of its schedule. None leaves it to the method (``own_settings``). The updates of a
-            method that finds a step size during the run have learning rate 1.
+        learning_rate: the peak of its schedule. None leaves it to the method (``own_settings``), or 1 to every update.
         seed: of starting points, noise and dropout masks.
         start: [d], the weights that chains start around; None: those of the model.
         theta: [M, d], where the chains here start; None draws them around ``start``.
