@@ -19,7 +19,8 @@ class Settings(NamedTuple):
 
     Attributes:
         method: with numbers in place of what was left open.
-        learning_rate: the peak; None where the method finds a step size of its own during the run.
+        learning_rate: the peak; None where the method finds a step size of its own during the run, in which every
+            update has learning rate 1.
         trial: what was tried for it; None if nothing was.
     """
 

@@ -94,7 +94,7 @@ def start_run(
         method: a config of ``hf_bayes.METHODS``.
         scale: the size of the data and of an update.
         num_steps: updates of the run.
-        learning_rate: the peak of its schedule. None leaves it to the method (``own_settings``), or 1 to every update.
+        learning_rate: the peak of its schedule; None leaves it to the method, see ``own_settings``.
         seed: of starting points, noise and dropout masks.
         start: [d], the weights that chains start around; None: those of the model.
         theta: [M, d], where the chains here start; None draws them around ``start``.
