@@ -57,4 +57,4 @@ def normal_run(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int 
     problem = Problem(100.0, prior, 0.01, 5, burn_in, SHAPES, draw_steps)
     theta = 0.1 * torch.randn(CHAINS, 15, generator=torch.Generator().manual_seed(1))
     rngs = [generator(seed, "chain", chain) for chain in range(CHAINS)]
-    return Run(build(config, problem), NormalObjective(), theta, rngs, problem, warm_start=config.warm_start_steps)
+    return Run(build(config, problem), NormalObjective(), theta, rngs, problem, warm_start=config.num_warm_start_steps)

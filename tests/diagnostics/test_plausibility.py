@@ -48,7 +48,7 @@ def test_draws_that_are_not_finite_have_strayed() -> None:
 def test_a_rate_that_destroys_the_model_is_no_silence(kind: Any, tmp_path: Path, caplog: Any) -> None:
     learning_rate = 1e4 if kind is SGHMCConfig else 1e10  # a sampler is not finite before
     for rate, bad in ((learning_rate, True), (1e-2, False)):
-        trainer = runs.trainer(tmp_path / str(rate), kind(num_chains=1), learning_rate=rate)
+        trainer = runs.trainer(tmp_path / str(rate), kind(num_chains=1, prior_std=1.0), learning_rate=rate)
         trainer.train()
         found = trainer.posterior.config.diagnostics
         assert ("left every place that prior and data allow" in found["verdict"]) is bad

@@ -250,7 +250,12 @@ class Worker:
         for chains, scope in ((2, "tensor"), (1, "model")):
             size = max(1, dist.get_world_size() // chains)
             method = LaplaceConfig(
-                num_chains=chains, structure="kronecker", fit_prior="heldout", prior_scope=scope, init_jitter=0.1
+                num_chains=chains,
+                structure="kronecker",
+                fit_prior="heldout",
+                prior_scope=scope,
+                prior_std=1.0,
+                init_jitter=0.1,
             )
             for name, call in (("heldout", HeldOutRows.__call__), ("deaf_heldout", deaf)):
                 if name == "heldout" or chains == 1:
