@@ -18,7 +18,7 @@ from hf_bayes.core.schedules import Schedule
 from hf_bayes.core.types import Kernel, Problem, Rule
 
 DEFAULT_ADAMW_RATE = 1e-3
-"""AdamW's step size where nobody has chosen or found one."""
+"""AdamW's step size where none was given or found."""
 
 PriorName = Literal["gaussian", "he", "laplace"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Need = Literal["none", "useful", "needed"]
-OwnRate = Literal["whitening", "range_test", "given"]
+OwnRate = Literal["whitening", "range_test", "unused", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Requirements:
         tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
         tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
         learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its
-            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates. "given":
-            it does not, so the user has to give one.
+            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates. "unused":
+            another setting takes its place. "given": it does not find one, so the user has to give one.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on

@@ -118,10 +118,14 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
             "got None: give one, or leave the schedule out"
         )
     if own == "given":
+        finds = ("whitening", "range_test")
+        finding = (name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds)
         raise ValueError(
-            f"{config.name} with these settings needs a learning_rate, got None: give one. Methods that find their own "
-            "are sghmc, sgld, baoab and sgnht at T > 0, map, ensemble, mc_dropout, laplace and mean_field"
+            f"{config.name} with these settings needs a learning_rate, got None: give one. With their defaults, "
+            f"{', '.join(finding)} find one themselves"
         )
+    if own == "unused":
+        return config
     if own == "range_test":
         return replace(config, schedule=Linear()) if falls and config.schedule is None else config
     if config.warm_start_steps is not None:

@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_callback import CallbackHandler
 
 MAX_NUMBERS = 12
-MEANS = ("acceptance", "kinetic_temperature", "configurational_temperature", "distance_moved")
+MEANS = ("step_size", "acceptance", "kinetic_temperature", "configurational_temperature", "distance_moved")
 """Diagnostics of chains whose mean over the chains is printed, in this order, as far as there is room."""
 _OF_A_CHAIN = re.compile(r"(.+)/chain_\d+")
 _SPEED = re.compile(r".*(_runtime|_per_second|_model_preparation_time)")

@@ -203,6 +203,8 @@ class BayesianTrainerMixin(_Host):
         """Add numbers of each chain for trackers and ``log_history``; printed lines hold means (``step_lines``)."""
         if self.diagnosis is not None and "loss" in logs:
             logs |= self.diagnosis.for_logs()
+            if self.active is not None and self.active.problem.own_step_size:
+                logs.pop("learning_rate", None)  # the chains have step_size
         super().log(logs, *args, **kwargs)
 
     # -- evaluation ------------------------------------------------------------------------------------------------

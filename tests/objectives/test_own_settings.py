@@ -12,7 +12,11 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.averaging.swa import SWAConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
@@ -76,12 +80,31 @@ def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
     "method",
     [
         AGPSConfig(), HMCConfig(), SWAConfig(), SGHMCConfig(temperature=0.0), SGHMCConfig(preconditioner="layerwise"),
-        SGHMCConfig(correct_gradient_noise=True),
+        SGHMCConfig(correct_gradient_noise=True), SGHMCConfig(measure_gradient_noise=True),
     ],
 )  # fmt: skip
 def test_a_method_that_finds_no_rate_asks_for_one(method: MethodConfig) -> None:
     with pytest.raises(ValueError, match=f"{method.name} .*needs a learning_rate, got None: give one"):
         settle(method, None, 1000, trial)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        HMCConfig(step_size=0.1), MetropolisConfig(proposal_std=0.1), GPSConfig(max_std=0.1), AGPSConfig(max_std=0.1),
+        PenaltyConfig(step_size=0.1),
+    ],
+)  # fmt: skip
+def test_a_method_with_a_step_of_its_own_needs_none(method: MethodConfig) -> None:
+    assert settle(method, None, 1000, None) == (method, 1.0, None)
+
+
+def test_the_message_lists_the_methods_that_find_a_rate() -> None:
+    with pytest.raises(ValueError, match=r"With their defaults, .* find one themselves") as caught:
+        settle(HMCConfig(), None, 1000, None)
+    listed = str(caught.value).split("defaults, ")[1].removesuffix(" find one themselves").split(", ")
+    finds = ("whitening", "range_test")
+    assert listed == [name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds]
 
 
 def test_a_sampler_with_a_schedule_asks_for_its_peak() -> None:

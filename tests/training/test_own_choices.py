@@ -106,6 +106,7 @@ def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
     run.train()
     logs = {int(log["step"]): log for log in run.state.log_history if "relaxation/chain_0" in log}
     assert list(logs) == [8]  # four updates of AdamW, four minibatches for the noise
+    assert not any("learning_rate" in log for log in logs.values())  # it would be 1
     assert logs[8]["relaxation/chain_0"] == pytest.approx(0.1 / logs[8]["step_size/chain_0"] ** 2, rel=1e-4)
 
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.requirements import Requirements
+from hf_bayes.core.requirements import OwnRate, Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -90,7 +90,8 @@ class GPSConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(all_data_in_every_update=True)
+        rate: OwnRate = "given" if self.max_std is None else "unused"
+        return Requirements(all_data_in_every_update=True, learning_rate=rate)
 
     def build(self, problem: Problem) -> Kernel[GPSState]:
         family, max_std = FAMILIES[self.family], self.max_std or problem.learning_rate

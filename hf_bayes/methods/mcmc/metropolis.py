@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.requirements import Requirements
+from hf_bayes.core.requirements import OwnRate, Requirements
 from hf_bayes.core.rng import rand, randn
 from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
@@ -68,7 +68,8 @@ class MetropolisConfig(MethodConfig):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(all_data_in_every_update=True)
+        rate: OwnRate = "given" if self.proposal_std is None else "unused"
+        return Requirements(all_data_in_every_update=True, learning_rate=rate)
 
     def build(self, problem: Problem) -> Kernel[MetropolisState]:
         first_std = self.proposal_std if self.proposal_std is not None else problem.learning_rate

@@ -120,6 +120,7 @@ class PenaltyConfig(MethodConfig):
             batch_order="independent" if self.replacement else "disjoint",
             min_batches=2 + self._num_proposing,
             allows_private_rows=True,
+            learning_rate="given" if self.step_size is None else "unused",
         )
 
     @property

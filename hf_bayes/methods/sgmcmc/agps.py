@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.diagnostics.verdict import MAX_CAPPED
@@ -209,6 +210,10 @@ class AGPSConfig(MethodConfig):
         if self.max_std is not None:
             self._check_number("max_std", self.max_std, minimum=0.0, strict=True)
         self._check_choice("family", self.family, tuple(FAMILIES))
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(learning_rate="given" if self.max_std is None else "unused")
 
     def build(self, problem: Problem) -> Rule[AGPSState]:
         family = FAMILIES[self.family]

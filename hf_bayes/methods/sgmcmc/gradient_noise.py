@@ -52,7 +52,8 @@ class LangevinConfig(MethodConfig):
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            learning_rate="whitening" if self.temperature > 0 else "given",
+            # a whitened chain has no use for the variance of each tensor
+            learning_rate="whitening" if self.temperature > 0 and not self.measure_gradient_noise else "given",
             gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
         )
