@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hf_bayes.chains.sampling import sample
+    from hf_bayes.fit.calibration import fit_calibration
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
@@ -103,6 +104,7 @@ _MODULES = {
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
     "decompose": "uncertainty.decomposition",
+    "fit_calibration": "fit.calibration",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
@@ -150,6 +152,7 @@ __all__ = [
     "UncertaintyStreamer",
     "attach",
     "decompose",
+    "fit_calibration",
     "fit_laplace",
     "fit_mc_dropout",
     "fit_swag",

@@ -52,6 +52,7 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
             member_chains=[],
             diagnostics={**config.diagnostics, "verdict": verdict},
             metrics={},
+            calibration={},
         ),
         posterior.adapter_config,
         trace,

@@ -23,17 +23,18 @@ from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
 from hf_bayes.models.base_model import refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
+from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading import load
-from hf_bayes.models.predictors import MemberLogLik, Predictor
-from hf_bayes.models.refusals import refuse_compiling, refuse_pushing, refuse_saving, refuse_theta
+from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Reader, Readings
+from hf_bayes.models.refusals import refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
+from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, name_of_link
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
 
-class BayesianModel(PreTrainedModel):
+class BayesianModel(HostMethods):
     """Members theta [M, d] of one transformers or peft model. Make one with ``attach`` or ``from_pretrained``.
 
     Predictions never use dropout. ``train()`` only affects training, which passes ``theta`` to ``forward``.
@@ -43,15 +44,13 @@ class BayesianModel(PreTrainedModel):
         layout: the random parameters, side by side in a row of theta.
         predictor: the way in which the model predicts; ``linearise`` replaces it.
         posterior: the posterior that the model was loaded from, if there is one.
+        calibrated: whether predictions use the temperature of the mixture that is stored with the posterior.
     """
 
-    base_model_prefix = "model"
-    __getattr__: None  # type: ignore[assignment]  # type checkers: nn.Module's gives a type to misspelled names too
-    supports_gradient_checkpointing = True
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     likelihood: Likelihood
     predictor: Predictor
     posterior: Posterior | None = None
+    calibrated: bool = True
     task: ClassVar[str]
     auto_class: ClassVar[Any]
     """The auto class of transformers that loads the base model."""
@@ -88,7 +87,7 @@ class BayesianModel(PreTrainedModel):
         cache_dir: str | os.PathLike[str] | None = None, force_download: bool = False, local_files_only: bool = False,
         dtype: torch.dtype | str | None = None, device_map: Any = None, trust_remote_code: bool = False,
         base_model: str | os.PathLike[str] | PreTrainedModel | None = None, check_base: bool = True,
-        prediction: str | None = None,
+        prediction: str | None = None, calibrated: bool = True,
     ) -> Self:  # fmt: skip
         """Load a saved posterior on its base model.
 
@@ -106,6 +105,8 @@ class BayesianModel(PreTrainedModel):
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
                 ``linearise``). None takes "members" if ``members`` is given, else the name stored with the posterior:
                 Laplace approximations of classifiers of sequences or images, and of regressions, are linearised.
+            calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
+                belongs to the stored way of prediction and to all members, and is not applied to others.
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
@@ -118,6 +119,7 @@ class BayesianModel(PreTrainedModel):
         bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
         bayesian._restoration.own_base = own_base
         bayesian.use_settings_of(posterior)
+        bayesian.calibrated = calibrated
         stored = "members" if members is not None else posterior.config.prediction
         bayesian.eval()
         return bayesian.predict_by(stored if prediction is None else prediction)
@@ -148,7 +150,15 @@ class BayesianModel(PreTrainedModel):
                 support this. The model then predicts as before.
         """
         self.predictor = self._predictor_by(link)
+        self.current_members.own_temperature = self._stored_temperature()
         return self
+
+    def _stored_temperature(self) -> float:
+        """Return the stored temperature of the mixture, or 1 if it was fitted for another prediction."""
+        stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
+        count = len(self.theta) if self.predictor.averages_members else 0
+        fits = (stored.get("prediction"), stored.get("num_members")) == (name_of_link(self.predictor.link), count)
+        return float(stored["temperature"]) if fits else 1.0
 
     def _predictor_by(self, link: str | None) -> Predictor:
         """Return the predictor for ``link``; None means by members."""
@@ -165,11 +175,6 @@ class BayesianModel(PreTrainedModel):
         return not self.predictor.averages_members
 
     @property
-    def core(self) -> PreTrainedModel:
-        """The transformers model inside."""
-        return self.members.core
-
-    @property
     def current(self) -> Tensor:
         """The members [M, d] that evaluation and generation use."""
         return self.theta if self.current_members.shown is None else self.current_members.shown
@@ -180,28 +185,34 @@ class BayesianModel(PreTrainedModel):
         return len(self.current)
 
     @property
+    def mixture_temperature(self) -> float:
+        """The temperature t of the mixture that predictions use (``uncertainty.mixture_temperature``)."""
+        return self.current_members.temperature
+
+    @property
     def spread(self) -> LocalMembers:
         """The processes that hold the members which evaluation and generation use."""
         return self.current_members.spread
 
-    def show(self, theta: Tensor | None, spread: LocalMembers | None = None) -> None:
+    def show(self, theta: Tensor | None, spread: LocalMembers | None = None, temperature: float = 1.0) -> None:
         """Let evaluation and generation use ``theta`` [M', d] instead of the parameter; None ends this.
 
         Args:
             spread: the processes that hold the other members, if ``theta`` has not all.
+            temperature: the temperature of their mixture.
         Raises:
             ValueError: if the model was detached, or its predictor cannot take other members.
         """
         if theta is not None:
             self.predictor.check_shown()
         self.members.require_attached()
-        self.current_members.show(None if theta is None else theta.to(self.theta.device), spread)
+        self.current_members.show(None if theta is None else theta.to(self.theta.device), spread, temperature)
 
     @contextmanager
-    def showing(self, theta: Tensor, spread: LocalMembers | None = None) -> Iterator[None]:
+    def showing(self, theta: Tensor, spread: LocalMembers | None = None, temperature: float = 1.0) -> Iterator[None]:
         """Use ``theta`` until the end of the block, and then the earlier members again."""
         with self.current_members.restored():
-            self.show(theta, spread)
+            self.show(theta, spread, temperature)
             yield
 
     def spread_members(self, group: Any = None) -> Self:
@@ -240,9 +251,7 @@ class BayesianModel(PreTrainedModel):
         """
         raise AssertionError("the task's class defines log_lik")
 
-    def evaluate_batch(
-        self, inputs: dict[str, Any], *, keep_logits: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    def evaluate_batch(self, inputs: dict[str, Any], *, keep_logits: bool = False) -> Readings:
         """Return the statistics of a batch with ``labels``.
 
         Returns:
@@ -250,7 +259,16 @@ class BayesianModel(PreTrainedModel):
             the mixture, member_nll (mean over members) and member_log_lik [n, M]; other likelihoods as in
             ``predictives``. With ``keep_logits`` also the mixture's logits in the shape of the wrapped model's.
         """
-        raise AssertionError("the task's class defines evaluate_batch")
+        return self.read_predictions(inputs, _statistics, keep_logits=keep_logits)
+
+    def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:
+        """Return what ``read`` makes of the predictions of a batch with ``labels``, joined over the batch.
+
+        Args:
+            read: (prediction, labels) -> tensors by name, one entry per likelihood term; called once for the batch, or
+                for a few positions at a time if C is a vocabulary.
+        """
+        raise AssertionError("the task's class defines read_predictions")
 
     def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
         """Return the results of ``function`` for the likelihood terms of a batch with ``labels``, in their order.
@@ -296,55 +314,6 @@ class BayesianModel(PreTrainedModel):
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
 
-    # -- methods that transformers and torch call ---------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_compiling()
-        return super().__call__(*args, **kwargs)
-
-    def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the implementation unchanged: the core has chosen it, and the config is the core's."""
-        return attn_implementation
-
-    def _check_and_adjust_experts_implementation(self, experts_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        return experts_implementation
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Change dtype or device as torch does, but never narrow members: bfloat16 would round their noise away."""
-        before = self.theta.data
-        super()._apply(fn, recurse)
-        if self.theta.dtype.itemsize < before.dtype.itemsize:
-            self.theta.data = before.to(self.theta.device)
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        return self.theta.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.core.dtype
-        return dtype
-
-    def get_input_embeddings(self) -> nn.Module:
-        embeddings: nn.Module = self.core.get_input_embeddings()
-        return embeddings
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        head: nn.Module | None = self.core.get_output_embeddings()
-        return head
-
-    # transformers' Trainer calls the first pair of names from 5.23 on, and the second pair before
-    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.members.checkpointing.enable(self.core.activation_checkpointing_enable, *args, **kwargs)
-
-    def activation_checkpointing_disable(self) -> None:
-        self.core.activation_checkpointing_disable()
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        self.members.checkpointing.enable(self.core.gradient_checkpointing_enable, *args, **kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.core.gradient_checkpointing_disable()
-
-    save_pretrained, push_to_hub = refuse_saving, refuse_pushing
+def _statistics(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
+    return found.statistics(labels)

@@ -25,7 +25,7 @@ from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
 from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.models.predictors import MemberLogLik
+from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.token_uncertainty import Scores
@@ -145,16 +145,14 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return found
 
     @predicts
-    def evaluate_batch(
-        self, inputs: dict[str, Any], *, keep_logits: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:
         self.check_inputs(inputs)
         refuse_labels(self.likelihood, inputs["labels"], self.num_outputs)
-        found = [self._evaluate_rows(rows, keep_logits) for rows in self.row_slices(inputs)]
+        found = [self._read_rows(rows, read, keep_logits) for rows in self.row_slices(inputs)]
         kept = [logits for _, logits in found if logits is not None]
-        return _joined([statistics for statistics, _ in found]), torch.cat(kept) if kept else None
+        return _joined([values for values, _ in found]), torch.cat(kept) if kept else None
 
-    def _evaluate_rows(self, inputs: dict[str, Any], keep_logits: bool) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _read_rows(self, inputs: dict[str, Any], read: Reader, keep_logits: bool) -> Readings:
         inputs = {**inputs, "use_cache": False}
         targets = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
         flat = targets.flatten()
@@ -165,7 +163,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         with self.predictor.open(self):
             states = self.causal.hidden(self, self.numbered(inputs))
             for index, found in self.predictor.predict(self, states, wanted):
-                pieces.append(found.statistics(flat[index]))
+                pieces.append(read(found, flat[index]))
                 if keep_logits:
                     kept.append(found.logits)
         return _joined(pieces), torch.cat(kept).view(*targets.shape, -1) if keep_logits else None

@@ -14,7 +14,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.models.predictors import MemberLogLik
+from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, refuse_labels
 
 
@@ -129,15 +129,13 @@ class BayesianClassifier(BayesianModel):
         return BayesianClassifierOutput(loss=loss, logits=found.logits, **found.parts)
 
     @predicts
-    def evaluate_batch(
-        self, inputs: dict[str, Any], *, keep_logits: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         self.check_inputs(inputs)
         found = self.predictor.predict(self, inputs)
         self._check_given(found.logits[None], labels)
-        return found.statistics(labels), found.logits if keep_logits else None
+        return read(found, labels), found.logits if keep_logits else None
 
     @predicts
     def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:

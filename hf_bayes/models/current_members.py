@@ -19,29 +19,37 @@ class CurrentMembers:
         shown: [M', d] members in place of the model's own; None for its own.
         own_spread: the processes that hold the other members while the model's own are used.
         shown_spread: the processes that hold the other members while ``shown`` is used.
+        own_temperature: the temperature of the mixture of the model's own members, see ``mixture_temperature``.
+        shown_temperature: the temperature of the mixture while ``shown`` is used.
     """
 
     def __init__(self) -> None:
         self.shown: Tensor | None = None
         self.own_spread = self.shown_spread = LocalMembers()
+        self.own_temperature = self.shown_temperature = 1.0
 
     @property
     def spread(self) -> LocalMembers:
         """The processes that hold the members."""
         return self.own_spread if self.shown is None else self.shown_spread
 
-    def show(self, theta: Tensor | None, spread: LocalMembers | None) -> None:
+    @property
+    def temperature(self) -> float:
+        """The temperature of the mixture."""
+        return self.own_temperature if self.shown is None else self.shown_temperature
+
+    def show(self, theta: Tensor | None, spread: LocalMembers | None, temperature: float = 1.0) -> None:
         """Use ``theta`` from now on; None switches back to the model's own members."""
-        self.shown, self.shown_spread = theta, spread or LocalMembers()
+        self.shown, self.shown_spread, self.shown_temperature = theta, spread or LocalMembers(), temperature
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the current members at the end of the block."""
-        before = self.shown, self.shown_spread
+        before = self.shown, self.shown_spread, self.shown_temperature
         try:
             yield
         finally:
-            self.shown, self.shown_spread = before
+            self.shown, self.shown_spread, self.shown_temperature = before
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:

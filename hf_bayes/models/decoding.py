@@ -26,6 +26,7 @@ from hf_bayes.models.token_uncertainty import (
     record,
     to_scores,
 )
+from hf_bayes.uncertainty.mixture_temperature import temper
 
 
 class ModelOfText(Protocol):
@@ -40,6 +41,9 @@ class ModelOfText(Protocol):
 
     @property
     def spread(self) -> LocalMembers: ...
+
+    @property
+    def mixture_temperature(self) -> float: ...
 
     def host_generate(self, inputs: Tensor | None, **kwargs: Any) -> Any: ...
 
@@ -178,7 +182,8 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
     pieces = []
     with closing(model.member_logits(inputs, flat)) as chunks:  # an error must not leave tangents behind
         for index, logits in chunks:
-            pieces.append(record(model.spread.predict(logits), logits, input_ids.flatten()[index + 1]))
+            prediction = temper(model.spread.predict(logits), model.mixture_temperature)
+            pieces.append(record(prediction, logits, input_ids.flatten()[index + 1]))
     return to_scores(join(pieces), valid, model.spread)
 
 

@@ -41,7 +41,8 @@ class MemberPredictor:
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
-        return predictives.of_members(self.member_logits(model, inputs), model.likelihood, model.spread)
+        logits = self.member_logits(model, inputs)
+        return predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
 
 
 class LinearisedPredictor:
@@ -65,4 +66,4 @@ class LinearisedPredictor:
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the prediction by Gaussian outputs."""
         outputs = gaussian_outputs(model, self.linearisation.gaussian_at(model.theta), inputs)
-        return predictives.of_gaussian(*outputs, model.likelihood, self.linearisation.link)
+        return predictives.of_gaussian(*outputs, model.likelihood, self.linearisation.link, model.mixture_temperature)

@@ -17,6 +17,12 @@ from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, GaussianPrediction, log_density, moments
 from hf_bayes.uncertainty.likelihoods import IGNORE, Bernoulli, Categorical, Likelihood, Normal, widened
+from hf_bayes.uncertainty.mixture_temperature import (
+    nll_at_temperatures,
+    temper,
+    temper_log_probs,
+    temper_uncertainties,
+)
 
 
 class Deviations(NamedTuple):
@@ -31,10 +37,59 @@ class Deviations(NamedTuple):
     epistemic_std: Tensor
 
 
+class ClassPredictive:
+    """A distribution of one class for each term.
+
+    Args:
+        log_probs: [..., C].
+        parts: name -> [...] uncertainties.
+        temperature: the temperature of the mixture that both are at.
+    """
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, log_probs: Tensor, parts: dict[str, Tensor], likelihood: Likelihood, temperature: float) -> None:
+        self.logits, self.parts, self.likelihood, self.temperature = log_probs, parts, likelihood, temperature
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean over terms of -log q(label)."""
+        terms = self.likelihood.is_term(labels)
+        return -self.likelihood.log_prob(self.logits[None, terms], labels[None, terms]).sum() / terms.sum().clamp_min(1)
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return scores of the mixture, and uncertainties."""
+        terms = labels != IGNORE
+        uncertainties = {name: value[terms] for name, value in self.parts.items()}
+        return {**per_row_statistics(self.logits[terms], labels[terms]), **uncertainties}
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Return [n, G, 3], see ``mixture_temperature``."""
+        if self.temperature != 1:
+            raise ValueError(
+                f"a temperature is fitted to the mixture as it is, and this one is at temperature {self.temperature:g}:"
+                " load the posterior with calibrated=False"
+            )
+        terms = labels != IGNORE
+        return nll_at_temperatures(self.logits[terms], labels[terms])
+
+
+class WithoutClasses:
+    """A prediction that is not a distribution of one class for each term."""
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Raise: there is no mixture of classes."""
+        raise ValueError(
+            "a temperature of the mixture needs one class for each label, got several labels or numbers: switch the "
+            "calibration off. The noise_std of a regression has the same purpose"
+        )
+
+
 # -- from the logits of members -------------------------------------------------------------------------------------
 
 
-class MemberPredictive:
+class MemberPredictive(WithoutClasses):
     """A mixture of members, of equal weights.
 
     Args:
@@ -44,7 +99,6 @@ class MemberPredictive:
 
     logits: Tensor
     parts: dict[str, Tensor]
-    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
         self.member_logits, self.likelihood, self.spread = logits, likelihood, spread
@@ -67,24 +121,21 @@ class MemberPredictive:
         }
 
 
-class MemberClasses(MemberPredictive):
-    """The log of the members' mean probabilities."""
+class MemberClasses(ClassPredictive):
+    """The log of the members' mean probabilities, at the temperature of the mixture."""
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
-        super().__init__(logits, likelihood, spread)
-        prediction = spread.predict(logits)
-        self.logits, self.parts = prediction.log_probs, prediction.uncertainty._asdict()
-        self.members = prediction, logits
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> None:
+        prediction = temper(spread.predict(logits), temperature)
+        super().__init__(prediction.log_probs, prediction.uncertainty._asdict(), likelihood, temperature)
+        self.members, self.member_logits, self.spread = (prediction, logits), logits, spread
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return scores of the mixture, uncertainties, and the NLL of the members."""
         terms = labels != IGNORE
-        log_probs, labels = self.logits[terms], labels[terms]
-        members = widened(self.member_logits[:, terms])
-        chosen = members.gather(-1, labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
-        uncertainty = {name: value[terms] for name, value in self.parts.items()}
+        members, chosen_labels = widened(self.member_logits[:, terms]), labels[terms]
+        chosen = members.gather(-1, chosen_labels.expand(len(members), -1)[..., None])[..., 0] - members.logsumexp(-1)
         own = {"member_nll": -self.spread.mean(chosen), "member_log_lik": self.spread.every(chosen).T}
-        return {**per_row_statistics(log_probs, labels), **uncertainty, **own}
+        return {**super().statistics(labels), **own}
 
 
 class MemberLabels(MemberPredictive):
@@ -122,39 +173,35 @@ _BY_MEMBERS: dict[type[Likelihood], Callable[..., Predictive]] = {
 }
 
 
-def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> Predictive:
-    """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of the task."""
-    return _BY_MEMBERS[type(likelihood)](logits, likelihood, spread)
+def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
+    """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of the task.
+
+    Args:
+        temperature: of the mixture; 1 for likelihoods without classes.
+    """
+    tempered = {} if temperature == 1 else {"temperature": temperature}
+    return _BY_MEMBERS[type(likelihood)](logits, likelihood, spread, **tempered)
 
 
 # -- from Gaussian outputs ------------------------------------------------------------------------------------------
 
 
-class GaussianClasses:
-    """The probabilities of classes with Gaussian logits."""
+class GaussianClasses(ClassPredictive):
+    """The probabilities of classes with Gaussian logits, at the temperature of the mixture."""
 
-    members: tuple[Prediction, Tensor] | None = None
-
-    def __init__(self, prediction: GaussianPrediction, likelihood: Likelihood) -> None:
-        self.logits, self.parts, self.likelihood = prediction.log_probs, prediction.uncertainties, likelihood
-
-    def loss(self, labels: Tensor) -> Tensor:
-        terms = self.likelihood.is_term(labels)
-        return (-self.likelihood.log_prob(self.logits[None, terms], labels[None, terms])[0]).mean()
-
-    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
-        terms = labels != IGNORE
-        uncertainties = {name: value[terms] for name, value in self.parts.items()}
-        return {**per_row_statistics(self.logits[terms], labels[terms]), **uncertainties}
+    def __init__(self, prediction: GaussianPrediction, likelihood: Likelihood, temperature: float = 1.0) -> None:
+        log_probs, parts = prediction.log_probs, prediction.uncertainties
+        if temperature != 1:
+            log_probs = temper_log_probs(log_probs, temperature)
+            parts = temper_uncertainties(log_probs, prediction.total, parts)
+        super().__init__(log_probs, parts, likelihood, temperature)
 
 
-class GaussianLabels:
+class GaussianLabels(WithoutClasses):
     """The probabilities of several labels, each a choice between the logits 0 and z.
 
     The NLL of an example adds up the NLL of each label. The dependence of labels through the weights is left out.
     """
-
-    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> None:
         variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
@@ -171,10 +218,8 @@ class GaussianLabels:
         return {"nll": -self.likelihood.log_prob(self.logits[None], labels[None])[0]}
 
 
-class GaussianNumbers:
+class GaussianNumbers(WithoutClasses):
     """A regression with Gaussian outputs and Gaussian noise of the labels."""
-
-    members: tuple[Prediction, Tensor] | None = None
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Normal) -> None:
         self.mean, self.covariance, self.noise_std = mean, covariance, likelihood.noise_std
@@ -195,18 +240,24 @@ class GaussianNumbers:
 
 
 _BY_GAUSSIAN: dict[type[Likelihood], Callable[..., Predictive]] = {
-    Categorical: lambda mean, covariance, likelihood, link: GaussianClasses(LINKS[link](mean, covariance), likelihood),
+    Categorical: lambda mean, covariance, likelihood, link, **tempered: GaussianClasses(
+        LINKS[link](mean, covariance), likelihood, **tempered
+    ),
     Bernoulli: GaussianLabels,
     Normal: lambda mean, covariance, likelihood, link: GaussianNumbers(mean, covariance, likelihood),
 }
 
 
-def of_gaussian(mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> Predictive:
+def of_gaussian(
+    mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str, temperature: float = 1.0
+) -> Predictive:
     """Return the prediction of K Gaussians over the outputs, of equal weights, under the likelihood of the task.
 
     Args:
         mean: [K, ..., C].
         covariance: [K, ..., C, C], or its diagonal [K, ..., C].
         link: a name of ``gaussian_links.LINKS``; regressions need none.
+        temperature: of the mixture; 1 for likelihoods without classes.
     """
-    return _BY_GAUSSIAN[type(likelihood)](mean, covariance, likelihood, link)
+    tempered = {} if temperature == 1 else {"temperature": temperature}
+    return _BY_GAUSSIAN[type(likelihood)](mean, covariance, likelihood, link, **tempered)

@@ -7,6 +7,7 @@ given the model in each call and keeps no reference to it, so that a model is fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -46,6 +47,21 @@ class Predictive(Protocol):
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return [n] numbers of the n likelihood terms among ``labels`` [...], by name."""
         ...
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Return [n, G, 3] of the n likelihood terms, as ``mixture_temperature.nll_at_temperatures``.
+
+        Raises:
+            ValueError: if the prediction is not a distribution of one class per term, or has a temperature already.
+        """
+        ...
+
+
+Reader = Callable[[Predictive, Tensor], dict[str, Tensor]]
+"""(prediction, labels) -> tensors by name, one entry for each likelihood term."""
+
+Readings = tuple[dict[str, Tensor], Tensor | None]
+"""Tensors by name, one entry for each likelihood term of a batch, and the mixture's logits if they were asked for."""
 
 
 class Predictor(Protocol):

@@ -84,7 +84,7 @@ class MemberTokens:
     ) -> Iterator[tuple[Tensor, Predictive]]:
         """Yield (flat positions [n], the mixture there), a chunk at a time."""
         for index, logits in self.member_logits(model, states, positions):
-            yield index, MemberClasses(logits, model.likelihood, model.spread)
+            yield index, MemberClasses(logits, model.likelihood, model.spread, model.mixture_temperature)
 
 
 class LinearisedTokens(MemberTokens):
@@ -189,7 +189,7 @@ class ClosedFormTokens:
         gaussian, link = self.linearisation.gaussian_at(model.theta), LINKS[self.linearisation.link]
         found = self.head.outputs(gaussian, states.hidden, states.output, states.num_rows, positions)
         for index, outputs in found:
-            yield index, GaussianClasses(link(*outputs), model.likelihood)
+            yield index, GaussianClasses(link(*outputs), model.likelihood, model.mixture_temperature)
 
 
 def token_predictor(causal: CausalMembers, model: BayesianModel, link: str | None) -> TokenPredictor:

@@ -24,6 +24,10 @@ from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
 FORMAT_VERSION = 1
 CONFIG = "posterior_config.json"
+CALIBRATION = (
+    "temperature", "log_std_error", "nll", "calibrated_nll", "nll_std_error", "num_terms", "num_members", "prediction",
+)  # fmt: skip
+"""The keys of ``PosteriorConfig.calibration``."""
 
 
 @functools.cache
@@ -62,6 +66,8 @@ class PosteriorConfig:
         head: the settings of the base model's head (id2label, problem_type, noise_std ...).
         prediction: the way in which the loaded posterior predicts, one of ``gaussian_links.PREDICTIONS``: "members", or
             for a Gaussian also by outputs that are linear in the parameters ("linearised", ...).
+        calibration: the temperature of the mixture for that prediction with all members, and what it changes on
+            held-out rows (the fields of ``metrics.calibration.Calibration``); empty if none was fitted.
         versions: library -> version.
         seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
         diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
@@ -83,6 +89,7 @@ class PosteriorConfig:
     base_model: dict[str, Any]
     head: dict[str, Any] = field(default_factory=dict)
     prediction: str = "members"
+    calibration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
@@ -130,7 +137,7 @@ class PosteriorConfig:
         _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
-        for name in ("method", "prior", "base_model", "head", "versions", "diagnostics", "metrics"):
+        for name in ("method", "prior", "base_model", "head", "calibration", "versions", "diagnostics", "metrics"):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
@@ -150,6 +157,7 @@ class PosteriorConfig:
         fine = self.num_data is None or (is_number(self.num_data) and self.num_data > 0)
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
         self._check_prediction()
+        self._check_calibration()
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
@@ -161,6 +169,22 @@ class PosteriorConfig:
         known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
         fine = isinstance(self.prediction, str) and self.prediction in known
         _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
+
+    def _check_calibration(self) -> None:
+        if not self.calibration:
+            return
+        fine = set(self.calibration) == set(CALIBRATION)
+        _require(fine, "calibration", sorted(self.calibration), f"the keys {sorted(CALIBRATION)}, or no keys")
+        for name in ("temperature", "log_std_error", "nll", "calibrated_nll", "nll_std_error"):
+            _require(is_number(self.calibration[name]), f"calibration.{name}", self.calibration[name], "a number")
+        _require(self.calibration["temperature"] > 0, "calibration.temperature", self.calibration["temperature"], "> 0")
+        for name in ("num_terms", "num_members"):
+            value = self.calibration[name]
+            _require(_is_count(value), f"calibration.{name}", value, "an integer >= 0")
+        prediction = self.calibration["prediction"]
+        _require(
+            prediction in list(PREDICTIONS), "calibration.prediction", prediction, f"one of {', '.join(PREDICTIONS)}"
+        )
 
     def _check_parameters(self) -> None:
         fine: Any = isinstance(self.parameters, list) and self.parameters

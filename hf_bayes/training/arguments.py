@@ -75,6 +75,13 @@ class BayesianTrainingArguments(TrainingArguments):
             "saved beside the posterior's. None takes a tenth of the run's gradients; 0 leaves the comparison out."
         },
     )
+    calibrate: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether one temperature of the mixture is fitted on eval_dataset (of several, the one named "
+            "'heldout') at the end and stored with the posterior. None does so where it is possible."
+        },
+    )
     probe_steps: int = field(
         default=100,
         metadata={

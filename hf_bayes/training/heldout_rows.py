@@ -30,8 +30,16 @@ class HeldOutData:
     def check(self, model: BayesianModel, method: MethodConfig) -> None:
         """Check that the rows can be counted and have labels, before anything runs."""
         require_heldout(self._host.eval_dataset, method)
+        self.count_terms(model, both_halves=method.requirements.heldout == "split")
+
+    def count_terms(self, model: BayesianModel, *, both_halves: bool = False) -> int:
+        """Return the number of likelihood terms.
+
+        Args:
+            both_halves: True if each half of the rows needs terms.
+        """
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
-        count_terms(
+        num_terms, _ = count_terms(
             dataset,
             collate,
             model.likelihood,
@@ -39,9 +47,10 @@ class HeldOutData:
             shift=model.shifts_labels,
             num_outputs=model.num_outputs,
             progress=False,
-            both_halves=method.requirements.heldout == "split",
+            both_halves=both_halves,
             check=model.check_inputs,
         )
+        return num_terms
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield these rows, in this order, in batches."""

@@ -19,6 +19,7 @@ from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
 from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.calibrating import calibrate, predicting_as_loaded
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
@@ -104,6 +105,20 @@ class Outcome:
             )
         members = self.posterior.sample(None, generator(host.args.seed, "members")).to(host.args.device)
         setup.model.show(members, finished.spread)
+        self._calibrate(self.posterior, active)
+
+    def _calibrate(self, posterior: Posterior, active: ActiveRun) -> None:
+        """Fit the temperature of the mixture; store it with the posterior, and let predictions use it."""
+        model = active.setup.model
+        with predicting_as_loaded(model, posterior):
+            found = calibrate(active)
+        if found is None:
+            return
+        active.host.say(found.describe())
+        config = dataclasses.replace(posterior.config, calibration=found.to_dict())
+        self.posterior = dataclasses.replace(posterior, config=config)
+        if found.prediction == "members":
+            model.show(model.current, model.spread, found.temperature)
 
     def required(self) -> Posterior:
         """Return the posterior.
@@ -201,6 +216,8 @@ class Outcome:
             return {}
         assert self.heldout is not None
         with active.setup.model.showing(point):
+            rival = calibrate(active)
+        with active.setup.model.showing(point, temperature=1.0 if rival is None else rival.temperature):
             alone = active.host.measure("map")
         figures = {f"{name}map_nll": alone[f"map_{name}nll"] for name in sets}
         for name in sets:

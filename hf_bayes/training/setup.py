@@ -94,3 +94,4 @@ def set_up(
 def place_chains(model: BayesianModel, theta: Tensor) -> None:
     """Put chains [M, d] into the model, as the start of the next run. Nothing else writes theta into a model."""
     model.theta.data = theta.detach().clone()
+    model.current_members.own_temperature = 1.0

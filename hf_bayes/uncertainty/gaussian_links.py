@@ -205,6 +205,11 @@ PREDICTIONS: dict[str, str | None] = {
 """Name of a prediction mode in a posterior's file -> the link of its linearised outputs (None: predict by members)."""
 
 
+def name_of_link(link: str | None) -> str:
+    """Return the name of the prediction mode whose link this is."""
+    return next(name for name, known in PREDICTIONS.items() if known == link)
+
+
 @torch.no_grad()
 def moments(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Return the [..., C] mean and variance of an equally weighted mixture of K Gaussians (law of total variance).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Posterior:
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation
+        self.config = SimpleNamespace(calibration={})
 
 
 WORDS = 24

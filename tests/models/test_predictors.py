@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class Posterior:
 
     def __init__(self, approximation: Any) -> None:
         self.approximation = approximation
+        self.config = SimpleNamespace(calibration={})
 
 
 MAKE: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "bert": tiny_bert}

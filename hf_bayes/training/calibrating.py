@@ -1,0 +1,95 @@
+"""The temperature of the mixture of a finished run, fitted on the trainer's held-out rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_bayes.metrics.calibration import Calibration, require_enough
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.calibrating import calibration_of
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.active_run import ActiveRun
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.uncertainty.likelihoods import Categorical
+
+LEAST_ROWS = 200
+"""The pass takes this many rows in any case, and otherwise a tenth of the run's gradients."""
+
+
+def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
+    """Return, in words, why a run has no temperature of its mixture; None if it can have one."""
+    held = host.eval_dataset
+    if host.args.calibrate is False:
+        return "calibrate=False"
+    if not isinstance(model.likelihood, Categorical):
+        return "the labels are not classes"
+    if host.args.private_rows:
+        return "private_rows keeps the rows of every process apart"
+    if held is None:
+        return "there is no eval_dataset"
+    if isinstance(held, dict) and "heldout" not in held:
+        return f"eval_dataset has several sets ({', '.join(map(str, held))}) and none is named 'heldout'"
+    if is_stream(HeldOutData(host).rows):
+        return "eval_dataset is a stream, whose rows have no numbers"
+    return None
+
+
+def require_calibration(host: TrainerHost, model: BayesianModel) -> None:
+    """Raise a ValueError, before the first step, if a temperature was asked for and cannot be fitted."""
+    if not host.args.calibrate:
+        return
+    reason = reason_against(host, model)
+    if reason is not None:
+        raise ValueError(
+            f"calibrate=True fits a temperature of the mixture on held-out rows, and {reason}: leave it out"
+        )
+    require_enough(HeldOutData(host).count_terms(model))
+
+
+def calibrate(active: ActiveRun) -> Calibration | None:
+    """Return the temperature of the mixture of the members that the model shows; None if it cannot be fitted."""
+    host, model, mesh = active.host, active.setup.model, active.setup.mesh
+    if reason_against(host, model) is not None:
+        return None
+    heldout = HeldOutData(host)
+    rows = _some_rows(len(heldout.rows), active)[mesh.data_rank :: mesh.data_size]
+    with torch.no_grad(), host.evaluation_autocast():
+        try:
+            return calibration_of(
+                model,
+                heldout.by_number(rows),
+                num_members=model.num_members * mesh.chain_size,
+                numbers=itertools.count(mesh.data_rank, mesh.data_size),
+                add_up=lambda sums: sums.copy_(mesh.sum_over_data(sums.to(host.args.device))),
+            )
+        except ValueError as error:  # a finished run must not be lost
+            tell = host.warn if host.args.calibrate else host.say
+            tell("predictions are not calibrated: %s", error)
+            return None
+
+
+def _some_rows(count: int, active: ActiveRun) -> range:
+    """Return numbers of held-out rows, evenly spread."""
+    gradients = active.problem.num_steps * active.rows.scale.rows_per_update * active.method.num_chains
+    members = active.setup.model.num_members * active.setup.mesh.chain_size
+    most = max(LEAST_ROWS, int(0.3 * gradients / members))  # a gradient costs three forward passes
+    return range(0, count, max(1, -(-count // most)))
+
+
+@contextmanager
+def predicting_as_loaded(model: BayesianModel, posterior: Posterior) -> Iterator[None]:
+    """Predict as a model that is loaded from the posterior does, until the end of the block."""
+    before: tuple[Any, Any] = model.posterior, model.predictor
+    try:
+        model.posterior = posterior
+        model.predict_by(posterior.config.prediction)
+        yield
+    finally:
+        model.posterior, model.predictor = before

@@ -1,0 +1,21 @@
+"""The methods of a Bayesian model that transformers and torch call."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_bayes import attach
+from tests.tiny_models import tiny_llama, with_lora
+
+
+def test_the_model_inside_answers_for_embeddings_and_precision() -> None:
+    model = attach(with_lora(tiny_llama()))
+    assert model.get_input_embeddings() is model.core.get_input_embeddings()
+    assert model.get_output_embeddings() is model.core.get_output_embeddings()
+    assert (model.dtype, model.device) == (torch.float32, model.theta.device)
+
+
+def test_members_stay_wide_when_the_model_is_narrowed() -> None:
+    model = attach(with_lora(tiny_llama())).to(torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert model.theta.dtype == torch.float32

@@ -1,0 +1,94 @@
+"""The temperature of the mixture that a trainer fits at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from hf_bayes import BayesianModelForSequenceClassification, Posterior
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.training.trainer import BayesianTrainer
+from tests import runs
+from tests.tiny_models import tiny_bert
+
+
+def trainer(directory: Path, method: Any = None, rows: Any = 80, **changes: Any) -> BayesianTrainer:
+    """Ten rows of random labels, learnt by heart."""
+    return runs.trainer(
+        directory, method or EnsembleConfig(num_chains=3, prior_std=3.0), model=tiny_bert(), subspace="last_layer",
+        train=runs.label_rows(10), eval_dataset=runs.label_rows(rows, seed=5) if isinstance(rows, int) else rows,
+        **{"max_steps": 60, "learning_rate": 0.3, **changes},
+    )  # fmt: skip
+
+
+def test_a_run_ends_with_a_temperature_that_predictions_use(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    before = run.evaluate()["eval_nll"]
+    run.train()
+    stored = run.posterior.config.calibration
+    assert stored["temperature"] > 1.2
+    assert run.evaluate()["eval_nll"] < stored["nll"] < before + 100
+    run.save_model()
+    saved = Posterior.from_pretrained(tmp_path)
+    assert saved.config.calibration == stored
+    with BayesianModelForSequenceClassification.from_pretrained(saved, base_model=tiny_bert()) as model:
+        assert model.mixture_temperature == run.bayesian.mixture_temperature == stored["temperature"]
+    card = (tmp_path / "README.md").read_text()
+    assert f"{stored['nll']:.4f}" in card
+    assert f"{stored['calibrated_nll']:.4f}" in card
+
+
+def test_map_with_a_temperature_is_a_method(tmp_path: Path) -> None:
+    run = trainer(tmp_path, MAPConfig(prior_std=3.0))
+    run.train()
+    assert run.posterior.config.calibration["temperature"] > 1.2
+
+
+def test_the_map_estimate_beside_has_its_own_temperature(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    run.save_model()
+    plain = trainer(tmp_path / "plain", calibrate=False)
+    plain.train()
+    plain.save_model()
+    assert not plain.posterior.config.calibration
+    assert run.posterior.config.metrics["map_nll"] < plain.posterior.config.metrics["map_nll"] - 0.05
+
+
+def test_a_second_run_begins_without_the_temperature_of_the_first(tmp_path: Path) -> None:
+    found = []
+    for calibrate in (True, False):
+        run = trainer(tmp_path, eval_strategy="steps", eval_steps=20, max_steps=20, calibrate=calibrate)
+        run.train(), run.train()
+        found.append([log["eval_nll"] for log in run.state.log_history if "eval_nll" in log])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "reason"),
+    [
+        (80, {"calibrate": False}, None),
+        (None, {}, "there is no eval_dataset"),
+        (20, {}, "at least 50 labels, got 20"),
+        ({"near": Dataset.from_list(runs.label_rows(80))}, {}, r"several sets \(near\) and none is named 'heldout'"),
+        (Dataset.from_list(runs.label_rows(80)).to_iterable_dataset(), {}, "eval_dataset is a stream"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_left_or_refused(tmp_path: Path, rows: Any, changes: Any, reason: Any) -> None:
+    run = trainer(tmp_path, rows=rows, max_steps=4, **changes)
+    run.train()
+    assert not run.posterior.config.calibration
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            trainer(tmp_path / "asked", rows=rows, max_steps=4, calibrate=True)
+
+
+def test_of_several_sets_the_one_named_heldout_calibrates(tmp_path: Path) -> None:
+    sets = {"far": Dataset.from_list(runs.label_rows(80)), "heldout": Dataset.from_list(runs.label_rows(80, seed=5))}
+    run, alone = trainer(tmp_path, rows=sets), trainer(tmp_path / "alone")
+    run.train(), alone.train()
+    assert run.posterior.config.calibration == alone.posterior.config.calibration
