@@ -26,13 +26,20 @@ from hf_bayes.core.types import Problem
 from hf_bayes.methods.registry import adamw_at_rates
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""The rates of a trial. Of a run that can pay for half of it, every second one."""
+"""The rates of a trial, if the run can pay for all of them."""
 
 SHARE = 0.1
 """The share of a run's gradients that a trial may take."""
 
 MIN_UPDATES, MAX_UPDATES = 6, 40
 """Updates of a trial. Fewer tell rates apart by the noise of minibatches only."""
+
+TYPICAL = 0.12
+"""The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,000, 2e-4 for 360,000."""
+
+SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.2, 4
+"""A trial of a short run: its rates over the usual one, the largest share of the run, and its least updates. Its rates
+are so far apart that a few updates on the same rows can tell them apart."""
 
 
 class RangeTest(NamedTuple):
@@ -68,11 +75,14 @@ class TrialPlan(NamedTuple):
 
 def plan_trial(num_steps: int, num_chains: int) -> TrialPlan:
     """Return the largest trial that a run of ``num_steps`` updates of ``num_chains`` chains can pay for."""
-    gradients = int(SHARE * num_steps * num_chains)
-    for rates in (RATES, RATES[1::2]):
-        if gradients >= MIN_UPDATES * len(rates):
-            return TrialPlan(rates, min(gradients // len(rates), MAX_UPDATES))
-    return TrialPlan((), 0)
+    gradients = num_steps * num_chains
+    count = int(SHARE * gradients) // len(RATES)
+    if count >= MIN_UPDATES:
+        return TrialPlan(RATES, min(count, MAX_UPDATES))
+    count = max(int(SHARE * gradients) // len(SHORT_FACTORS), SHORT_UPDATES)
+    if count * len(SHORT_FACTORS) > SHORT_SHARE * gradients:
+        return TrialPlan((), 0)
+    return TrialPlan(tuple(float(f"{TYPICAL / math.sqrt(count) * factor:.2g}") for factor in SHORT_FACTORS), count)
 
 
 def range_test(

@@ -72,12 +72,17 @@ def test_members_with_their_own_rates_are_separate_runs() -> None:
 
 @pytest.mark.parametrize(
     ("num_steps", "num_chains", "rates", "updates"),
-    [(100, 1, 0, 0), (256, 1, 3, 8), (100, 4, 6, 6), (200, 4, 6, 13), (600, 1, 6, 10), (10**6, 4, 6, 40)],
+    [(120, 1, 3, 4), (256, 1, 3, 8), (100, 4, 6, 6), (200, 4, 6, 13), (600, 1, 6, 10), (10**6, 4, 6, 40)],
 )
 def test_a_trial_takes_at_most_a_tenth_of_the_run(num_steps: int, num_chains: int, rates: int, updates: int) -> None:
     plan = plan_trial(num_steps, num_chains)
     assert (len(plan.rates), plan.num_updates) == (rates, updates)
     assert rates * updates <= 0.1 * num_steps * num_chains
+
+
+def test_a_short_run_tries_three_rates_below_the_usual_one() -> None:
+    assert plan_trial(60, 1) == TrialPlan((0.006, 0.018, 0.06), 4)  # a fifth of the run
+    assert plan_trial(59, 1) == TrialPlan((), 0)
 
 
 def test_a_run_too_short_to_try_takes_the_default() -> None:

@@ -1,0 +1,74 @@
+"""The choice between finished trials, in words and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from hf_bayes.training.tuning.candidates import PLAIN
+from hf_bayes.training.tuning.record import Trial
+
+
+def best_of(trials: Sequence[Trial]) -> Trial:
+    """Return the cheapest trial whose NLL is within one standard error of the lowest one.
+
+    Cheaper means fewer forward passes of a prediction, and then a lower NLL.
+
+    Raises:
+        ValueError: if every trial failed.
+    """
+    finished = [trial for trial in trials if math.isfinite(trial.mean_nll)]
+    if not finished:
+        reasons = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
+        raise ValueError(f"no candidate ran to its end, so there is nothing to choose from ({reasons})")
+    lowest = min(finished, key=lambda trial: trial.mean_nll)
+    near = [trial for trial in finished if trial is lowest or _within(trial, lowest)]
+    return min(near, key=lambda trial: (trial.cost, trial.mean_nll))
+
+
+def _within(trial: Trial, lowest: Trial) -> bool:
+    difference, error = trial.difference(lowest)
+    return difference <= error
+
+
+def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
+    """Return the result in one or two sentences."""
+    plain = [trial for trial in trials if trial.name.startswith(PLAIN) and math.isfinite(trial.mean_nll)]
+    text = f"{chosen.name} is chosen: held-out NLL {chosen.mean_nll:.4f}"
+    if not plain:
+        return f"{text}."
+    rival = min(plain, key=lambda trial: trial.mean_nll)
+    if chosen.name.startswith(PLAIN):
+        others = [trial for trial in trials if trial not in plain and math.isfinite(trial.mean_nll)]
+        if not others:
+            return f"{text}."
+        other = min(others, key=lambda trial: trial.mean_nll)
+        difference, error = other.difference(chosen)
+        return (
+            f"{text}. Plain fine-tuning with a temperature is as good here: the best other method ({other.name}) "
+            f"differs by {difference:+.4f} (standard error {error:.2g}) and costs more."
+        )
+    difference, error = chosen.difference(rival)
+    return f"{text}, {-difference:.4f} (standard error {error:.2g}) less than plain fine-tuning with a temperature."
+
+
+def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
+    """Return the trials as a table, best first."""
+    table = Table(title="Held-out rows", title_justify="left")
+    for column in ("method", "NLL", "- chosen", "accuracy", "ECE", "t", "passes", "gradients", "seconds"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for trial in sorted(trials, key=lambda trial: (trial.mean_nll, trial.name)):
+        if trial.failure:
+            table.add_row(trial.name, f"failed: {trial.failure}"[:60])
+            continue
+        difference, error = trial.difference(chosen)
+        relative = "chosen" if trial is chosen else f"{difference:+.4f} +- {error:.2g}"
+        numbers = (
+            f"{trial.metrics[name]:.3f}" if name in trial.metrics else "-"
+            for name in ("accuracy", "ece", "temperature")
+        )
+        row = (trial.name, f"{trial.mean_nll:.4f}", relative, *numbers, str(trial.cost), f"{trial.gradients:,}")
+        table.add_row(*row, f"{trial.seconds:.0f}")
+    return table

@@ -1,0 +1,100 @@
+"""The record of a tuning: one entry for each finished trial, kept in a file so that a later call goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
+
+RECORD = "tuning.json"
+
+
+class Trial(NamedTuple):
+    """One run of a candidate.
+
+    Attributes:
+        name: of the candidate.
+        gradients: minibatch gradients, summed over chains.
+        seconds: the wall time of training and of the evaluation.
+        cost: forward passes of a prediction.
+        metrics: of the held-out rows, at the temperature of the mixture. ``temperature`` is among them.
+        nll: nats of each held-out row.
+        terms: likelihood terms of each held-out row.
+        failure: why the run ended early; empty if it did not.
+    """
+
+    name: str
+    gradients: int
+    seconds: float
+    cost: int
+    metrics: dict[str, float]
+    nll: list[float]
+    terms: list[int]
+    failure: str = ""
+
+    @property
+    def mean_nll(self) -> float:
+        """The held-out NLL in nats per term; infinite if the run failed."""
+        return sum(self.nll) / sum(self.terms) if self.nll else float("inf")
+
+    @property
+    def rows(self) -> RowScores:
+        """The NLL of every row, for paired comparisons."""
+        return RowScores(np.array(self.nll), np.array(self.terms, dtype=np.int64))
+
+    def difference(self, other: Trial) -> tuple[float, float]:
+        """Return the NLL minus the other's, and the standard error of this difference over rows."""
+        error = difference_std_error(self.rows, other.rows)
+        return self.mean_nll - other.mean_nll, float("nan") if error is None else error
+
+
+class TuningRecord:
+    """The finished trials of a tuning.
+
+    Args:
+        directory: the folder of the file.
+        identity: what the trials have in common: data, model and settings.
+    Raises:
+        ValueError: if the folder holds the record of another tuning.
+    """
+
+    def __init__(self, directory: Path, identity: dict[str, Any]) -> None:
+        self._path, self._identity = directory / RECORD, identity
+        self._trials: dict[tuple[str, int], Trial] = {}
+        if not self._path.exists():
+            return
+        content = json.loads(self._path.read_text(encoding="utf-8"))
+        if content["identity"] != identity:
+            changed = sorted(key for key in identity if content["identity"].get(key) != identity[key])
+            raise ValueError(
+                f"{self._path} is the record of a tuning with other {', '.join(changed)}: choose another output_dir, "
+                "or remove the file"
+            )
+        for entry in content["trials"]:
+            self._keep(Trial(**entry))
+
+    def find(self, name: str, gradients: int) -> Trial | None:
+        """Return a finished trial; None if there is none."""
+        return self._trials.get((name, gradients))
+
+    def add(self, trial: Trial) -> None:
+        """Store a finished trial. A crash leaves the old or the new file."""
+        self._keep(trial)
+        content = {"identity": self._identity, "trials": [trial._asdict() for trial in self._trials.values()]}
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(new, self._path)
+
+    def _keep(self, trial: Trial) -> None:
+        self._trials[trial.name, trial.gradients] = trial
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], identity: dict[str, Any]) -> Self:
+        """Return the record in a folder, which is made if it is missing."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        return cls(Path(directory), identity)

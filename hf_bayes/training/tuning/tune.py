@@ -1,0 +1,246 @@
+"""``tune``: compare methods within a budget of gradients, and keep the posterior of the best."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from tqdm import tqdm
+from transformers.trainer_utils import SaveStrategy
+
+from hf_bayes.models.attaching import attach
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.data_fingerprint import describe_rows
+from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.tuning.candidates import Candidate, default_candidates
+from hf_bayes.training.tuning.choice import as_table, best_of, sentence
+from hf_bayes.training.tuning.figure import draw
+from hf_bayes.training.tuning.record import Trial, TuningRecord
+
+NUM_FINALISTS = 4
+"""The number of candidates of the second round."""
+
+SHARE = 4
+"""The gradients of a finalist, over those of the same candidate in the first round."""
+
+LEAST_UPDATES = 40
+"""The shortest run of the first round: AdamW, the curvature and a few steps of a sampler."""
+
+LEAST_ROWS = 200
+"""The smallest number of held-out rows. A smaller set could not tell methods apart that differ by .05 nats."""
+
+KEPT = ("nll", "accuracy", "ece", "brier", "total", "epistemic", "member_nll")
+
+
+class Tuning(NamedTuple):
+    """The result of ``tune``.
+
+    Attributes:
+        posterior: of the chosen candidate, also saved in ``output_dir``.
+        chosen: its trial.
+        rounds: the trials of each round; those of a round have equal budgets.
+        sentence: the result in words.
+    """
+
+    posterior: Posterior
+    chosen: Trial
+    rounds: tuple[tuple[Trial, ...], ...]
+    sentence: str
+
+
+def tune(
+    model: Any,
+    args: BayesianTrainingArguments,
+    *,
+    train_dataset: Any,
+    eval_dataset: Any,
+    budget: int | None = None,
+    candidates: Sequence[Candidate] | Callable[[BayesianModel], Sequence[Candidate]] = default_candidates,
+    subspace: str = "trainable",
+    data_collator: Any = None,
+    processing_class: Any = None,
+) -> Tuning:
+    """Compare methods and settings on held-out rows within a budget of gradients, and save the best posterior.
+
+    All candidates run with a small part of the budget. The best of them, and always the best one with a single set of
+    weights, run again with four times as much. Each run fits the temperature of its mixture on the held-out rows. The
+    cheapest method within one standard error of the lowest NLL is chosen. Finished runs are kept in ``output_dir``, so
+    a call that was interrupted goes on where it was.
+
+    Args:
+        model: a transformers or peft model, as for ``BayesianTrainer``. It is given back as it was.
+        args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given.
+        train_dataset, data_collator, processing_class, subspace: as for ``BayesianTrainer``.
+        eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
+        budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
+            four chains.
+        candidates: methods and settings; a function of the attached model, or a list.
+    Raises:
+        ValueError: before the first run: for a budget or held-out rows that are too few, several processes, or a
+            record of another tuning in ``output_dir``.
+    """
+    _check(args, eval_dataset)
+    if not isinstance(model, BayesianModel):
+        with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
+            rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
+    else:
+        rows = tuple(candidates(model)) if callable(candidates) else tuple(candidates)
+    names = [candidate.name for candidate in rows]
+    if not rows or len(set(names)) < len(names):
+        raise ValueError(f"tune needs candidates with names of their own, got {names}")
+    per_trial = _first_budget(rows, args, budget, len(train_dataset))
+    identity = {
+        "rows": describe_rows(train_dataset, data_collator or (lambda rows: rows), seed=args.seed),
+        "num_heldout": len(eval_dataset), "seed": args.seed, "batch": args.per_device_train_batch_size,
+        "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
+    }  # fmt: skip
+    record = TuningRecord.open(str(args.output_dir), identity)
+    given = {
+        "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
+        "processing_class": processing_class, "subspace": subspace,
+    }  # fmt: skip
+    trials = _Trials(model, args, given, record)
+    total = len(rows) * per_trial + min(NUM_FINALISTS, len(rows)) * SHARE * per_trial
+    with tqdm(total=total, unit="gradient", desc="tuning", disable=args.disable_tqdm) as bar:
+        first = tuple(trials.run(candidate, per_trial, bar) for candidate in rows)
+        finalists = _finalists(rows, first)
+        second = tuple(trials.run(candidate, SHARE * per_trial, bar) for candidate in finalists)
+    chosen = best_of(second)
+    posterior = Posterior.from_pretrained(trials.folder(chosen.name))
+    posterior.save_pretrained(str(args.output_dir))
+    text = sentence(chosen, second)
+    draw((first, second), chosen, Path(str(args.output_dir)) / "tuning.png")
+    Console().print(as_table(second, chosen))
+    Console().print(text)
+    return Tuning(posterior, chosen, (first, second), text)
+
+
+class _Trials:
+    """Runs of candidates on one model."""
+
+    def __init__(
+        self, model: Any, args: BayesianTrainingArguments, given: dict[str, Any], record: TuningRecord
+    ) -> None:
+        self._model, self._args, self._given, self._record = model, args, given, record
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a finalist's posterior."""
+        return Path(str(self._args.output_dir)) / "finalists" / "".join(c if c.isalnum() else "_" for c in name)
+
+    def run(self, candidate: Candidate, gradients: int, bar: Any) -> Trial:
+        """Return the trial of a candidate, finished now or by an earlier call."""
+        bar.set_postfix_str(candidate.name)
+        found = self._record.find(candidate.name, gradients)
+        if found is None:
+            begin = time.perf_counter()
+            try:
+                metrics, nll, terms = self._train(candidate, gradients)
+                failure = ""
+            except (ValueError, FloatingPointError) as error:  # one candidate must not end the others
+                metrics, nll, terms, failure = {}, [], [], str(error)
+            seconds = time.perf_counter() - begin
+            found = Trial(candidate.name, gradients, seconds, candidate.cost, metrics, nll, terms, failure)
+            self._record.add(found)
+        bar.update(gradients)
+        return found
+
+    def _train(self, candidate: Candidate, gradients: int) -> tuple[dict[str, float], list[float], list[int]]:
+        args = copy.copy(self._args)
+        folder = self.folder(candidate.name)
+        changes: dict[str, Any] = {
+            "output_dir": str(folder), "learning_rate": candidate.learning_rate, "disable_tqdm": True,
+            "max_steps": max(1, gradients // candidate.method.num_chains // args.gradient_accumulation_steps),
+            "save_strategy": SaveStrategy.NO, "eval_strategy": "no", "logging_strategy": "no", "report_to": [],
+            "map_updates": 0, "push_to_hub": False,
+        }  # fmt: skip
+        for name, value in changes.items():
+            setattr(args, name, value)
+        with _quiet():
+            trainer = BayesianTrainer(model=self._model, method=candidate.method, args=args, **self._given)
+            try:
+                trainer.train()
+                trainer.save_model()
+                evaluation = trainer.outcome.evaluator.last["eval"]
+                assert evaluation.rows is not None
+                metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
+                temperature = trainer.posterior.config.calibration.get("temperature", 1.0)
+                return (
+                    {**metrics, "temperature": temperature},
+                    [round(value, 6) for value in evaluation.rows.nll.tolist()], evaluation.rows.terms.tolist(),
+                )  # fmt: skip
+            finally:
+                trainer.bayesian.detach()
+
+
+def _check(args: BayesianTrainingArguments, eval_dataset: Any) -> None:
+    """Check what can be checked before a model is attached."""
+    if args.world_size > 1:
+        raise ValueError(
+            f"tune runs in one process, and there are {args.world_size}: tune in one, and train the method that it "
+            "chooses with accelerate launch"
+        )
+    if eval_dataset is None or isinstance(eval_dataset, dict) or is_stream(eval_dataset):
+        raise ValueError(
+            f"tune chooses by eval_dataset, one data set with a length, got {type(eval_dataset).__name__}: give "
+            "held-out rows that are not the test rows"
+        )
+    if len(eval_dataset) < LEAST_ROWS:
+        raise ValueError(
+            f"eval_dataset has {len(eval_dataset)} rows, too few to choose by: the standard error of a difference "
+            f"between methods would be larger than the differences. {LEAST_ROWS} rows would do"
+        )
+
+
+def _first_budget(rows: Sequence[Candidate], args: BayesianTrainingArguments, budget: int | None, num_rows: int) -> int:
+    """Return the gradients of a candidate in the first round.
+
+    Raises:
+        ValueError: if a chain would have too few updates.
+    """
+    parts = len(rows) + min(NUM_FINALISTS, len(rows)) * SHARE
+    chains = max(candidate.method.num_chains for candidate in rows)
+    accumulation = args.gradient_accumulation_steps
+    if budget is None:
+        per_epoch = math.ceil(num_rows / (args.per_device_train_batch_size * accumulation))
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        budget = 10 * chains * steps * accumulation
+    least = LEAST_UPDATES * chains * accumulation
+    if budget // parts < least:
+        raise ValueError(
+            f"budget={budget:,} gradients give {max(0, budget // parts // chains // accumulation)} updates to each of "
+            f"{chains} chains in the first round, and {LEAST_UPDATES} are needed: give at least {parts * least:,}, or "
+            "fewer candidates"
+        )
+    return budget // parts
+
+
+def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candidate]:
+    """Return the candidates of the second round: those of the lowest NLL, and the best with one forward pass."""
+    order = sorted(range(len(rows)), key=lambda index: trials[index].mean_nll)
+    best = order[:NUM_FINALISTS]
+    single = [index for index in order if rows[index].cost == 1][:1]
+    if single and single[0] not in best:
+        best = [*best[: NUM_FINALISTS - 1], single[0]]
+    return [rows[index] for index in best]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave messages of single runs out: the table has their figures."""
+    logger = logging.getLogger("hf_bayes")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
