@@ -1,4 +1,4 @@
-"""What people get wrong, row by row: refused before the first step, in words, with nothing half-written left.
+"""Common mistakes, row by row: refused before the first step, in words, with nothing half-written left.
 
 ``REFUSED`` walks the rows that must raise, ``ACCEPTED`` the rows that must work (some with a notice).
 """
@@ -174,7 +174,7 @@ def among_foreign_files(out: Path) -> None:
 
 
 def launched(variable: str, value: str = "true", **changes: Any) -> Callable[[Path], Any]:
-    """Under a variable that ``accelerate launch`` sets for its flags and config file."""
+    """Return a run under a variable that ``accelerate launch`` sets for its flags and config file."""
 
     def act(out: Path) -> None:
         with mock.patch.dict(os.environ, {variable: value}):
@@ -763,7 +763,7 @@ def test_temperature_zero_optimises_and_warns(tmp_path, warnings_of):
 
 
 def test_too_noisy_minibatches_stop_a_corrected_run_at_a_draw(tmp_path):
-    """Not before the first step, which cannot know: the first update warns, a hundred of them decide."""
+    """The noise is measured in the run: the first update warns, and the run stops after a hundred."""
     method = SGHMCConfig(correct_gradient_noise=True, temperature=1e-4, draws_per_chain=1)
     numbers = r"alone brings noise of h\^2 V = [\d.e-]+ against 2 gamma h T = 2e-05"
     with (

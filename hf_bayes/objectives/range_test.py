@@ -32,7 +32,7 @@ SHARE = 0.1
 """The share of a run's gradients that a trial may take."""
 
 MIN_UPDATES, MAX_UPDATES = 6, 40
-"""Updates of a trial. Fewer tell rates apart by the noise of minibatches only."""
+"""Updates of a trial. With fewer, rates differ by the noise of minibatches only."""
 
 
 class RangeTest(NamedTuple):

@@ -1,4 +1,4 @@
-"""Planted faults: a slip that a hand could make, and the tests that must not let it pass."""
+"""Planted faults: small mistakes that are easy to make, each with the tests that must fail on it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAYOUTS = (4, 2, 1)
 
 
 class Launch(NamedTuple):
-    """What the processes of a launch wrote, in the order of their ranks."""
+    """The results that the processes of a launch wrote, in the order of their ranks."""
 
     out: Path
     tensors: list[dict[str, Tensor]]
@@ -51,7 +51,7 @@ def launch(out: Path, processes: int, earlier: Path | None) -> None:
 
 
 def read(out: Path, processes: int) -> Launch:
-    """What a launch has written."""
+    """Return the results of a launch."""
     ranks = range(processes)
     tensors = [load_file(out / f"rank_{rank}.safetensors") for rank in ranks]
     return Launch(out, tensors, [json.loads((out / f"rank_{rank}.json").read_text()) for rank in ranks])

@@ -1,4 +1,4 @@
-"""What one process of a launch does: the same runs whatever the layout, their results written for comparison.
+"""The work of one process of a launch: the same runs whatever the layout, their results written for comparison.
 
 Run by torchrun: ``worker.py OUT CHECKPOINTS``; the second is where an earlier launch left its own (or "none").
 """
@@ -107,7 +107,7 @@ class Writes:
 
 
 def deaf(rows: HeldOutRows, theta: Tensor, what: Any, *, gradient: bool, call: Any = HeldOutRows.__call__) -> Any:
-    """Held-out rows of which every process is told its own."""
+    """Evaluate held-out rows with the sum over processes left out: each process returns the sum over its own rows."""
     rows.mesh = copy.copy(rows.mesh)
     rows.mesh.sum_over_data = lambda tensor: tensor
     return call(rows, theta, what, gradient=gradient)
