@@ -174,7 +174,7 @@ class WhitenedSampler:
         """Take one more minibatch into V; after the last one choose h and start the sampler."""
         config, count, squares = self.config, state.measured + 1, state.squares
         if int(count[0]) % 2 == 0:
-            pair = (gradient - state.previous).square() / 2
+            pair = self.roots.along_axes(state.root, gradient - state.previous).square() / 2
             squares = squares + _mean_of_data(self.roots, state.root, self.problem, pair)
         if int(count[0]) < self.num_measured:
             own = Whitening(state.root, state.step_size, gradient, squares, count)
