@@ -211,7 +211,7 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     has_matrices = any(len(shape) == 2 for shape in shapes)
     structure = config.whitening or ("kronecker" if has_matrices and kronecker.size <= MAX_BASIS else "diagonal")
     roots = kronecker if structure == "kronecker" else DiagonalRoots(shapes)
-    share = 1.0 if problem.batch_fraction is None else PASS_SHARE * problem.num_steps * problem.batch_fraction
+    share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
     return roots, CurvatureSpec(structure=structure, share=min(1.0, share))
 
 
