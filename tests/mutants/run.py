@@ -26,7 +26,8 @@ from rich.text import Text
 
 from benchmarks.table import replaced
 from tests.faults.report import circumstances
-from tests.mutants.faults import FAULTS, ROOT, Fault
+from tests.mutants.fault import ROOT, Fault
+from tests.mutants.faults import FAULTS
 
 RECORD, PAGE = ROOT / "docs" / "mutants.json", ROOT / "docs" / "mutants.md"
 HEAVY = ("torch", "numpy", "scipy.stats", "sklearn", "arviz", "datasets", "transformers", "peft", "accelerate")
