@@ -1,1 +1,1 @@
-"""What hf_bayes costs, measured against one model without Bayes: ``make benchmark``."""
+"""The costs of hf_bayes, measured against one model without Bayes: ``make benchmark``."""

@@ -1,4 +1,4 @@
-"""What running the model's own layers takes at least: multiplications (or numbers read), relative to one plain model.
+"""The least work of the model's own layers: multiplications (or numbers read), relative to one plain model.
 
 Frozen work on rows that are alike over members is counted once, up to query, key and value of the first random layer. A
 layer's projections, attention products, the head and the members' own work are counted; norms, softmax, rotary

@@ -1,4 +1,4 @@
-"""Where the time of a forward goes: operations by kind, and its rate beside what the machine does at best.
+"""The time of a forward: operations by kind, and its rate beside what the machine does at best.
 
 Operations are timed under torch's profiler, which slows Python down; shares are of that run (in decoding, with its
 prompt). The rate is of a run without it, in what limits the work: multiply-adds of prefill, numbers read in decoding
@@ -97,7 +97,7 @@ def look(name: str, work: Work, counted: float, best: float, limit: str) -> Brea
 
 
 def kind_of(operation: str) -> str:
-    """Of an aten operation."""
+    """Return the kind of an aten operation."""
     for kind, names in KINDS.items():
         if operation in names or any(operation.startswith(name) for name in names if name.startswith("_")):
             return kind

@@ -67,11 +67,11 @@ WORKS = {
         ("LoRA on all layers, diagonal", "lora", "diagonal"),
     )
 }
-"""What is timed."""
+"""The work that is timed."""
 
 
 def classifier(work: Work) -> Any:
-    """With random weights, in evaluation mode; what is random requires grad."""
+    """Return a classifier with random weights, in evaluation mode; random parameters require grad."""
     torch.manual_seed(0)
     build, head, targets = FAMILIES[work.family]
     model: Any = build()

@@ -63,7 +63,7 @@ def _last_layer(settings: Settings) -> list[Line]:
 
 
 def _frozen_products(settings: Settings) -> list[Line]:
-    """What decoding cannot go below on this machine: the base's linear layers alone, a row for each member."""
+    """Return the lower bound of decoding on this machine: the base's linear layers alone, a row for each member."""
     plain, lent, count = settings.subject.plain(), settings.subject.plain(), settings.num_members
     BlockedLinears(lent, []).install()
     works = {"single": products(plain, 1)}
@@ -117,7 +117,7 @@ def greedy(model: Any, prompt: Tensor, **kwargs: Any) -> Work:
 
 @torch.no_grad()
 def cache_bytes(model: Any, prompt: Tensor) -> int:
-    """Of keys and values after the prompt."""
+    """Return the bytes of keys and values after the prompt."""
     layers = model(prompt, use_cache=True, logits_to_keep=1).past_key_values.layers
     return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in (layer.keys, layer.values))
 

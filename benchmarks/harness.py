@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Settings:
-    """What all groups are run with.
+    """The settings of all groups.
 
     Attributes:
         subject: the model.
@@ -76,7 +76,7 @@ class Line:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the interval reaches the limit."""
+        """Return whether the interval reaches the limit."""
         if self.limit is None:
             return None
         low, high = self.interval or (self.value, self.value)
@@ -204,7 +204,7 @@ def _high_water() -> int:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of the machine on which the numbers were measured."""
     return {
         "processor": _processor(),
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,

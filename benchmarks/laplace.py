@@ -23,7 +23,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
 
 MANY_ROWS = 10_000
-"""Of a data set whose gradient is found from a part of the rows."""
+"""The rows of a data set whose gradient is estimated from a part of them."""
 
 
 def measure(settings: Settings) -> list[Line]:
@@ -57,7 +57,7 @@ def measure(settings: Settings) -> list[Line]:
 def seconds(
     settings: Settings, model: Any, theta: Tensor, ids: Tensor, structure: str, *, num_rows: int, one_factor: bool
 ) -> float:
-    """Of a batch; ``one_factor``: modules that read one tensor share its factor, as they do unless prevented."""
+    """Return the seconds of a batch; ``one_factor``: modules that read one tensor share its factor, the default."""
     spent: list[tuple[int, float]] = []
 
     def batches(rows: Sequence[int]) -> Iterator[dict[str, Tensor]]:

@@ -52,7 +52,7 @@ def once(work: str) -> dict[str, float]:
 
 
 def _trace(posterior: Posterior) -> float:
-    """Of H, the posterior's precision without the prior's."""
+    """Return the trace of H, the posterior's precision without the prior's."""
     (covariance,) = posterior.approximation.covariances
     blocks = covariance.blocks if isinstance(covariance, Kronecker) else [covariance.std]
     variances = [block.square() if isinstance(block, Tensor) else block.variances for block in blocks]

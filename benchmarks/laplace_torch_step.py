@@ -19,7 +19,7 @@ from benchmarks.harness import peak_memory, timed
 
 
 class Logits(nn.Module):
-    """What laplace-torch takes: a batch in, logits out."""
+    """A model as laplace-torch takes it: a batch in, logits out."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

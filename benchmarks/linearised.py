@@ -33,7 +33,7 @@ def measure(settings: Settings) -> list[Line]:
 
 
 def line(settings: Settings, work: str, seconds: dict[str, list[float]]) -> Line:
-    """Of the seconds of ``both``."""
+    """Return a line from the seconds of ``both``."""
     work = f"{work}, M={settings.num_members}"
     return compare("linearised", work, seconds, ours="linearised", single="members", unit="x members")
 
@@ -65,7 +65,7 @@ def both(model: BayesianModelForCausalLM, work: Callable[[], float]) -> dict[str
 
 
 def evaluation(settings: Settings, model: Any) -> Work:
-    """Of all tokens of a batch."""
+    """Return the evaluation of all tokens of a batch."""
     ids = tokens(model, ROWS, LENGTH)
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 WHERE = ("all layers", "the last layer", "the last block, in full")
-"""What is random: LoRA on the attention of all layers or of the last one, or every weight of the last decoder block."""
+"""The random parameters: LoRA on the attention of all layers or of the last one, or all weights of the last block."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Subject:
 
 
 def adapter_name(member: int) -> str:
-    """What peft calls the adapter of a member."""
+    """Return peft's name of a member's adapter."""
     return f"member{member}" if member else "default"
 
 

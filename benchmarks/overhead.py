@@ -1,4 +1,4 @@
-"""What a training step of ``BayesianTrainer`` costs beyond its gradient: update, guards, logging, collecting, data; the
+"""The cost of a step of ``BayesianTrainer`` beyond its gradient: update, guards, logging, collecting, data, the
 probe of its diagnostics and the noise of its gradient.
 
 On the last layer, where a step is shortest; every step is logged and every fourth one collected.

@@ -65,7 +65,7 @@ def breakdown(found: dict[str, Any]) -> str:
 
 
 def block(name: str) -> str:
-    """What stands between the markers of a kept run."""
+    """Return the text between the markers of a kept run."""
     file = RESULTS / f"{name}.json"
     return render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."
 
@@ -84,7 +84,7 @@ def replaced(document: str, name: str, text: str) -> str:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """What surrounds a table."""
+    """Return the markers around a table."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 

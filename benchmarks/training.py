@@ -61,7 +61,7 @@ def chain_step(settings: Settings, where: str, *, limit: float | None = None, ca
 
 
 def _memory(settings: Settings) -> Line:
-    """Of a step on all layers: that of M chains, without what it takes to hold them, against that of one chain."""
+    """Compare the memory of a step on all layers: M chains, without the memory that holds them, against one chain."""
     peaks = {
         count: in_child("benchmarks.training:step_memory", astuple(settings.subject), count)
         for count in (1, settings.num_members)

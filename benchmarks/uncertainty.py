@@ -18,7 +18,7 @@ from hf_bayes.uncertainty.decomposition import Uncertainty, decompose
 
 SHAPE = (8, 64, 32_000)
 CHUNK = (8, 32, 8192)
-"""As the benchmarks' model asks about in a prefill, 8 MB at a time."""
+"""The logits of a prefill of the benchmarks' model, 8 MB at a time."""
 BLOCK = 16
 """Rows that are compiled for."""
 
@@ -89,7 +89,7 @@ def in_logarithms(logits: Tensor) -> Uncertainty:
 
 
 def compiled() -> Callable[[Tensor], Uncertainty]:
-    """What fused loops over a block make of it: the norms in one, all sums over classes in the other."""
+    """Return the decomposition as fused loops over a block: one for the norms, one for all sums over classes."""
 
     @torch.compile(dynamic=False, fullgraph=True)
     def block(logits: Tensor) -> Tensor:

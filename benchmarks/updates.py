@@ -1,4 +1,4 @@
-"""What an update of every rule costs beside SGHMC's, whose work is one normal draw and some ten passes over theta.
+"""The cost of an update of every rule beside SGHMC's, whose work is one normal draw and some ten passes over theta.
 
 Eight chains of two million parameters (a LoRA of rank 8 on a model of 1B); the gradient is there already. A rule that
 does more in some updates than in others (``swag`` collects about a hundred iterates of a run) is timed over a period.
@@ -29,7 +29,7 @@ SMALL = {"tiny": 20_000}
 
 LIMIT = 1.5
 ROUNDS = 5
-"""At most: updates of one size vary little."""
+"""The largest number of rounds: updates of one size vary little."""
 
 PERIODS = {"swag": 10}
 """Updates that are timed at once, where not one."""
@@ -74,7 +74,7 @@ def _problem(dim: int) -> Problem:
 
 
 def _update(rule: Rule, device: str, dim: int, period: int = 1, *, told: bool = False) -> Work:
-    """Where the gradient is wanted, and the update with it; the mean of ``period`` of them.
+    """Return the work of an update with a given gradient; the mean of ``period`` of them.
 
     Args:
         told: the variance of the gradient comes with it, small enough to leave noise to inject.

@@ -25,7 +25,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Global generators, for libraries that know no other; our own randomness has explicit generators."""
+    """Seed the global generators, for libraries that use no others; our own randomness has explicit generators."""
     torch.manual_seed(0)
     np.random.seed(0)
 
@@ -53,7 +53,7 @@ def causal_lm(request: pytest.FixtureRequest) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def injected(record_property: Callable[[str, object], None]) -> Callable[[int], None]:
-    """Tell how many cases of its row of the campaign a test went through, if not one."""
+    """Return a function that records how many cases of its row of the campaign a test covers, if not one."""
     return lambda count: record_property("injected", count)
 
 

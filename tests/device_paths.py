@@ -80,7 +80,7 @@ def members(model: Any, **options: Any) -> Any:
 
 
 def from_disk(folder: Path, make: Callable[[], PreTrainedModel] = models.tiny_llama) -> PreTrainedModel:
-    """On the CPU, with a folder of its own, so that a posterior on it finds its base again."""
+    """Return a model on the CPU that has a folder, so that a posterior on it finds its base again."""
     model = make()
     if not (folder / "base").exists():
         model.save_pretrained(folder / "base")
@@ -92,7 +92,7 @@ def trainer(folder: Path, method: MethodConfig, **changes: Any) -> Any:
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """On the device, what the CPU says."""
+    """Check that a tensor on the device equals the result of the CPU."""
     assert found.device == DEVICE, found.device
     # the CPU's own kernels, on rows that the package divides otherwise for an accelerator: sums in another order
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -34,7 +34,7 @@ def rows_of(kind: str, count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """As processors do it: the patches of all images one after the other."""
+    """Return a batch as processors make it: the patches of all images follow each other."""
     batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
     if "image_grid_thw" in batch:
         batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)

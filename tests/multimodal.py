@@ -124,7 +124,7 @@ def sounds(model_type: str, rows: int = 3, seed: int = 0, dtype: torch.dtype = t
 
 
 def inputs_of(core: Any, rows: int = 3, seed: int = 0, padding: str | None = None) -> dict[str, Tensor]:
-    """What one of these models takes, in its dtype."""
+    """Return the inputs of one of these models, in its dtype."""
     kind, dtype = core.config.model_type, next(core.parameters()).dtype
     if kind in PLACEHOLDERS:
         return illustrated(kind, rows, seed, padding, dtype=dtype)

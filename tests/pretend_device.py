@@ -54,5 +54,5 @@ def load(library: Path) -> None:
 
 
 def waits() -> int:
-    """How often Python has waited for the device."""
+    """Return how often Python has waited for the device."""
     return torch.ops.pretend.waits()

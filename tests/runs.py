@@ -20,7 +20,7 @@ from tests.tiny_models import VOCABULARY, tiny_llama, tiny_tokenizer, with_lora
 
 
 def arguments(output_dir: Path | str, **changes: Any) -> BayesianTrainingArguments:
-    """A short run that saves and logs nothing unless asked to."""
+    """Return the arguments of a short run that saves and logs nothing; ``changes`` replace them."""
     fields: dict[str, Any] = {
         "learning_rate": 1e-2,
         "max_steps": 6,
@@ -75,7 +75,7 @@ def trainer(
     callbacks: Any = None,
     **changes: Any,
 ) -> BayesianTrainer:
-    """LoRA on a tiny Llama and ten rows of eight tokens, unless told otherwise."""
+    """Return a trainer of LoRA on a tiny Llama and ten rows of eight tokens; arguments replace these."""
     rows = token_rows() if train is None else train
     return kind(
         with_lora(tiny_llama()) if model is None else model,
@@ -93,7 +93,7 @@ def trainer(
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two approximations hold the same bits."""
+    """Return whether two approximations hold the same bits."""
     tensors = [[x.means, x.stds] if isinstance(x, Gaussian) else [x.theta, x.chain] for x in (a, b)]
     return type(a) is type(b) and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
 

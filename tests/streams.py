@@ -13,7 +13,7 @@ Generators = Sequence[torch.Generator]
 
 
 def share_one_stream(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Until the end of the test, in what these modules have imported."""
+    """Replace the draws that these modules have imported, until the end of the test."""
     for module in modules:
         for name, draw in DRAWS.items():
             if hasattr(module, name):

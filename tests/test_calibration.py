@@ -149,7 +149,7 @@ class Unseen(Regressions):
 
 
 def test_ranks_of_the_log_likelihood_catch_data_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nothing else would: the truth is a draw of the prior, too."""
+    """Ranks of theta do not show it, since the truth is a draw of the prior, too."""
     settings: dict[str, Any] = {"thin": 8, "learning_rate": 0.2, "burn_in": 100}
     assert uniformity(HMCConfig(num_leapfrog=1), Unseen(), **settings) < 0.001
     monkeypatch.setattr(Unseen, "quantities", lambda self, theta: theta)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What went wrong on each path, in a process of its own: a torch that has the device behaves as one with a GPU."""
+    """Return the errors of each path, from a process of its own, since torch with the device behaves as on a GPU."""
     if pretend_device.compiler() is None:
         pytest.skip("the pretend accelerator is compiled, and this machine has no C++ compiler")
     folder = tmp_path_factory.mktemp("device")

@@ -10,7 +10,7 @@ WITHOUT = {
     "chains/objective.py": TYPES,
     "core/types.py": TYPES,
     "methods/laplace/pass_result.py": TYPES,
-    "training/refused_arguments.py": "tests/test_bad_input.py has a row for each argument",
+    "training/refused_arguments.py": "tests/bad_input has a row for each argument",
     "training/session.py": "the order of steps before a run: every test of the trainer passes through it",
 }
 """The modules without a file of tests, each with the reason."""

@@ -48,7 +48,7 @@ def test_families_and_heads_are_those_of_the_subjects() -> None:
 def test_every_mapping_of_transformers_is_supported_or_refused() -> None:
     rows = {name.strip("`"): cells for name, cells in table("mapping").items()}
     found, supported = mappings(), {task.auto_class: task for task in TASKS.values()}
-    assert set(rows) >= set(found)  # a new mapping is refused until somebody decides about it, and writes it there
+    assert set(rows) >= set(found)  # a new mapping is refused until the page has a row for it
     for name, loader in found.items():
         auto_class, verdict, remark = rows[name]
         assert auto_class == (f"`{loader}`" if loader else "none")

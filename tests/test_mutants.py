@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.table import replaced
-from tests.mutants.faults import FAULTS, ROOT, Fault
+from tests.mutants.fault import ROOT, Fault
+from tests.mutants.faults import FAULTS
 from tests.mutants.run import PAGE, RECORD, Outcome, markdown, row, try_out
 
 HARMLESS = Fault(

@@ -76,7 +76,7 @@ def test_make_reliability_finds_its_tests_and_keeps_the_record() -> None:
     assert len(collected(pytest_line)) == 1
     assert (DOCS / "reliability.json").read_bytes() == before
     assert report_line == ["tests.faults.report"]
-    # the twin: of an option that is no word of its own pytest takes the file for tests before it knows the option
+    # the twin: pytest takes the value for a test file if it is a word of its own and the option is not yet registered
     apart = [part for word in pytest_line for part in (word.split("=") if "--reliability" in word else [word])]
     assert collected(apart) == []
 

@@ -1,4 +1,4 @@
-"""Every Python snippet of README and docs runs as it is printed, on tiny models; no hub is asked."""
+"""Every Python snippet of README and docs runs as it is printed, on tiny models and without the hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Namespace = dict[str, Any]
 
 
 class Snippet(NamedTuple):
-    """How a printed snippet is run.
+    """The settings with which a printed snippet is run.
 
     Attributes:
         names: makes what the text around the snippet presupposes, in the current folder.

@@ -163,7 +163,7 @@ HEADS = {
     "SequenceClassification": "SEQ_CLS",
     "TokenClassification": "TOKEN_CLS",
 }
-"""How a class's name ends -> peft's name of the task; it has none for images."""
+"""The end of a class's name -> peft's name of the task; it has none for images."""
 
 
 def with_lora(model: PreTrainedModel, seed: int = 0, init_b: float = 0.3, **config: Any) -> PeftModel:
@@ -211,7 +211,7 @@ def images(rows: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def inputs_of(model: nn.Module, rows: int = 3, seed: int = 0, padding: str | None = None) -> dict[str, Tensor]:
-    """What a model takes: a ``batch``, ``images``, both, or sounds."""
+    """Return the inputs of a model: a ``batch``, ``images``, both, or sounds."""
     from tests import multimodal
 
     core = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -224,7 +224,7 @@ def inputs_of(model: nn.Module, rows: int = 3, seed: int = 0, padding: str | Non
 
 _NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
-"""What the installed transformers calls it."""
+"""The name of checkpointing in the installed transformers."""
 
 
 def switch_on_checkpointing(model: nn.Module, *args: object) -> None:

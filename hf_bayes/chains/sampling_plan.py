@@ -96,13 +96,13 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
     needs = method.requirements
     if needs.gradient_variance == "needed":
         raise ValueError(
-            f"sample takes one gradient per update and cannot tell its noise, which {method.name} needs for "
+            f"sample takes one gradient per update and cannot measure its noise, which {method.name} needs for "
             f"{needs.gradient_variance_setting}: use BayesianTrainer with gradient_accumulation_steps >= 2, or leave "
             "it out"
         )
     if method.temper != "posterior":
         raise ValueError(
-            f"sample cannot tell the prior from the rest of the energy, so it cannot leave it untempered: got "
+            f"sample cannot separate the prior from the rest of the energy, so it cannot leave it untempered: got "
             f"temper={method.temper!r}, expected 'posterior'. Scale the two parts inside the energy instead"
         )
     defaults = {field.name: field.default for field in fields(method)}

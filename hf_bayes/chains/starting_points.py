@@ -12,13 +12,13 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.core.rng import generator
 
 ZERO_TENSOR_RMS = 0.01
-"""What jitter is relative to where a tensor is all zero: LoRA's B, at the scale of common initialisations."""
+"""The scale of the jitter of a tensor that is all zero (LoRA's B), as large as common initialisations."""
 
 
 def initial_members(layout: Layout, start: Tensor, config: MethodConfig, *, seed: int, chains: Sequence[int]) -> Tensor:
     """Return [M, d]: ``start`` plus jitter of ``config.init_jitter`` times each tensor's RMS, chain by chain.
 
-    A LoRA whose B is zero is fresh: its random A is nobody's choice, so each chain draws its own, of the same RMS.
+    A LoRA whose B is zero is fresh: its A is arbitrary, so each chain draws an A of its own, with the same RMS.
     Chain k's start is a function of (seed, k) alone.
     """
     tensors = layout.unflatten(start)

@@ -151,12 +151,15 @@ class RobbinsMonro(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Schedule):
-    """Steps that fall linearly, from l_0 in the first update to l_0 / n in the last of n: for optimisers."""
+    """Steps that fall linearly, from l_0 in the first update to l_0 / n in update n: for optimisers.
+
+    The last draw is taken after update n. Further updates, of which no draw is taken, stay at l_0 / n.
+    """
 
     name: str = field(default="linear", init=False)
 
     def learning_rate(self, step: int, draws: range) -> float:
-        return 1 - step / draws[-1]
+        return max(1, draws[-1] - step) / draws[-1]
 
 
 SCHEDULES: dict[str, type[Schedule]] = {"cyclical": Cyclical, "robbins_monro": RobbinsMonro, "linear": Linear}

@@ -116,6 +116,7 @@ class Problem(NamedTuple):
         shapes: name -> shape of each random tensor, in the order of theta; {UNNAMED: (d,)} where theta has no names.
         draw_steps: the updates (counted from 1) that end in a draw.
         batch_fraction: n / N, the share of the data's rows in one batch; None if it is not known.
+        update_fraction: R / N, the share of the data's rows in one update of a chain; None if it is not known.
         most_terms: the largest number of likelihood terms in one row of the data; None if they were not counted.
         root_columns: number of columns of a root of a term's Fisher information in the model's outputs; None if it is
             not known.
@@ -131,6 +132,7 @@ class Problem(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     draw_steps: range = range(0)
     batch_fraction: float | None = None
+    update_fraction: float | None = None
     most_terms: int | None = None
     root_columns: int | None = None
     noise_std: float | None = None

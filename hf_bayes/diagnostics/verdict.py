@@ -21,7 +21,7 @@ MIN_DISTANCE = 1e-4
 each carry a nat per squared prior std about every coordinate, the posterior std is 1e-3."""
 
 OUTSIDE_BY_CHANCE = 0.005
-"""If so many tensors outside their intervals have less than this probability, chance does not explain them."""
+"""The probability below which chance does not explain how many tensors are outside their intervals."""
 
 CONFIGURATIONAL_FACTOR = 2.0
 """The configurational temperature may be wrong by this factor: it scatters in short runs, and its variance is
@@ -247,7 +247,7 @@ class Diagnostics(Measurements):
         if self.num_chains > 1:
             return None
         return (
-            f"convergence not known: the chain's halves agree (R-hat {rhat:.2f}), but one chain cannot tell whether "
+            f"convergence not known: the chain's halves agree (R-hat {rhat:.2f}), but one chain cannot show whether "
             "it has missed other regions: at least 2 chains"
         )
 

@@ -217,7 +217,7 @@ def _problem(
 ) -> Problem:
     if config.prior_mean == "initial":
         raise ValueError(
-            'prior_mean="initial" is where training started, which a finished model no longer knows: use "zero"'
+            'prior_mean="initial" is where training started, which a finished model no longer holds: use "zero"'
         )
     gaussian = None if inherited is None else inherited.gaussian
     prior = build_prior(config, model.layout, theta[0], model.model, gaussian)

@@ -53,8 +53,8 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         known = (*_TEXT, *PICTURES)
         if others := [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in known]:
             raise ValueError(
-                f"inputs {', '.join(others)}: a Bayesian model of images and text takes {', '.join(known)}, and does "
-                "not know which rows the entries of others belong to. Give images and text only"
+                f"inputs {', '.join(others)}: a Bayesian model of images and text takes {', '.join(known)}; which "
+                "rows the entries of others belong to is not defined. Give images and text only"
             )
 
     def numbered(self, inputs: dict[str, Any]) -> dict[str, Any]:

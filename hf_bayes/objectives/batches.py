@@ -133,7 +133,7 @@ class WholeUpdates(IterableDataset[Any]):
     [s * R, (s + 1) * R). The last rows of a pass, fewer than R, are not shown; shuffled anew they are others each time.
 
     Args:
-        loader: one pass, without short batches; its data set is told the number of each (``set_epoch``).
+        loader: one pass, without short batches; its data set receives the number of each (``set_epoch``).
         accumulation: micro-batches of an update.
         name: what the caller calls the data set, with its type.
     Raises:

@@ -23,7 +23,7 @@ class HeldOutRows:
     Args:
         batches: numbers of rows -> these rows, in this order, in batches.
         num_rows: R.
-        mesh: processes that share its chains share the rows, too, and each is told the whole.
+        mesh: processes that share its chains share the rows, too, and each returns the sum over all rows.
         context: entered around forwards, for autocast.
         hide: show no progress; None: only where there is no terminal.
     Raises:

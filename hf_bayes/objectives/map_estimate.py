@@ -28,7 +28,7 @@ def map_estimate(
 
     Args:
         rule: of ``map``.
-        objective: without dropout: a MAP estimate knows none.
+        objective: without dropout: a MAP estimate is defined without it.
         theta: [1, d].
         problem: what the rule was built for.
         updates: the batches of each update, at least ``num_updates`` of them.

@@ -8,7 +8,7 @@ is an unbiased estimate of all data's. Processes draw independently of each othe
 batches of one process, and the variance between them is the sum over processes of (n_p / b)^2 times the variance within
 p. A test of K batches takes them as they are: the estimated variance of their mean has K - 1 degrees of freedom, which
 the series of ``penalty`` is made for, whatever the sizes; summing P estimates would leave it a number of its own for
-every mixture of sizes. All that processes have to tell each other is one sum of K numbers a chain.
+every mixture of sizes. The processes exchange only one sum of K numbers a chain.
 
 Where no row comes twice in an update, the mean of a process's K batches has f_p = 1 - K b / n_p of the variance that
 they show. The test multiplies by one factor, f = 1 - K b P / N; so p brings in the deviations of its batches from their

@@ -32,7 +32,7 @@ SHARE = 0.1
 """The share of a run's gradients that a trial may take."""
 
 MIN_UPDATES, MAX_UPDATES = 6, 40
-"""Updates of a trial. Fewer tell rates apart by the noise of minibatches only."""
+"""Updates of a trial. With fewer, rates differ by the noise of minibatches only."""
 
 TYPICAL = 0.12
 """The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,000, 2e-4 for 360,000."""

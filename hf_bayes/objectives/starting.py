@@ -139,9 +139,11 @@ def _problem_of(
     seed: int,
 ) -> Problem:
     """Return the problem of a run whose learning rate and draws are not settled yet."""
+    update_fraction = None if scale.num_rows is None else scale.rows_per_update / scale.num_rows
     return Problem(
         num_data=scale.num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
-        shapes=model.layout.named_shapes, batch_fraction=batch_fraction, most_terms=most_terms,
+        shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
+        update_fraction=update_fraction, most_terms=most_terms,
         root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ SHARDING = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-"""How ``accelerate launch`` tells its processes to take a model apart."""
+"""The variables that ``accelerate launch`` sets to have its processes take a model apart."""
 PRECISIONS = ("no", "bf16")
 
 
@@ -115,7 +115,7 @@ class BayesianTrainingArguments(TrainingArguments):
             dataclass(repr=False)(cls)
 
     def __post_init__(self) -> None:
-        # before transformers looks: it would ask for a package to be installed that is then refused
+        # before transformers checks: its error requires a package that is refused after it is installed
         sharding = [name for variable, name in SHARDING.items() if os.environ.get(variable, "").lower() == "true"]
         if sharding:
             raise ValueError(

@@ -54,7 +54,7 @@ def save(
     folder = Path(checkpoint) / FOLDER
     if group.rank == 0:
         files[SETTINGS] = {**settings, "num_processes": group.num_processes}
-        if not (folder / MANIFEST).exists():  # what a checkpoint that lost its manifest has left is nobody's
+        if not (folder / MANIFEST).exists():  # left by a checkpoint that lost its manifest
             for leftover in folder.glob("chain_*.safetensors"):
                 leftover.unlink()
     write_directory(folder, files, format=FORMAT, group=group)

@@ -28,7 +28,7 @@ from hf_bayes.training.setup import Setup
 from hf_bayes.uncertainty.decomposition import Uncertainty
 
 MAX_KEPT = 2**17
-"""Numbers kept of an evaluation: 16 thousand terms of 8 members, more than enough to know C(S)."""
+"""Numbers kept of an evaluation: 16 thousand terms of 8 members, more than enough to measure C(S)."""
 
 Step = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Loss, predictions and labels of a batch, as Trainer's ``prediction_step`` returns them."""

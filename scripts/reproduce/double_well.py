@@ -32,8 +32,8 @@ NAME = "double_well"
 TILTS = {"Figure 2": 0.0, "tilted": 0.25}
 SGHMC = SGHMCConfig(momentum=0.95)
 STEP = 0.0025
-"""With momentum 0.95 this is a friction of 1 and a step h of 0.05, as in the example that posteriors' package comes
-with: it keeps the law to 0.3 % of a variance in a well."""
+"""The learning rate. With momentum 0.95 the friction is 1 and the step h is 0.05, as in an example of the posteriors
+package. The law then holds to 0.3 % of a variance in a well."""
 LIMIT = 5.0
 """The end of the grid. The mass beyond it is 0 in float64: U(5) - U(sqrt 5) = 40."""
 

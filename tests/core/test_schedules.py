@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
-from hf_bayes.core.schedules import Cyclical, RobbinsMonro, Schedule, draw_steps
+from hf_bayes.core.schedules import Cyclical, Linear, RobbinsMonro, Schedule, draw_steps
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS, from_dict
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -65,6 +65,14 @@ def test_robbins_monro_is_a_power_law_with_its_peak_at_the_start() -> None:
         assert schedule.learning_rate(step, range(0)) == pytest.approx(scale * (20 + step) ** -0.7)
 
 
+@pytest.mark.parametrize("draws", [range(8, 9), range(4, 9, 4), range(2, 9, 3)], ids=str)
+def test_linear_falls_from_the_peak_to_its_nth_part_in_n_updates(draws: range) -> None:
+    rates = [Linear().learning_rate(step, draws) for step in range(8)]
+    assert rates == [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]  # exact in binary
+    assert {Linear().temperature(step, draws) for step in range(8)} == {1.0}
+    assert not Linear().has_ramp
+
+
 # ------------------------------------------------------------------------------------------- hf_bayes.sample honours it
 
 
@@ -89,6 +97,11 @@ def test_sample_follows_the_schedule_and_draws_at_cycle_ends() -> None:
     assert rates_of(RobbinsMonro(offset=3.0), num_steps=5) == pytest.approx(
         [0.1 * (1 + s / 3) ** -0.55 for s in range(5)]
     )
+    assert rates_of(Linear(), num_steps=8, thin=4) == pytest.approx([0.1 * (1 - s / 8) for s in range(8)])
+
+
+def test_updates_after_the_last_draw_keep_linears_last_rate() -> None:
+    assert rates_of(Linear(), num_steps=6, thin=4) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.025, 0.025])
 
 
 def test_the_schedule_begins_after_a_warm_start() -> None:
@@ -138,7 +151,7 @@ def law_of(config: MethodConfig, rates: list[float], variance: float) -> float:
     return N * moments[0, 0].item()
 
 
-@pytest.mark.parametrize("schedule", [Cyclical(), RobbinsMonro(offset=5.0, exponent=0.9)], ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", [Cyclical(), RobbinsMonro(offset=5, exponent=0.9), Linear()], ids=lambda s: s.name)
 @pytest.mark.parametrize("config", [SGLDConfig(), SGHMCConfig(momentum=0.8)], ids=lambda c: c.name)
 @pytest.mark.parametrize("variance", [0.0, 20.0])
 def test_final_variance_is_that_of_the_scheduled_discretisation(
@@ -180,7 +193,7 @@ def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in KERNELS])
-@pytest.mark.parametrize("schedule", [Cyclical(), Cyclical(ramp_up=0.5), RobbinsMonro(offset=10.0)], ids=str)
+@pytest.mark.parametrize("schedule", [Cyclical(), Cyclical(ramp_up=0.5), RobbinsMonro(offset=10.0), Linear()], ids=str)
 def test_rules_run_under_any_schedule_or_refuse_zero_temperature(name: str, schedule: Schedule) -> None:
     config = METHODS[name](schedule=schedule)
     if name in ("sgnht", "mean_field", "laplace", "agps") and schedule.has_ramp:
@@ -265,6 +278,7 @@ def test_more_cycles_than_updates_are_refused(tmp_path: Any) -> None:
         ({"name": "cyclical", "ramp_up": 1.0}, r"'cyclical': ramp_up must be a finite number in \[0, 1\), got 1.0"),
         ({"name": "cyclical", "exponent": 0}, "'cyclical': exponent must be a finite number > 0, got 0"),
         ({"name": "robbins_monro"}, "'robbins_monro' must be given offset, exponent"),
+        ({"name": "linear", "end": 0.1}, r"'linear' must be given  and nothing else, got \['end'\]"),
         ({"name": "robbins_monro", "offset": 0}, "offset must be a finite number > 0, got 0"),
         ({"name": "robbins_monro", "offset": "9"}, "offset must be a finite number > 0, got '9'"),
         ({"name": "robbins_monro", "offset": 9, "exponent": 0.5}, r"exponent must be .* in \(1/2, 1\], got 0.5"),
@@ -275,7 +289,7 @@ def test_other_schedules_are_refused(values: Any, message: str) -> None:
         SGHMCConfig(schedule=values)
 
 
-@pytest.mark.parametrize("schedule", [Cyclical(ramp_up=0.3), RobbinsMonro(offset=7.0, exponent=1)], ids=str)
+@pytest.mark.parametrize("schedule", [Cyclical(ramp_up=0.3), RobbinsMonro(offset=7.0, exponent=1), Linear()], ids=str)
 def test_a_schedule_survives_json(schedule: Schedule) -> None:
     config = SGNHTConfig(schedule=schedule)
     assert from_dict(json.loads(json.dumps(config.to_dict()))) == config

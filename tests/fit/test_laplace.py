@@ -1,4 +1,4 @@
-"""From a finished model, or a trainer, to a posterior that saves, loads and predicts."""
+"""Tests of ``fit_laplace``: a finished model or a trainer becomes a posterior that saves, loads and predicts."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_saved_ensemble_becomes_a_mixture_around_its_draws(tmp_path: Path) -> 
 
 
 def text_rows(labels: list[int] | None) -> list[dict[str, Any]]:
-    """Of three tokens, with a label for each, or 1 for all."""
+    """Return rows of three tokens, with a label for each token, or label 1 for the row."""
     return [{"input_ids": [3, 4 + row, 5], "labels": labels or 1} for row in range(3)]
 
 
@@ -250,7 +250,7 @@ def test_weights_with_nan_are_refused() -> None:
         ({"num_data": -1.0}, "num_data must be finite and > 0"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ({"data_unit": "word"}, "data_unit must be one of"),
-        ({"prior_mean": "initial"}, "a finished model no longer knows"),
+        ({"prior_mean": "initial"}, "a finished model no longer holds"),
         ({"noise_std": None}, "a regression head needs noise_std"),
     ],
 )
@@ -351,7 +351,7 @@ def test_held_out_halves_without_terms_are_refused() -> None:
     for rows, half in ((odd, "odd"), (odd[1:], "even")):
         with pytest.raises(ValueError, match=f"the {half} rows of heldout hold no likelihood term, .* shuffle them"):
             fit(model, data, heldout=rows, fit_prior="heldout", prior_scope="tensor")
-    fit(model, data, heldout=odd, fit_prior="heldout", check_gradient=False)  # one precision: all rows tell it
+    fit(model, data, heldout=odd, fit_prior="heldout", check_gradient=False)  # one precision: all rows determine it
 
 
 def test_noise_beside_a_model_that_has_its_own_is_refused() -> None:

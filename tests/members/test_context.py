@@ -32,7 +32,7 @@ def test_copies_are_recognised_once_and_by_the_same_tensor() -> None:
     context, rows = begun(), torch.randn(3, 5)
     copies = context.repeat(rows)
     assert context.single(rows) is rows
-    assert context.single(copies) is None  # nobody said that they are copies
+    assert context.single(copies) is None  # they are not marked as copies
     context.mark_fanned_out(copies=True)
     for _ in range(3):  # query, key and value projections
         assert torch.equal(context.single(copies), rows)

@@ -27,7 +27,7 @@ def tagger() -> nn.Module:
 
 
 def random_covariance(kind: str, layout: Layout, seed: int = 0) -> Covariance:
-    """Of any structure, nothing in it being equal or zero."""
+    """Return a covariance of a structure, in which no two numbers are equal and none is zero."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -112,7 +112,7 @@ def test_adapters_of_virtual_tokens_are_refused_when_attached(config: type, subs
 
 
 def _mapped(**devices: str | int) -> nn.Module:
-    """As accelerate leaves a model that it has dealt to devices."""
+    """Return a model as accelerate leaves it after it has placed its modules on devices."""
     model = tiny_llama()
     model.hf_device_map = devices
     return model

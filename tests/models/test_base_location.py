@@ -1,4 +1,4 @@
-"""Where a base model is looked for, and what is refused there."""
+"""Tests of the places in which a base model is searched for, and of what is refused there."""
 
 from __future__ import annotations
 

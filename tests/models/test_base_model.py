@@ -124,7 +124,7 @@ def test_a_config_that_reads_outputs_in_another_way_is_told(change: dict[str, An
     head = describe_head(model, None)
     assert head_differences(head, model.config) == []
     assert head_differences({**head, "problem_type": "single_label_classification"}, model.config) == []
-    assert head_differences(head, tiny_bert(num_labels=2).config) == []  # nobody has named its labels
+    assert head_differences(head, tiny_bert(num_labels=2).config) == []  # its labels have no names
     assert head_differences(describe_head(tiny_bert(num_labels=2), None), model.config) == []
     assert head_differences(describe_head(tiny_bert(num_labels=3), None), model.config) != []
     for name, value in change.items():

@@ -28,7 +28,7 @@ def test_padded_rows_have_the_likelihood_of_each_row_alone(name: str, padding: s
     total = sum(one.loss for one in alone)
     torch.testing.assert_close(found.loss, total, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(statistics["nll"], nll, rtol=TOLERANCE, atol=TOLERANCE)
-    if name != "gpt2-last-block":  # forward is transformers' own: learnt positions count padding unless told otherwise
+    if name != "gpt2-last-block":  # forward is transformers' own: learnt positions count padding by default
         torch.testing.assert_close(loss, nll.mean().to(loss), rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -1,4 +1,4 @@
-"""What of a configuration tells one base model from another."""
+"""Tests of the settings of a configuration by which base models differ."""
 
 from __future__ import annotations
 

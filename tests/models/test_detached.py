@@ -1,4 +1,4 @@
-"""A model that was detached has no members left: whatever asks for them must raise, in words."""
+"""A model that was detached has no members left: each use of members must raise, in words."""
 
 from __future__ import annotations
 

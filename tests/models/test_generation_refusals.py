@@ -12,7 +12,7 @@ from tests.tiny_models import batch
 
 
 class OwnCache(DynamicCache):
-    """Of whose rows nobody knows."""
+    """A cache whose rows have an unknown order."""
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ NAMED = {"id2label": {0: "no", 1: "maybe", 2: "yes"}, "label2id": {"no": 0, "may
     ("config", "words"),
     [
         (NAMED, None),
-        ({}, None),  # nobody has named the labels
+        ({}, None),  # the labels have no names
         (
             {"id2label": {0: "yes", 1: "maybe", 2: "no"}},
             r"\['yes', 'maybe', 'no'\], expected \['no', 'maybe'",

@@ -184,7 +184,7 @@ def test_small_posteriors_spread_members_as_linearised() -> None:
 
 
 def next_order(a: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """What logistic regression adds to Laplace's mean 0 and covariance I, to the next order in 1 / n.
+    """Return what logistic regression adds to Laplace's mean 0 and covariance I, to the next order in 1 / n.
 
     U = z'z / 2 to second order, and its third and fourth derivatives are sums of k_n a_n a_n ... with k3 = p(1 - p)
     (1 - 2p) and k4 = p(1 - p)(1 - 6p(1 - p)): the mean moves by -1/2 U_ijj, the covariance by
@@ -202,9 +202,9 @@ def next_order(a: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def agree(draws: Tensor, covariance: Tensor, beyond: tuple[Tensor, Tensor]) -> bool:
-    """Whether draws [M, S, d] have mean 0 and this covariance: 4.5 standard errors at the measured ESS, of 65 numbers.
+    """Return whether draws [M, S, d] have mean 0 and this covariance, in 65 numbers.
 
-    And by as much as Laplace leaves out to the next order.
+    The tolerance is 4.5 standard errors at the measured ESS, and as much as Laplace leaves out to the next order.
     """
     z = draws @ torch.linalg.inv(torch.linalg.cholesky(covariance)).T
     products = (z[..., :, None] * z[..., None, :]).flatten(2)

@@ -1,4 +1,4 @@
-"""From a directory back to a model: the same numbers in another process, and no other base or tokenizer."""
+"""Tests of loading: a directory gives the same numbers in another process, and no other base or tokenizer."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_tokenizer_beside_a_posterior_is_checked(saved: Path) -> None:
 
 @pytest.fixture
 def alone(saved: Path, tmp_path: Path) -> Path:
-    """The posterior as it comes from the Hub, with no tokenizer beside it, of a base model that asks for a token."""
+    """The posterior as it comes from the Hub, with no tokenizer beside it, of a base model that needs a token."""
     posterior = Posterior.from_pretrained(saved / "posterior")
     base = {**posterior.config.base_model, "name_or_path": "user/gated"}
     config = dataclasses.replace(posterior.config, base_model=base)

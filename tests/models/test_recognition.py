@@ -1,4 +1,4 @@
-"""Which heads are attached, and under which likelihood; every other one is refused by name."""
+"""Tests of the heads that are attached and of their likelihoods; every other head is refused by name."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_window_that_does_not_slide_is_caught(name: str) -> None:
 
 
 def test_static_caches_do_not_compile_the_forward() -> None:
-    # generate does so on GPUs, or wherever it is told to
+    # generate does so on GPUs, or by an option
     compiling = CompileConfig()
     compiling._compile_all_devices = True
     model, layout, theta = prepared("gpt2-last-block")

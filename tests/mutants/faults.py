@@ -1,43 +1,9 @@
-"""Planted faults: a slip that a hand could make, and the tests that must not let it pass."""
+"""Planted faults: small mistakes that are easy to make, each with the tests that must fail on it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
-
-ROOT = Path(__file__).parents[2]
-
-
-class Fault(NamedTuple):
-    """A slip in one place of the package.
-
-    Attributes:
-        name: what it is, in words.
-        file: within ``hf_bayes``.
-        found: a text that stands in the file once.
-        put: what is put in its place.
-        tests: node ids within ``tests``; each must fail (of a parametrised one without brackets, one of its cases).
-    """
-
-    name: str
-    file: str
-    found: str
-    put: str
-    tests: tuple[str, ...]
-
-    def planted(self, source: str) -> str:
-        """The file's text with the fault in it.
-
-        Raises:
-            ValueError: if the text is not there, or there more than once.
-        """
-        count = source.count(self.found)
-        if count != 1:
-            raise ValueError(
-                f"fault {self.name!r}: hf_bayes/{self.file} holds its text {count} times, expected once. The code has "
-                "moved on: write the fault anew in tests/mutants/faults.py"
-            )
-        return source.replace(self.found, self.put)
+from tests.mutants.fault import Fault
+from tests.mutants.own_choices import OWN_CHOICES
 
 
 def law(sampler: str) -> str:
@@ -345,5 +311,6 @@ FAULTS = (
     Fault("step size gain too large", "methods/mcmc/hmc.py",
           "2.5 * (t + 10) ** -0.75", "25 * (t + 10) ** -0.75",
           ("methods/mcmc/test_hmc.py::test_acceptance_after_burn_in_is_the_target[stretched]",)),
+    *OWN_CHOICES,
 )
 # fmt: on

@@ -26,7 +26,8 @@ from rich.text import Text
 
 from benchmarks.table import replaced
 from tests.faults.report import circumstances
-from tests.mutants.faults import FAULTS, ROOT, Fault
+from tests.mutants.fault import ROOT, Fault
+from tests.mutants.faults import FAULTS
 
 RECORD, PAGE = ROOT / "docs" / "mutants.json", ROOT / "docs" / "mutants.md"
 HEAVY = ("torch", "numpy", "scipy.stats", "sklearn", "arviz", "datasets", "transformers", "peft", "accelerate")
@@ -34,7 +35,7 @@ HEAVY = ("torch", "numpy", "scipy.stats", "sklearn", "arviz", "datasets", "trans
 
 
 class Outcome(NamedTuple):
-    """Of a pytest run: the tests that failed in their own code, those that passed, and what else went wrong."""
+    """The result of a pytest run: tests that failed in their own code, tests that passed, and other errors."""
 
     failed: list[str]
     passed: list[str]
@@ -42,7 +43,7 @@ class Outcome(NamedTuple):
     seconds: float
 
     def survived(self, tests: Iterable[str]) -> list[str]:
-        """Those of ``tests`` of which no case has failed."""
+        """Return the ``tests`` of which no case has failed."""
         return [test for test in tests if not any(covers(test, node) for node in self.failed)]
 
 
@@ -67,7 +68,7 @@ class Watcher:
 
 
 def covers(test: str, node: str) -> bool:
-    """Whether a node is the test, or one of its cases."""
+    """Return whether a node is the test, or one of its cases."""
     return node == test or node.startswith(f"{test}[")
 
 
@@ -86,7 +87,7 @@ def try_out(tests: tuple[str, ...], fault: Fault | None = None) -> Outcome:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             code = pytest.main([*options, "--rootdir", str(ROOT), *(f"tests/{t}" for t in tests)], plugins=[watcher])
         if code == pytest.ExitCode.USAGE_ERROR:
-            watcher.errors.append(f"pytest does not know all of {', '.join(tests)}")
+            watcher.errors.append(f"pytest does not find all of {', '.join(tests)}")
         if Path(importlib.import_module("hf_bayes").__file__ or "").parent != package:
             watcher.errors.append("the tests imported another package than the copy")
     return Outcome(watcher.failed, watcher.passed, watcher.errors, time.perf_counter() - start)
@@ -125,7 +126,7 @@ def main(words: list[str]) -> int:
 
 
 def row(fault: Fault, outcome: Outcome) -> dict[str, Any]:
-    """What a fault came to, JSON-ready."""
+    """Return the outcome of a fault, JSON-ready."""
     return {
         "fault": fault.name,
         "file": fault.file,
@@ -136,7 +137,7 @@ def row(fault: Fault, outcome: Outcome) -> dict[str, Any]:
 
 
 def shown(rows: list[dict[str, Any]]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     table = Table("fault", "in", Column("caught by", overflow="fold"), "s", title="planted faults")
     for found in rows:
         tests = Text("\n".join(found["tests"]))  # as it is: their brackets are no markup
@@ -146,7 +147,7 @@ def shown(rows: list[dict[str, Any]]) -> Table:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """For the page."""
+    """Return the table for the page."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     seconds = sum(found["seconds"] for found in record["faults"])
     lines = [

@@ -43,7 +43,7 @@ CASES = {
 
 
 class Bytes(NamedTuple):
-    """Of a training step, of the pass, and what bounds it.
+    """The memory of a training step and of the pass, and the terms that bound it.
 
     Attributes:
         kept: by the structure.
@@ -65,7 +65,7 @@ class Bytes(NamedTuple):
 
 
 class Live(TorchDispatchMode):
-    """Counts the storages that operations make, until nobody holds them."""
+    """A count of the storages that operations make, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def peak(work: Callable[[], Any]) -> int:
 
 
 def sides(layout: Layout) -> list[int]:
-    """Of the factors, each once: what reads the same input as its neighbour has a factor for its output alone."""
+    """Return the sides of the factors, each once: modules that read the same input share the factor of that input."""
     found: list[int] = []
     for name, shape in layout.named_shapes.items():
         shared = any(word in name for word in ("k_proj", "v_proj", "up_proj")) and "lora_B" not in name

@@ -4,21 +4,8 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
+from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline
 from tests import tiny_models as models
-from tests.pipelines.built import TEMPLATE, bayesian
-
-
-@pytest.fixture(scope="module")
-def generate() -> BayesianTextGenerationPipeline:
-    tokenizer = models.tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return pipeline("bayesian-text-generation", bayesian(), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def classify() -> Any:
-    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
 
 
 @pytest.mark.parametrize("inputs", [[], None, 5, ["a text", 5], [None], b"bytes"], ids=repr)

@@ -19,19 +19,7 @@ from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from tests import tiny_models as models
 from tests.members.subjects import bert_tagger
-from tests.pipelines.built import GREEDY, PROMPTS, TEMPLATE, bayesian
-
-
-@pytest.fixture(scope="module")
-def generate() -> BayesianTextGenerationPipeline:
-    tokenizer = models.tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return pipeline("bayesian-text-generation", bayesian(), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def classify() -> Any:
-    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
+from tests.pipelines.built import GREEDY, PROMPTS
 
 
 def test_transformers_own_factory_knows_the_tasks(

@@ -92,9 +92,9 @@ def test_every_task_is_registered_once_and_others_left_alone(saved: dict[str, Pa
     assert transformers.pipelines.AutoConfig.from_pretrained(saved["adapter"].parent / "base").model_type == "llama"
 
 
-def test_a_revision_keeps_the_name_that_was_asked_for() -> None:
+def test_a_revision_keeps_the_name_that_was_given() -> None:
     class Resolved(str):
-        """As transformers hands it on: resolved in the repository of the base model."""
+        """A revision as transformers passes it on, resolved in the repository of the base model."""
 
         commit = "0123456"
 

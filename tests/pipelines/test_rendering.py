@@ -29,7 +29,7 @@ def record(tokens: list[str], prompt: str = "", step: float = 0.1, key: str = "g
 
 
 def spoilt(**values: Any) -> dict[str, Any]:
-    """Of three tokens, the second with other ``values``."""
+    """Return a record of three tokens, the second with other ``values``."""
     whole = record(["a", "b", "c"])
     whole["tokens"][1].update(values)
     return whole

@@ -12,12 +12,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.pipelines.factory import pipeline
 from tests import tiny_models as models
 from tests.members.reference import scattered
-from tests.pipelines.built import PARTS, approximately, bayesian
-
-
-@pytest.fixture(scope="module")
-def classify() -> Any:
-    return pipeline("bayesian-text-classification", bayesian("bert"), models.tiny_tokenizer())
+from tests.pipelines.built import PARTS, approximately
 
 
 def test_classes_have_the_probabilities_of_the_mixture(classify: Any) -> None:

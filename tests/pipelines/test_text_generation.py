@@ -14,16 +14,9 @@ from transformers import GenerationConfig, TextStreamer
 from hf_bayes.pipelines.factory import BayesianTextGenerationPipeline, pipeline
 from hf_bayes.pipelines.records import UncertaintyStreamer
 from tests import tiny_models as models
-from tests.pipelines.built import GREEDY, PARTS, PROMPTS, TEMPLATE, approximately, bayesian
+from tests.pipelines.built import GREEDY, PARTS, PROMPTS, approximately, bayesian
 
 SEQUENCE = ("sequence_logprob", "sequence_logprob_tokenwise")
-
-
-@pytest.fixture(scope="module")
-def generate() -> BayesianTextGenerationPipeline:
-    tokenizer = models.tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return pipeline("bayesian-text-generation", bayesian(), tokenizer)
 
 
 def numbers(records: list[dict[str, Any]], name: str) -> Tensor:

@@ -152,7 +152,7 @@ def test_a_causal_tagger_fills_no_cache(monkeypatch: pytest.MonkeyPatch) -> None
     assert tag(TEXTS[0], ignore_labels=[])
     assert filled == []
     tag.model(**models.batch())
-    assert filled  # as it does when nobody says otherwise
+    assert filled  # the default
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

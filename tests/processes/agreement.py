@@ -1,4 +1,4 @@
-"""How closely launches on several layouts agree: ``python -m tests.processes.agreement`` (about four idle minutes).
+"""The agreement of launches on several layouts: ``python -m tests.processes.agreement`` (about four idle minutes).
 
 It launches what test_layouts.py does, writes docs/multi_gpu.json and the table of docs/multi_gpu.md.
 """
@@ -33,7 +33,7 @@ ROWS = {
     "moved4": ("4 chains, begun by 4 processes, resumed by others against one process", 1e-9),
     "moved2": ("2 chains, begun by 4 processes, resumed by others against one process", 1e-9),
 }
-"""What is compared, and the largest difference that is allowed."""
+"""The quantities that are compared, and the largest difference that is allowed."""
 
 
 def measure(launches: dict[int, Launch]) -> dict[str, dict[str, float | None]]:

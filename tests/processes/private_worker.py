@@ -1,4 +1,4 @@
-"""What one process of a launch does with rows of its own: ``private_worker.py OUT``, run by torchrun."""
+"""The work of one process of a launch with rows of its own: ``private_worker.py OUT``, run by torchrun."""
 
 from __future__ import annotations
 

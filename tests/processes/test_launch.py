@@ -89,7 +89,7 @@ def test_every_launcher_gives_the_posterior_of_one_process(tmp_path):
             assert found.config.metrics[metric] == pytest.approx(alone.config.metrics[metric], rel=1e-5)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are told by Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed in Linux's /proc")
 def test_no_thread_of_gloo_is_left_to_abort_the_end_of_a_script(tmp_path):
     def left(ending: str) -> list[list[int]]:
         """Threads before and after the end, of each process."""

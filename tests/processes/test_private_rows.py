@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Launch(NamedTuple):
-    """What the processes wrote, in the order of their ranks."""
+    """The results that the processes wrote, in the order of their ranks."""
 
     tensors: list[dict[str, Tensor]]
     numbers: list[dict[str, Any]]
@@ -114,7 +114,7 @@ def test_the_probe_is_a_mean_of_each_process(launch: Launch) -> None:
     probes = launch.tensors[0]["whole/probes"]
     assert probes.shape == (4, 3, len(launch.numbers))  # looks, chains, processes
     assert (probes != 0).all()
-    for numbers in launch.numbers:  # mean logits by class would tell which classes a process has
+    for numbers in launch.numbers:  # mean logits by class would show which classes a process has
         assert numbers["whole/logits"] == [0] * 4
 
 

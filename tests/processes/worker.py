@@ -1,4 +1,4 @@
-"""What one process of a launch does: the same runs whatever the layout, their results written for comparison.
+"""The work of one process of a launch: the same runs whatever the layout, their results written for comparison.
 
 Run by torchrun: ``worker.py OUT CHECKPOINTS``; the second is where an earlier launch left its own (or "none").
 """
@@ -39,9 +39,11 @@ from hf_bayes.fit import laplace as laplace_fit
 from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
+from hf_bayes.objectives import own_settings
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.model_objective import ModelOfUpdate
+from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
@@ -107,7 +109,7 @@ class Writes:
 
 
 def deaf(rows: HeldOutRows, theta: Tensor, what: Any, *, gradient: bool, call: Any = HeldOutRows.__call__) -> Any:
-    """Held-out rows of which every process is told its own."""
+    """Evaluate held-out rows with the sum over processes left out: each process returns the sum over its own rows."""
     rows.mesh = copy.copy(rows.mesh)
     rows.mesh.sum_over_data = lambda tensor: tensor
     return call(rows, theta, what, gradient=gradient)
@@ -203,6 +205,26 @@ class Worker:
         earlier = None if self.earlier is None else str(self.earlier / f"moved{chains}" / "checkpoint-4")
         moved.train(resume_from_checkpoint=earlier)
         self.keep(f"moved{chains}", moved)
+
+    def own_settings(self, chains: int) -> None:
+        """Run a sampler without a learning rate: a trial of rates, AdamW, a curvature pass, its own step size.
+
+        The second run is resumed after that pass from another layout's checkpoint.
+        """
+        settings = {
+            "learning_rate": None, "max_steps": 28, "save_strategy": "steps", "save_steps": 20,
+            "data_size": max(1, dist.get_world_size() // chains),
+        }  # fmt: skip
+        method = SGHMCConfig(num_chains=chains, draws_per_chain=2, prior_std=0.5)
+        whole = self.trainer(f"own{chains}", method, **settings)
+        moved = self.trainer(f"own_moved{chains}", method, **settings)
+        earlier = None if self.earlier is None else str(self.earlier / f"own_moved{chains}" / "checkpoint-20")
+        with unittest.mock.patch.object(own_settings, "plan_trial", return_value=TrialPlan(RATES, 4)):
+            whole.train()
+            moved.train(resume_from_checkpoint=earlier)
+        self.keep(f"own{chains}", whole)
+        self.keep(f"own_moved{chains}", moved)
+        self.numbers[f"trial{chains}"] = list(whole.active.settings.trial.losses.values())
 
     def shared_chains(self) -> None:
         """Two chains: on four processes, two for each."""
@@ -396,6 +418,7 @@ def main() -> None:
     for chains in (CHAINS, 2):
         worker.first_gradient(chains)
         worker.resume(chains)
+        worker.own_settings(chains)
     worker.shared_chains()
     worker.gaussian()
     worker.laplace()

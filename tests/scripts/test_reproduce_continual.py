@@ -89,7 +89,7 @@ def test_the_experiment_tunes_on_the_first_episode_only(tmp_path: Path, monkeypa
     (only,) = record["runs"]
     losses = only["losses"]
     assert only["order"] == ["b", "a"]
-    # what knows no order was learnt in the order of the sources, and is told in this one
+    # methods without an order were learnt in the order of the sources, and are reported in this one
     kept = json.loads((tmp_path / "seed_0" / "shared" / "single" / "episode_0" / "losses.json").read_text())
     assert losses["single"][1] == kept["losses"][::-1]
     assert losses["sequential"][0] == losses["laplace_diagonal"][0] == losses["single"][0]

@@ -18,7 +18,7 @@ from tests.training.trained import Still
 
 @pytest.fixture
 def evaluations(monkeypatch) -> list[Evaluation]:
-    """What the trainer hands to its rule, which never moves."""
+    """Return the evaluations that the trainer gives to its rule, which never moves."""
     seen: list[Evaluation] = []
 
     def update(state: Still, evaluation: Evaluation, lr: float, rngs: Any) -> tuple[Still, dict]:

@@ -76,7 +76,7 @@ RUNS = {
 @pytest.mark.reliability("F4")
 @pytest.mark.parametrize("name", RUNS, ids=str)
 def test_resume_is_bitwise_from_any_update(tmp_path, name, injected):
-    """With dropout, accumulation, in mid-epoch and inside a cosine cycle, at ten random updates."""
+    """The runs have dropout, accumulation and a cosine cycle; ten random updates are also in mid-epoch."""
     injected(CUTS)
     method, changes = RUNS[name]
     whole = trainer(tmp_path, method, save_strategy="steps", save_steps=1, **changes)

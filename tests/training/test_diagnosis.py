@@ -61,7 +61,7 @@ def test_at_temperature_zero_nothing_is_held_against_a_law(tmp_path: Path, confi
 
 
 def test_distance_in_noise_is_one_for_free_langevin_noise(tmp_path: Path) -> None:
-    """So little data that the gradient is nothing, a wide prior, and no momentum: theta diffuses by 2 T l / N."""
+    """Theta diffuses by 2 T l / N: with so little data and a wide prior the gradient is nothing, and momentum is 0."""
     config = SGHMCConfig(num_chains=3, momentum=0.0, prior_std=1e3, temperature=1e4)
     trainer = run(tmp_path, config, learning_rate=1e-4, num_data=1e-3, max_steps=20)
     found = trainer.posterior.config.diagnostics
@@ -182,7 +182,7 @@ def test_halves_of_a_micro_batch_add_up_to_its_gradient(
 
 
 def test_a_resumed_run_logs_the_same_noise(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, burn_in=2)  # told by the third update, and by the last
+    config = dataclasses.replace(CONFIG, burn_in=2)  # written after the third update, and after the last
     whole = run(tmp_path / "whole", config, max_steps=12)
     run(tmp_path / "cut", config, max_steps=12, save_strategy="steps", save_steps=5)
     resumed = runs.trainer(tmp_path / "cut", config, max_steps=12, probe_steps=2, logging_steps=3)

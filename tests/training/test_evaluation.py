@@ -112,7 +112,7 @@ LABELS: dict[str, tuple[Any, Any, Any, str]] = {
     ),
     "a number": (lambda: tiny_bert(num_labels=1), 0.5, float("inf"), "outside the finite numbers: \\[inf\\]"),
 }  # fmt: skip
-"""What it is, its model, a label, one that it has no likelihood for, and words."""
+"""A head -> its model, a label, a label without a likelihood, and words of the error."""
 
 
 @pytest.mark.parametrize("head", LABELS)
@@ -242,7 +242,7 @@ def test_evaluation_without_compute_metrics_keeps_no_logits(tmp_path, monkeypatc
 
 
 class Watch(TrainerCallback):
-    """What the model shows while it is evaluated."""
+    """A record of the members that the model shows while it is evaluated."""
 
     def __init__(self) -> None:
         self.shown: list[Tensor] = []

@@ -14,7 +14,7 @@ from tests.training.trained import METRICS
 
 
 class ReadsLoss(TrainerCallback):
-    """Reads ``eval_loss``, as many callbacks do, and keeps what it is told."""
+    """A callback that reads ``eval_loss``, as many do, and keeps the names of its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -33,7 +33,7 @@ class At(TrainerCallback):
 
 
 def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0, gradient: str | None = None) -> None:
-    """From now on, the likelihood of a chain (or all) is ``value``, or one tensor of its gradient."""
+    """Make the likelihood of a chain (or of all) ``value`` from now on, or one tensor of its gradient."""
     objective, layout = trainer.active.objective, trainer.bayesian.layout
     passes, begun = objective.passes, [0]  # micro-batches
 

@@ -25,7 +25,7 @@ from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from tests import runs
-from tests.tiny_models import tiny_bert, with_lora
+from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 
 def trainer(directory: Path, method: Any, **changes: Any) -> Any:
@@ -99,6 +99,19 @@ def test_a_resumed_run_keeps_the_rate_and_tries_nothing(
     settings = json.loads((tmp_path / "checkpoint-4" / "chains" / "settings.json").read_text())
     assert settings["learning_rate"] is None
     assert settings["found_rate"] == whole.active.settings.trial.learning_rate
+
+
+@pytest.mark.parametrize("warm_start_steps", [0, 6])
+def test_chains_do_not_depend_on_how_an_update_is_cut(tmp_path: Path, warm_start_steps: int) -> None:
+    method = SGHMCConfig(num_chains=2, prior_std=0.5, warm_start_steps=warm_start_steps, warm_start_learning_rate=0.01)
+    draws = []
+    for batch, accumulation in ((4, 1), (1, 4)):
+        changes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        model = with_lora(tiny_llama(dtype=torch.float64))
+        run = trainer(tmp_path / str(batch), method, model=model, train=runs.token_rows(40), max_steps=24, **changes)
+        run.train()
+        draws.append(torch.stack(run.run.draws))
+    torch.testing.assert_close(draws[1], draws[0], rtol=1e-9, atol=1e-9)  # sums in float64, in another order
 
 
 def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_each_stream_update_is_scaled_by_its_own_micro_batches(tmp_path, evaluat
 
 
 class Shuffled(Stream):
-    """Knows which pass it is in, as transformers asks of data sets that shuffle."""
+    """A stream with the number of its pass, which transformers sets on data sets that shuffle."""
 
     epoch = 0
 
@@ -137,9 +137,9 @@ def of_a_stream(folder: Path, kind: str, seen: list[list[int]], **changes: Any) 
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("done", [2, 5])
 def test_a_resumed_stream_goes_on_where_it_was(tmp_path, accumulation, kind, done):
-    """Of 20 rows in updates of 8, or of 6 in three batches: in the first pass or at its end, and in a later one.
+    """A stream has 20 rows in updates of 8, or of 6 in three batches. Two updates end in its first pass or at its end.
 
-    There, after five updates, the probe has just looked.
+    Five updates end in a later pass, after an evaluation of the probe.
     """
     size, shown, again = {1: 8, 3: 2}[accumulation], [], []
     changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
@@ -215,7 +215,7 @@ def test_a_stream_that_does_not_begin_again_is_refused(tmp_path):
 
 
 def limited(take: Any) -> Any:
-    """For a loop that has no other end."""
+    """Return ``take`` for at most 20 calls: the loop has no other end."""
     left = iter(range(20))
 
     def checked(*args: Any) -> Any:

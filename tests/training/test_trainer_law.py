@@ -147,7 +147,7 @@ def law(num_rows: int, rows_per_update: int, *, minibatch_noise: bool = True, co
 
 
 def gradient_variance(num_rows: int, rows_per_update: int) -> float:
-    """V of rows drawn with replacement, as rows of one permutation tell it: without bias."""
+    """Return V of rows drawn with replacement, estimated without bias from rows of one permutation."""
     s2 = float(outcomes(num_rows).double().var(0).mean())
     return (num_rows / NOISE_STD**2) ** 2 * s2 / rows_per_update
 
@@ -257,7 +257,7 @@ HALVES = [(8, "independent"), (8, "shared"), (5, "independent"), (5, "shared")]
 
 
 def inverse_ratio(tmp_path: Any, batch: int, minibatch: str) -> float:
-    """h^2 V over what is injected, as the halves of the last update's micro-batches tell it."""
+    """Return h^2 V over what is injected, estimated from the halves of the last update's micro-batches."""
     trainer = train(tmp_path, 192, batch, 1, correct_gradient_noise=False, minibatch=minibatch)
     assert len(trainer.posterior.config.diagnostics["noise_ratio"]) == CHAINS
     return float((1 / trainer.monitor.noise_info["noise_ratio"].double()).mean())

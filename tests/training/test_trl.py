@@ -158,7 +158,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 def rendered(text: str) -> tuple[str, int]:
-    """A chat as the template has it, and where the assistant begins to speak."""
+    """Return a chat as the template has it, and where the assistant's turn begins."""
     question, answer = cut(text)
     return f"U:{question}\nA:{answer[1:]}</s>", len(f"U:{question}\nA:")
 

@@ -36,12 +36,16 @@ class Roots(Protocol):
         """Return S' g, [M, d] -> [M, d]."""
         ...
 
+    def along_axes(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        """Return vectors of the coordinates v along the eigenvectors of S' S, [M, d] -> [M, d]."""
+        ...
+
     def variances(self, packed: Tensor) -> Tensor:
-        """Return the squared singular values of S [M, d], in the coordinates of v."""
+        """Return the eigenvalues of S' S, [M, d]."""
         ...
 
     def of_prior(self, variance: Tensor) -> Tensor:
-        """Return the variances [d] of an independent prior in the coordinates of v, means over rotated tensors."""
+        """Return the variances [d] of an independent prior along these eigenvectors, means over rotated tensors."""
         ...
 
 
@@ -60,6 +64,9 @@ class DiagonalRoots:
     def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
         return packed * vectors
 
+    def along_axes(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return vectors
+
     def variances(self, packed: Tensor) -> Tensor:
         return packed.square()
 
@@ -68,7 +75,10 @@ class DiagonalRoots:
 
 
 class KroneckerRoots:
-    """S has a block for each tensor: (left (x) right) diag(stds) for a matrix [m, n], diag(stds) for other tensors.
+    """S has a block for each tensor: Q diag(stds) Q' with Q = left (x) right for a matrix, else diag(stds).
+
+    S is symmetric, so that a chain does not depend on the choice of eigenvectors. Their signs are arbitrary, and so is
+    a basis of the directions that no gradient reaches: processes and devices that round otherwise find others.
 
     A chain's numbers are, tensor by tensor, the stds [m n], left [m, m] and right [n, n]. A side without a basis has
     the identity.
@@ -97,18 +107,18 @@ class KroneckerRoots:
     def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
         return torch.cat(
             [
-                _rotated(stds * piece, shape, bases, back=True)
+                _rotated(stds * _rotated(piece, shape, bases, back=False), shape, bases, back=True)
                 for shape, stds, bases, piece in self._blocks(packed, vectors)
             ],
             1,
         )
 
     def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return self.product(packed, vectors)
+
+    def along_axes(self, packed: Tensor, vectors: Tensor) -> Tensor:
         return torch.cat(
-            [
-                stds * _rotated(piece, shape, bases, back=False)
-                for shape, stds, bases, piece in self._blocks(packed, vectors)
-            ],
+            [_rotated(piece, shape, bases, back=False) for shape, _, bases, piece in self._blocks(packed, vectors)],
             1,
         )
 

@@ -174,7 +174,7 @@ class WhitenedSampler:
         """Take one more minibatch into V; after the last one choose h and start the sampler."""
         config, count, squares = self.config, state.measured + 1, state.squares
         if int(count[0]) % 2 == 0:
-            pair = (gradient - state.previous).square() / 2
+            pair = self.roots.along_axes(state.root, gradient - state.previous).square() / 2
             squares = squares + _mean_of_data(self.roots, state.root, self.problem, pair)
         if int(count[0]) < self.num_measured:
             own = Whitening(state.root, state.step_size, gradient, squares, count)
@@ -211,7 +211,7 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     has_matrices = any(len(shape) == 2 for shape in shapes)
     structure = config.whitening or ("kronecker" if has_matrices and kronecker.size <= MAX_BASIS else "diagonal")
     roots = kronecker if structure == "kronecker" else DiagonalRoots(shapes)
-    share = 1.0 if problem.batch_fraction is None else PASS_SHARE * problem.num_steps * problem.batch_fraction
+    share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
     return roots, CurvatureSpec(structure=structure, share=min(1.0, share))
 
 

@@ -75,7 +75,7 @@ def test_it_is_torch_adamw_without_decay_on_the_mean_loss(momentum: float) -> No
 def test_it_ends_at_the_maximum_of_posterior_or_likelihood(temper: str, prior_weight: float) -> None:
     _, path = run(MAPConfig(temper=temper), 2000)  # type: ignore[arg-type]
     assert (path[-1] - mode(prior_weight)).abs().max() < 1e-6
-    assert (mode(1.0) - mode(0.0)).abs().max() > 1e-3  # the check can tell them apart
+    assert (mode(1.0) - mode(0.0)).abs().max() > 1e-3  # the check distinguishes them
 
 
 def test_its_members_are_the_last_points_of_the_chains() -> None:

@@ -57,6 +57,6 @@ def test_what_is_too_large_is_refused_before_the_pass(
 ) -> None:
     made, _ = evaluated("gpt2", "head", "lm")
     monkeypatch.setattr(f"hf_bayes.methods.laplace.supported.{limit}", 10)
-    monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were asked for"))
+    monkeypatch.setattr(Problem, "batches", lambda *args: lambda numbers: pytest.fail("rows were read"))
     with pytest.raises(ValueError, match=message):
         run(made, **changes)

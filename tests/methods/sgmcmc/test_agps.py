@@ -101,8 +101,8 @@ def noise(size: float, num_chains: int = 300) -> Any:
 @pytest.mark.usefixtures("one_generator")
 @pytest.mark.parametrize(("size", "variance"), [(0.05, 5.24), (0.5, 9.0)])
 @pytest.mark.statistics
-def test_noise_in_the_score_widens_the_draws_as_it_is_said(size: float, variance: float) -> None:
-    """Without noise the variance is 4, and with noise it leaves the interval around 4."""
+def test_noise_in_the_score_widens_the_draws_as_documented(size: float, variance: float) -> None:
+    """The variance is 4 without noise, and outside the interval around 4 with noise."""
     draws = run(AGPSConfig(max_std=10.0), num_chains=3000, num_steps=1500, burn_in=500, batches=noise(size, 3000)).draws
     means = (draws - 2).square().mean((1, 2))
     assert 4 * means.std() / len(means) ** 0.5 < 0.01 * variance

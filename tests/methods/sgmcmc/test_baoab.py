@@ -54,7 +54,7 @@ def test_zero_temperature_is_torch_sgd_at_a_lower_learning_rate() -> None:
 
 
 def test_without_momentum_it_is_the_limit_of_high_friction() -> None:
-    """At momentum 0, theta moves by -(h^2 / 2) grad U + (h / 2) sqrt(T) (R_{t-1} + R_t), as in docs/add_a_method.md."""
+    """Theta moves by -(h^2 / 2) grad U + (h / 2) sqrt(T) (R_{t-1} + R_t) at momentum 0, as in docs/add_a_method.md."""
     rule = BAOABConfig(momentum=0.0, temperature=2.0).build(Problem(1, FlatPrior(), 0.1, 1, 0, {"": (3,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(1, 3, dtype=torch.float64), [generator("init")])._replace(step=torch.ones(1))
@@ -66,7 +66,7 @@ def test_without_momentum_it_is_the_limit_of_high_friction() -> None:
 
 
 def test_friction_stays_fixed_under_a_schedule() -> None:
-    """With c = exp(-gamma h), half the step keeps the square root of beta."""
+    """Half the step keeps the square root of beta, since c = exp(-gamma h)."""
     rule = BAOABConfig(momentum=0.81, temperature=0.0).build(Problem(1, FlatPrior(), 0.4, 1, 0, {"": (1,)}))
     assert isinstance(rule, Rule)
     state = rule.init(torch.zeros(1, 1), [generator(0)])._replace(momentum=torch.ones(1, 1))

@@ -47,6 +47,13 @@ class TestRoots:
         expected = torch.linalg.eigvalsh(dense(covariance, packed))
         torch.testing.assert_close(roots.variances(packed)[0].sort().values, expected, rtol=1e-10, atol=0)
 
+    def test_variances_belong_to_the_directions_along_the_axes(self, roots: Roots, covariance: Covariance) -> None:
+        packed, vectors = roots.pack(covariance)[None], torch.linspace(-1, 2, 16, dtype=torch.float64)[None]
+        found = roots.along_axes(packed, roots.transposed(packed, roots.product(packed, vectors)))
+        expected = roots.variances(packed) * roots.along_axes(packed, vectors)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        assert float(roots.along_axes(packed, vectors).norm()) == pytest.approx(float(vectors.norm()), rel=1e-14)
+
     def test_each_chain_has_its_own_root(self, roots: Roots, covariance: Covariance) -> None:
         packed = torch.stack([roots.pack(covariance)] * 2)
         if isinstance(roots, DiagonalRoots):
@@ -56,6 +63,20 @@ class TestRoots:
         vectors = torch.randn(1, 16, dtype=torch.float64).expand(2, -1)
         both = roots.product(packed, vectors)
         torch.testing.assert_close(both[1, :6], 3 * both[0, :6], rtol=1e-12, atol=1e-12)
+
+
+def test_the_root_does_not_depend_on_the_choice_of_eigenvectors() -> None:
+    """Eigenvectors have arbitrary signs, and any basis of a space with one eigenvalue."""
+    torch.manual_seed(0)
+    left, turn = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for n in (3, 2))
+    variances = torch.tensor([[0.3, 0.2], [0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
+    other = torch.cat([-left[:, :1], left[:, 1:] @ turn], 1)
+    roots, vectors = KroneckerRoots(((3, 2),)), torch.eye(6, dtype=torch.float64)
+    one, two = (
+        roots.pack(Kronecker((KroneckerBlock(basis, None, variances),))).expand(6, -1) for basis in (left, other)
+    )
+    assert float((one - two).abs().max()) > 0.1
+    torch.testing.assert_close(roots.product(two, vectors), roots.product(one, vectors), rtol=0, atol=1e-14)
 
 
 def test_a_rotated_tensor_has_the_mean_of_the_priors_variances() -> None:

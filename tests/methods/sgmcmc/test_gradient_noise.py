@@ -112,7 +112,7 @@ def test_too_noisy_a_gradient_gets_no_noise_and_warns_once(kind: type[Any]) -> N
 @both
 @pytest.mark.filterwarnings("ignore:.*alone brings noise")
 def test_no_noise_left_to_inject_stops_the_run_at_a_draw(kind: type[Any]) -> None:
-    for steps in (range(50, 90, 10), range(0)):  # too early to tell, and no draw to judge
+    for steps in (range(50, 90, 10), range(0)):  # too early to decide, and no draw
         corrected(kind, lambda step: [80.0, 0.0], num_steps=150, draw_steps=steps)
     with pytest.raises(
         ValueError,
@@ -128,7 +128,7 @@ def test_no_noise_left_to_inject_stops_the_run_at_a_draw(kind: type[Any]) -> Non
         lambda step: [120.0 if step % 3 == 0 else 0.0, 0.0],  # 40 in the mean
         lambda step: [0.0, 400.0],  # of a third of the coordinates
         lambda step: [400.0 * (step < 100), 0.0],  # while the chain is on its way: 0.05 is left of it
-        lambda step: [50.0, 50.0],  # 1.25 q, which estimates cannot tell from q
+        lambda step: [50.0, 50.0],  # 1.25 q, which estimates cannot distinguish from q
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*alone brings noise")
@@ -166,7 +166,9 @@ def test_one_gradient_an_update_has_no_measurable_noise(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"at least 2 \(gradient_accumulation_steps x .*\), got 1: split"):
         runs.trainer(tmp_path, config)
     require_batches(config, 2)  # of two processes that share a chain, say
-    with pytest.raises(ValueError, match="sample takes one gradient per update and cannot tell its noise, which sghmc"):
+    with pytest.raises(
+        ValueError, match="sample takes one gradient per update and cannot measure its noise, which sghmc"
+    ):
         sample(lambda theta, batch: theta.sum(1), torch.ones(1, 1), config, num_steps=2, learning_rate=0.1)
     with pytest.raises(ValueError, match="measure_gradient_noise must be true or false, got 'yes'"):
         SGLDConfig(measure_gradient_noise="yes")  # type: ignore[arg-type]

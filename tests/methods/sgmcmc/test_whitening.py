@@ -152,7 +152,7 @@ def test_a_chain_does_not_depend_on_the_others() -> None:
 
 
 def test_the_learning_rate_is_a_factor_of_the_squared_step() -> None:
-    """At T -> 0 and beta = 0 an update is theta - factor h^2 (H + tau)^-1 grad U."""
+    """An update is theta - factor h^2 (H + tau)^-1 grad U at T -> 0 and beta = 0."""
     run = run_of(SGLDConfig(temperature=1e-20, heating=1e20, whitening="diagonal"), GaussianData(), steps=100)
     start = torch.ones_like(run.theta)
     run._start = start

@@ -68,7 +68,7 @@ def fit_with_prior(
 def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float) -> None:
     q = fit(diagonal, MeanFieldConfig(temperature=temperature))
     mean_error, std_error = gaussian_errors(q, MEAN, STD * math.sqrt(temperature))
-    assert mean_error < 0.01  # what is asked for; the fit has no noise floor, 3000 updates reach 1e-8
+    assert mean_error < 0.01  # the requirement; the fit has no noise floor, 3000 updates reach 1e-8
     assert std_error < 0.01
 
 
@@ -211,7 +211,7 @@ def test_num_data_only_rescales_the_learning_rate() -> None:
         sample(diagonal, starts(1), MeanFieldConfig(), num_steps=300, learning_rate=0.01, num_data=n).approximation
         for n in (1, 1000)
     ]
-    # Adam's epsilon is all that knows the size of the gradient
+    # only Adam's epsilon depends on the size of the gradient
     assert torch.allclose(fits[0].mean, fits[1].mean, rtol=1e-3)
 
 
@@ -240,7 +240,7 @@ def test_blocks_cut_the_prior_with_theta(monkeypatch: pytest.MonkeyPatch) -> Non
             state, info = rule.update(state, Evaluation(*likelihood(theta)), 0.01, rngs)
         return state, info["free_energy"]
 
-    (whole, energy), (elsewhere, other_energy) = run(prior), run(same)  # which is asked as a whole
+    (whole, energy), (elsewhere, other_energy) = run(prior), run(same)  # which is evaluated as a whole
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 4)  # two columns
     cut, cut_energy = run(prior)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))

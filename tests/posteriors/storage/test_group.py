@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,17 +8,6 @@ import pytest
 from hf_bayes.posteriors.storage import seal
 
 FORMAT, FILE = "test.sealed", "seal.json"
-
-CONTENT = {"a.pt": b"one", "rng_state_0.pth": b"two", "chains/manifest.json": b"{}"}
-
-
-@pytest.fixture
-def sealed(tmp_path: Path) -> Path:
-    (tmp_path / "chains").mkdir()
-    for name, data in CONTENT.items():
-        (tmp_path / name).write_bytes(data)
-    seal(tmp_path, list(CONTENT), file=FILE, format=FORMAT)
-    return tmp_path
 
 
 class Pair:

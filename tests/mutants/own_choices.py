@@ -1,0 +1,59 @@
+"""Planted faults in what a run without a learning rate chooses by itself."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+WHITENED = "methods/sgmcmc/test_whitening.py::"
+DIRECTIONS = f"{WHITENED}test_all_directions_have_the_posteriors_variance[1.0-sghmc]"
+STEP_SIZE = f"{WHITENED}test_the_step_size_is_that_of_the_allowed_heating"
+HOT = f"{WHITENED}test_a_chain_that_heats_takes_smaller_steps[True]"
+ROOTS = "methods/sgmcmc/test_covariance_roots.py::"
+
+# fmt: off
+OWN_CHOICES = (
+    # -- whitening
+    Fault("whitening: the gradient is multiplied by the root twice", "methods/sgmcmc/whitening.py",
+          "self.roots.transposed(state.root, ", "self.roots.transposed(state.root.square(), ", (DIRECTIONS,)),
+    Fault("whitening: the gradient of the prior is left out", "methods/sgmcmc/whitening.py",
+          "evaluation.grad_log_lik + weight * prior.grad(state.theta)", "evaluation.grad_log_lik", (DIRECTIONS,)),
+    Fault("whitening: the precision of the prior is left out of the root", "methods/sgmcmc/whitening.py",
+          "temper(curvature, precision, ", "temper(curvature, 0 * precision, ", (DIRECTIONS,)),
+    Fault("whitening: the heating is no share of T", "methods/sgmcmc/whitening.py",
+          "config.heating * config.temperature", "config.heating", (STEP_SIZE,)),
+    Fault("whitening: pairs of minibatches count twice", "methods/sgmcmc/whitening.py",
+          "state.previous).square() / 2", "state.previous).square()", (STEP_SIZE,)),
+    Fault("whitening: directions that the prior rules count in V", "methods/sgmcmc/whitening.py",
+          "roots.of_prior(variance) / 2", "roots.of_prior(variance) * 2", (STEP_SIZE,)),
+    Fault("whitening: no guard against heat", "methods/sgmcmc/whitening.py",
+          "MAX_HEAT = 1.5", "MAX_HEAT = math.inf", (HOT,)),
+    Fault("whitening: a chain that is too hot keeps its step size", "methods/sgmcmc/whitening.py",
+          "SHRINKAGE = 0.8", "SHRINKAGE = 1.0", (HOT,)),
+    Fault("whitening: the rows of a micro-batch measure the curvature pass", "methods/sgmcmc/whitening.py",
+          "problem.num_steps * problem.update_fraction", "problem.num_steps * problem.batch_fraction",
+          ("training/test_own_choices.py::test_chains_do_not_depend_on_how_an_update_is_cut[0]",)),
+    Fault("whitening: a Kronecker root with the transposed eigenvectors", "methods/sgmcmc/covariance_roots.py",
+          "left @ matrices @ right.mT if back else left.mT @ matrices @ right",
+          "left.mT @ matrices @ right if back else left @ matrices @ right.mT",
+          (f"{ROOTS}TestRoots::test_the_root_times_its_transpose_is_the_covariance[kronecker]",)),
+    Fault("whitening: a Kronecker root in the coordinates of the eigenvectors", "methods/sgmcmc/covariance_roots.py",
+          "_rotated(stds * _rotated(piece, shape, bases, back=False), shape, bases, back=True)",
+          "_rotated(stds * piece, shape, bases, back=True)",
+          (f"{ROOTS}test_the_root_does_not_depend_on_the_choice_of_eigenvectors",)),
+    # -- the trial of learning rates
+    Fault("range test: all members at one rate", "objectives/range_test.py",
+          "adamw_at_rates(start.new_tensor(rates), ", "adamw_at_rates(start.new_tensor(rates[:1] * len(rates)), ",
+          ("objectives/test_range_test.py::test_the_best_rate_is_the_one_that_arrives",
+           "objectives/test_range_test.py::test_members_with_their_own_rates_are_separate_runs")),
+    Fault("range test: the rate of a short trial for a long run", "objectives/range_test.py",
+          "best * math.sqrt(num_updates / num_steps)", "best",
+          ("objectives/test_range_test.py::test_the_best_rate_is_the_one_that_arrives",)),
+    Fault("a resumed run tries learning rates again", "objectives/own_settings.py",
+          "RangeTest(found, {}, 0) if found is not None else None", "None",
+          ("objectives/test_own_settings.py::test_a_resumed_run_takes_the_rate_that_was_found",
+           "training/test_own_choices.py::test_a_resumed_run_keeps_the_rate_and_tries_nothing[map]")),
+    Fault("linear: the rate is 0 in the last update", "core/schedules.py",
+          "max(1, draws[-1] - step) / draws[-1]", "max(0, draws[-1] - 1 - step) / draws[-1]",
+          ("core/test_schedules.py::test_linear_falls_from_the_peak_to_its_nth_part_in_n_updates",)),
+)
+# fmt: on
