@@ -40,8 +40,9 @@ def build_prior(
     """
     if inherited is not None:
         return inherited.to(start)
-    default = lora_stds(model, layout) if config.prior_std is None and config.prior != "he" else {}
-    stds = [default.get(name) or _std_of(name, config.prior_std) for name in layout.names]
+    given = prior_stds(config, layout, model)
+    default = config.prior_std is None and isinstance(given, dict)
+    stds = [given[name] if default else _std_of(name, given) for name in layout.names]
     if isinstance(config.prior_std, dict):
         idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
         if idle:
@@ -56,6 +57,14 @@ def build_prior(
         std = torch.tensor(stds, dtype=start.dtype).repeat_interleave(torch.tensor(layout.sizes))
     mean = start.clone() if config.prior_mean == "initial" else torch.zeros((), dtype=start.dtype, device=start.device)
     return PRIORS[config.prior](mean, std.to(start.device))
+
+
+def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
+    """Return ``prior_std`` of a config. In place of None: 1, or {name: std} of all tensors if the model has LoRA."""
+    if config.prior_std is not None:
+        return config.prior_std
+    default = {} if config.prior == "he" else lora_stds(model, layout)
+    return {name: default.get(name, 1.0) for name in layout.names} if default else 1.0
 
 
 def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:

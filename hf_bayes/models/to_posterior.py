@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation
+from hf_bayes.distributions.priors import prior_stds
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.posteriors.config import PosteriorConfig
@@ -55,7 +56,7 @@ def to_posterior(
             prior=prior
             or {
                 "name": method.prior,
-                "std": 1.0 if method.prior_std is None else method.prior_std,
+                "std": prior_stds(method, layout, model.model),
                 "mean": method.prior_mean,
             },
             num_data=num_data,

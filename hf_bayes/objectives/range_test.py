@@ -35,7 +35,7 @@ MIN_UPDATES, MAX_UPDATES = 6, 40
 """Updates of a trial. With fewer, rates differ by the noise of minibatches only."""
 
 TYPICAL = 0.12
-"""The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,000, 2e-4 for 360,000."""
+"""The usual peak of a run of N updates is TYPICAL / sqrt(N): 1e-2 for 150 updates, 1e-3 for 14,400, 2e-4 for 4e5."""
 
 SHORT_FACTORS, SHORT_SHARE, SHORT_UPDATES = (0.1, 0.3, 1.0), 0.2, 4
 """A trial of a short run: its rates over the usual one, the largest share of the run, and its least updates. Its rates

@@ -46,6 +46,7 @@ class CardFields(TypedDict, total=False):
 
 
 _SINGLE = ("license", "model_name")
+_MOST_STDS = 4  # more of them would fill a page
 
 
 def card_fields(**given: Any) -> CardFields:
@@ -198,6 +199,9 @@ def _weights(subspace: str, *, adapter: bool) -> str:
 def _prior(prior: Mapping[str, Any]) -> str:
     """Return words for the prior. A prior that is a posterior (continual learning) has its own prior."""
     if "used_as" not in prior:
+        std = prior.get("std")
+        if isinstance(std, dict) and len(std) > _MOST_STDS and all(map(is_number, std.values())):
+            prior = {**prior, "std": f"{min(std.values()):.3g} to {max(std.values()):.3g}, tensor by tensor"}
         return ", ".join(f"{key} = {value}" for key, value in _flat(prior).items()) or "not recorded"
     source = prior.get("posterior") or "of an earlier run"
     name = Path(source).name if is_local(source) else source

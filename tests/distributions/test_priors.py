@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import get_args
 
 import pytest
@@ -12,7 +13,7 @@ from hf_bayes.core.layout import Layout, select
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import LaplacePrior
-from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio
+from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio, prior_stds
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
@@ -175,3 +176,17 @@ def test_tensors_that_are_no_lora_have_a_default_std_of_one() -> None:
     he = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), model)
     given = build_prior(SGHMCConfig(prior="he", prior_std=1.0), layout, torch.zeros(layout.dim), model)
     assert torch.equal(he.std, given.std)
+
+
+def test_the_default_of_lora_is_recorded_tensor_by_tensor() -> None:
+    model = with_lora(tiny_llama())
+    layout = select(model)
+    found = prior_stds(SGHMCConfig(), layout, model)
+    assert set(found) == set(layout.names)
+    start = torch.zeros(layout.dim)
+    same = SGHMCConfig(prior_std={f"^{re.escape(name)}$": std for name, std in found.items()})
+    assert torch.equal(
+        build_prior(same, layout, start, model).std, build_prior(SGHMCConfig(), layout, start, model).std
+    )
+    assert prior_stds(SGHMCConfig(), select(tiny_llama(), "last_layer"), tiny_llama()) == 1.0
+    assert prior_stds(SGHMCConfig(prior_std=0.3), layout, model) == 0.3

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes.posteriors.config import PosteriorConfig, library_versions
+from hf_bayes.metrics.calibration import Calibration
+from hf_bayes.posteriors.config import CALIBRATION, PosteriorConfig, library_versions
 from tests.faults.posteriors import config
+
+CALIBRATED = {
+    "temperature": 0.7, "log_std_error": 0.02, "nll": 0.65, "calibrated_nll": 0.64, "nll_std_error": 0.01,
+    "num_terms": 500, "num_members": 2, "prediction": "members",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,11 @@ from tests.faults.posteriors import config
         ({"diagnostics": {"converged": "yes"}}, "converged must be true, false or null"),
         ({"member_chains": [0]}, "member_chains must be"),
         ({"prior": {"x": object()}}, r"prior\.x holds a object"),
+        ({"calibration": {"temperature": 0.5}}, "calibration must be the keys"),
+        ({"calibration": {**CALIBRATED, "temperature": 0.0}}, r"calibration\.temperature must be > 0, got 0"),
+        ({"calibration": {**CALIBRATED, "nll": "low"}}, r'calibration\.nll must be a number, got "low"'),
+        ({"calibration": {**CALIBRATED, "num_terms": -1}}, r"calibration\.num_terms must be an integer >= 0"),
+        ({"calibration": {**CALIBRATED, "prediction": "votes"}}, r"calibration\.prediction must be one of members"),
     ],
 )
 def test_config_values_that_mean_nothing_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -45,6 +56,11 @@ def test_config_values_of_any_type_never_crash(key: str) -> None:
         with contextlib.suppress(ValueError):
             made = PosteriorConfig.from_dict({**config().to_dict(), key: value})
             assert made == PosteriorConfig.from_dict(made.to_dict())
+
+
+def test_the_keys_of_a_calibration_are_its_fields() -> None:
+    assert set(CALIBRATION) == {field.name for field in dataclasses.fields(Calibration)}
+    assert config(calibration=CALIBRATED).calibration == CALIBRATED
 
 
 def test_config_keys_are_exactly_known() -> None:

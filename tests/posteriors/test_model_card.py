@@ -13,6 +13,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 import hf_bayes
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.metrics.calibration import Calibration
 from hf_bayes.posteriors.model_card import card_fields, render_card, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
@@ -285,6 +286,25 @@ def test_a_prior_that_is_a_posterior_is_named_in_words() -> None:
     words = "laplace, used as gaussian, N = 1,200, fingerprint abababababab"
     assert f"the posterior of an earlier run ({words}), whose own prior: the posterior first ({words})" in text
     assert "whose own prior: name = gaussian, std = 1.0 |" in text
+
+
+def test_many_stds_of_a_prior_are_given_by_their_range() -> None:
+    stds = {f"layer.{index}": 0.03 + 0.01 * index for index in range(5)}
+    text = render_card(draws(2, prior={"name": "gaussian", "std": stds}).config.to_dict(), adapter=False)
+    assert "| prior | name = gaussian, std = 0.03 to 0.07, tensor by tensor |" in text
+
+
+def test_both_nlls_of_a_calibrated_posterior_are_on_the_card() -> None:
+    found = Calibration(
+        temperature=0.71, log_std_error=0.03, nll=0.654, calibrated_nll=0.6377, nll_std_error=0.0071, num_terms=500,
+        num_members=2, prediction="members",
+    )  # fmt: skip
+    config = draws(2, head={"labels": ["no", "yes"]}, calibration=found.to_dict()).config.to_dict()
+    text = render_card(config, adapter=False)
+    assert "Predictions use the temperature 0.71 of the mixture. It was fitted on 500 " in text
+    assert "| without a temperature | 0.6540 |\n| with the fitted temperature | 0.6377 |" in text
+    none = render_card(draws(2, calibration={**found.to_dict(), "temperature": 1.0}).config.to_dict(), adapter=False)
+    assert "no other was better by more than a standard error" in none
 
 
 ROOT = Path(__file__).parents[2]
