@@ -1,0 +1,132 @@
+"""Several methods within a budget, and the posterior of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import default_data_collator
+
+from hf_bayes import Posterior
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.training.tuning import tune as module
+from hf_bayes.training.tuning.candidates import Candidate
+from hf_bayes.training.tuning.tune import Tuning, tune
+from tests import runs
+from tests.tiny_models import tiny_bert
+
+CANDIDATES = (
+    Candidate("slow", MAPConfig(prior_std=1.0), 1e-6),
+    Candidate("plain fine-tuning", MAPConfig(prior_std=1.0), 3e-2),
+    Candidate("ensemble", EnsembleConfig(num_chains=2, prior_std=1.0), 3e-2, cost=2),
+    Candidate("impossible", HMCConfig(num_chains=2)),
+)
+
+
+def learnable(count: int, seed: int) -> Dataset:
+    """Return rows of one token six times, with two classes of tokens."""
+    rows = runs.token_rows(count, length=1, seed=seed)
+    repeated = [{name: 6 * value for name, value in row.items()} for row in rows]
+    return Dataset.from_list([{**row, "labels": int(row["input_ids"][0] > 10)} for row in repeated])
+
+
+def call(directory: Path, candidates: Sequence[Candidate] = CANDIDATES, **changes: Any) -> Tuning:
+    args = runs.arguments(directory, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
+    given: dict[str, Any] = {"train_dataset": learnable(80, 0), "eval_dataset": learnable(200, 1), "budget": 4000}
+    return tune(
+        tiny_bert(), args, candidates=candidates, subspace="last_layer", data_collator=default_data_collator,
+        **given | changes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
+    directory = tmp_path_factory.mktemp("tuned")
+    return directory, call(directory)
+
+
+def test_the_best_posterior_is_saved_with_its_temperature(tuned: tuple[Path, Tuning]) -> None:
+    directory, result = tuned
+    assert result.chosen.name in ("plain fine-tuning", "ensemble")
+    saved = Posterior.from_pretrained(directory)
+    assert saved.config.method["name"] == ("map" if result.chosen.cost == 1 else "ensemble")
+    assert torch.equal(saved.approximation.theta, result.posterior.approximation.theta)
+    assert saved.config.calibration["temperature"] == result.chosen.metrics["temperature"]
+    assert result.chosen.mean_nll == pytest.approx(saved.config.metrics["nll"], rel=1e-4)
+    assert (directory / "tuning.png").exists()
+
+
+def test_rounds_share_the_budget_and_a_failure_ends_nothing(tuned: tuple[Path, Tuning]) -> None:
+    _, (_, _, (first, second), text) = tuned
+    assert [trial.name for trial in first] == [candidate.name for candidate in CANDIDATES]
+    assert {trial.gradients for trial in first} == {200}  # 4000 / (4 + 4 * 4)
+    assert {trial.gradients for trial in second} == {800}
+    assert "hmc with these settings needs a learning_rate" in first[-1].failure
+    assert "is chosen: held-out NLL" in text
+    assert sum(trial.gradients for trial in (*first, *second)) <= 4000
+
+
+def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, result = tuned
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a finished run is kept")
+
+    monkeypatch.setattr(module, "BayesianTrainer", refuse)
+    again = call(directory)
+    assert (again.rounds, again.chosen) == (result.rounds, result.chosen)
+    with pytest.raises(ValueError, match="record of a tuning with other methods"):
+        call(directory, CANDIDATES[:3])
+
+
+def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = tiny_bert()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    args = runs.arguments(tmp_path, learning_rate=None, per_device_eval_batch_size=100, per_device_train_batch_size=8)
+    tune(
+        model, args, train_dataset=learnable(80, 0), eval_dataset=learnable(200, 1), budget=400,
+        candidates=CANDIDATES[1:2], subspace="last_layer", data_collator=default_data_collator,
+    )  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval_dataset": learnable(199, 1)}, r"199 rows, too few to choose by.* 200 rows would do"),
+        ({"eval_dataset": None}, "one data set with a length, got NoneType"),
+        ({"eval_dataset": {"a": learnable(200, 1)}}, "one data set with a length, got dict"),
+        ({"budget": 1000}, r"budget=1,000 gradients give 25 updates to each of 2 chains.*give at least 1,600"),
+        ({"candidates": CANDIDATES[:1] * 2}, r"names of their own, got \['slow', 'slow'\]"),
+        ({"candidates": ()}, r"names of their own, got \[\]"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path, **changes)
+    assert not (tmp_path / "tuning.json").exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.TrainingArguments.world_size", property(lambda self: 2))
+    with pytest.raises(ValueError, match="tune runs in one process, and there are 2"):
+        call(tmp_path)
+
+
+def test_the_best_single_set_of_weights_always_runs_again() -> None:
+    rows = [Candidate(str(index), MAPConfig(), None, cost) for index, cost in enumerate((4, 4, 4, 4, 1, 1))]
+    trials = [runs_of(str(index), nll) for index, nll in enumerate((0.1, 0.2, 0.3, 0.4, 0.9, 0.8))]
+    assert [row.name for row in module._finalists(rows, trials)] == ["0", "1", "2", "5"]
+
+
+def runs_of(name: str, nll: float) -> Any:
+    from tests.training.tuning.test_record import trial
+
+    return trial(name, nll=[nll] * 4)
