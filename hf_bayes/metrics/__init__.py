@@ -16,6 +16,7 @@ from hf_bayes.metrics.functions import (
     expected_calibration_error,
     negative_log_likelihood,
     ood_auroc,
+    perplexity,
     risk_coverage,
 )
 from hf_bayes.metrics.statistics import classification_statistics, per_row_statistics, summarise
@@ -40,6 +41,7 @@ __all__ = [
     "negative_log_likelihood",
     "ood_auroc",
     "per_row_statistics",
+    "perplexity",
     "risk_coverage",
     "summarise",
 ]

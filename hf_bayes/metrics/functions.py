@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,15 @@ def negative_log_likelihood(nll: ArrayLike) -> float:
         nll: [N], as ``per_row_statistics`` returns it; +inf where a label had probability 0.
     """
     return mean_of("nll", nll)
+
+
+def perplexity(nll: float) -> float:
+    """Return exp(nll), the perplexity of a language model; infinity if it overflows.
+
+    Args:
+        nll: the mean NLL of next tokens, in nats per token.
+    """
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def brier(terms: ArrayLike) -> float:

@@ -14,6 +14,7 @@ from hf_bayes.metrics import (
     expected_calibration_error,
     negative_log_likelihood,
     ood_auroc,
+    perplexity,
     risk_coverage,
     summarise,
 )
@@ -46,6 +47,11 @@ def test_nll_is_the_mean_log_loss_in_nats(classified: tuple[np.ndarray, np.ndarr
 def test_nll_of_an_impossible_label_is_infinite() -> None:
     statistics = classification_statistics([[1.0, 0.0], [0.5, 0.5]], [1, 0])
     assert negative_log_likelihood(statistics["nll"]) == math.inf
+
+
+def test_perplexity_is_the_number_of_equally_likely_tokens() -> None:
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e5) == math.inf
 
 
 def test_brier_is_the_squared_distance_to_the_label(classified: tuple[np.ndarray, np.ndarray]) -> None:
