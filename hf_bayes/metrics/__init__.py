@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_bayes.metrics.functions import (
+    ReliabilityBins,
     RiskCoverageCurve,
     average_coverage_error,
     brier,
@@ -17,6 +18,7 @@ from hf_bayes.metrics.functions import (
     negative_log_likelihood,
     ood_auroc,
     perplexity,
+    reliability,
     risk_coverage,
 )
 from hf_bayes.metrics.statistics import classification_statistics, per_row_statistics, summarise
@@ -31,6 +33,7 @@ __all__ = [
     "NLL",
     "OODAUROC",
     "Brier",
+    "ReliabilityBins",
     "RiskCoverage",
     "RiskCoverageCurve",
     "average_coverage_error",
@@ -42,6 +45,7 @@ __all__ = [
     "ood_auroc",
     "per_row_statistics",
     "perplexity",
+    "reliability",
     "risk_coverage",
     "summarise",
 ]

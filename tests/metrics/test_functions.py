@@ -15,6 +15,7 @@ from hf_bayes.metrics import (
     negative_log_likelihood,
     ood_auroc,
     perplexity,
+    reliability,
     risk_coverage,
     summarise,
 )
@@ -77,6 +78,13 @@ def test_ece_by_hand_computed_values() -> None:
     assert found == pytest.approx(0.05, abs=1e-12)
     assert expected_calibration_error([1.0, 1.0], [1, 0]) == pytest.approx(0.5)
     assert expected_calibration_error([0.0], [0]) == 0
+
+
+def test_reliability_bins_hold_counts_and_means() -> None:
+    bins = reliability([0.4, 0.5, 0.9, 1.0, 1.0], [0, 1, 1, 1, 0], num_bins=4)  # (0.25, 0.5] holds two, (0.75, 1] three
+    assert bins.count.tolist() == [0, 2, 0, 3]
+    np.testing.assert_allclose(bins.confidence, [math.nan, 0.45, math.nan, 2.9 / 3])
+    np.testing.assert_allclose(bins.accuracy, [math.nan, 0.5, math.nan, 2 / 3])
 
 
 def test_auroc_is_the_chance_that_the_outlier_is_more_uncertain() -> None:
