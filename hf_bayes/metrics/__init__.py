@@ -1,14 +1,15 @@
 """Metrics of predictions and of their uncertainties, as functions and as ``evaluate`` metrics.
 
-The functions need numpy only; ``ood_auroc`` also needs scikit-learn. The classes ``NLL``, ``ECE``, ``Brier``,
-``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``. ``load(name)`` creates one of these without using
-the hub or the network.
+The functions need numpy only; ``ood_auroc`` also needs scikit-learn, and standard errors need scipy. The classes
+``NLL``, ``ECE``, ``Brier``, ``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``. ``load(name)`` creates
+one of these without using the hub or the network.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hf_bayes.metrics.evaluation import evaluation_results
 from hf_bayes.metrics.functions import (
     ReliabilityBins,
     RiskCoverageCurve,
@@ -39,6 +40,7 @@ __all__ = [
     "average_coverage_error",
     "brier",
     "classification_statistics",
+    "evaluation_results",
     "expected_calibration_error",
     "load",
     "negative_log_likelihood",
