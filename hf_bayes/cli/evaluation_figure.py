@@ -31,7 +31,8 @@ def plot(found: Mapping[str, Statistics], results: Mapping[str, Any]) -> Figure:
     with matplotlib.rc_context({"text.parse_math": False}):
         height = 7.2 + 0.2 * -(-len(found) // 2)  # room for the legends, which would hide bars inside
         figure = Figure(figsize=(11, height), layout="constrained")
-        (left, right), (lower_left, lower_right) = figure.subfigures(2, 2, height_ratios=(height - 3.6, 3.6))
+        parts = figure.subfigures(2, 2, squeeze=False, height_ratios=(height - 3.6, 3.6))
+        left, right, lower_left, lower_right = parts.flatten()
         _histograms(left.subplots(), found, results, "total")
         _histograms(right.subplots(), found, results, "epistemic")
         _reliability(lower_left, results)
@@ -58,7 +59,7 @@ def _histograms(axis: Axes, found: Mapping[str, Statistics], results: Mapping[st
     for number, (name, values) in enumerate(scores.items()):
         area = results["auroc"].get(name, {}).get(measure)
         label = name if area is None else f"{name} (AUROC {area:.3f})"
-        axis.hist(values, edges, weights=np.full(len(values), 1 / len(values)), label=label, **_look(number))
+        axis.hist(values, edges.tolist(), weights=np.full(len(values), 1 / len(values)), label=label, **_look(number))
     mean = ", mean of a row" if found["test"][measure].shape[1] > 1 else ""
     axis.set(xlabel=f"{measure} uncertainty (nats{mean})", ylabel="share of rows")
     axis.ticklabel_format(axis="x", scilimits=(-2, 3))
@@ -66,12 +67,14 @@ def _histograms(axis: Axes, found: Mapping[str, Statistics], results: Mapping[st
 
 
 def _reliability(part: SubFigure, results: Mapping[str, Any]) -> None:
-    """Draw accuracy over confidence, with binomial standard errors, above the counts of the bins."""
+    """Draw accuracy over confidence, with Wilson's 68 % intervals, above the counts of the bins."""
     diagram, counts = part.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     values = {name: np.array(values, dtype=np.float64) for name, values in results["reliability"].items()}
-    count, used = values["count"], values["count"] > 0
+    count = values["num_examples"]
+    used = count > 0
     confidence, accuracy = values["confidence"][used], values["accuracy"][used]
-    error = np.sqrt(accuracy * (1 - accuracy) / count[used])
+    ends = [_interval(share, number) for share, number in zip(accuracy, count[used], strict=True)]
+    error = np.abs(np.transpose(ends) - accuracy)
     diagram.plot([0, 1], [0, 1], color="0.6", linewidth=1)
     diagram.errorbar(confidence, accuracy, error, fmt="o-", color=COLOURS[0], markersize=4, elinewidth=1)
     diagram.set(ylabel="accuracy", ylim=(-0.02, 1.02), title=f"test set, ECE {results['ece']:.4f}")
@@ -80,11 +83,19 @@ def _reliability(part: SubFigure, results: Mapping[str, Any]) -> None:
     counts.set(xlabel="confidence", ylabel="count", xlim=(0, 1), yscale="log", ylim=(0.5, 2 * count.max()))
 
 
+def _interval(share: float, number: float) -> tuple[float, float]:
+    """Return Wilson's 68 % interval of a probability from a share of so many rows. It is not 0 wide at 0 and 1."""
+    from scipy.stats import binomtest
+
+    found = binomtest(round(share * number), round(number)).proportion_ci(0.683, method="wilson")
+    return float(found.low), float(found.high)
+
+
 def _risk_coverage(axis: Axes, test: Statistics, results: Mapping[str, Any]) -> None:
     """Draw the error rate of the answered part of the test set, by each measure and by the best order."""
     for number, (name, curve) in enumerate(curves(test).items()):
         label = f"{MEASURES.get(name, 'best order')} (AURC {results['aurc'][name]:.4f})"
-        style = {"color": "0.6", "linestyle": "--"} if name == "best" else {"color": COLOURS[number]}
+        style: dict[str, Any] = {"color": "0.6", "linestyle": "--"} if name == "best" else {"color": COLOURS[number]}
         axis.plot(curve.coverage, curve.risk, label=label, linewidth=1.3, **style)
     axis.set(
         xlabel="coverage: share answered, the least uncertain first",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from hf_bayes.cli.evaluation_figure import plot
+from hf_bayes.cli.evaluation_figure import _interval, plot
 from hf_bayes.metrics import evaluation_results
 
 NAMES = [f"$set{number}" for number in range(7)]
@@ -58,8 +58,16 @@ def test_no_label_leaves_the_figure() -> None:
 def test_the_reliability_diagram_shows_every_row_once() -> None:
     figure, results = figure_of(["other"])
     counts = next(axis for axis in figure.axes if axis.get_ylabel() == "count")
-    assert [bar.get_height() for bar in counts.patches] == results["reliability"]["count"]
-    assert sum(results["reliability"]["count"]) == 40
+    assert [bar.get_height() for bar in counts.patches] == results["reliability"]["num_examples"]
+    assert sum(results["reliability"]["num_examples"]) == 40
+
+
+def test_a_bin_without_errors_has_an_interval() -> None:
+    low, high = _interval(1.0, 4.0)
+    assert high == pytest.approx(1.0)
+    assert low == pytest.approx(4 / (4 + 1), abs=0.01)  # n / (n + z^2) at z = 1
+    centre = _interval(0.3, 10_000.0)
+    assert centre == pytest.approx((0.3 - 0.00458, 0.3 + 0.00458), abs=1e-4)  # sqrt(0.3 * 0.7 / 10000)
 
 
 def test_one_member_has_no_panel_of_disagreement() -> None:
