@@ -37,8 +37,8 @@ def evaluation_results(test: Statistics, others: Mapping[str, Statistics], *, ne
     Returns:
         The numbers of ``summarise``; ``aurc`` by each measure of ``uncertainties`` and by the ``best`` possible order;
         ``auroc`` of each other set by each measure, of the mean over the terms of a row; ``reliability`` with the
-        lists ``count``, ``confidence`` and ``accuracy``; ``rows`` of each set; and ``std_error``, with the names of
-        the figures that have one. A standard error that cannot be estimated is None.
+        lists of ``ReliabilityBins``; ``rows`` of each set; and ``std_error``, with the names of the figures that have
+        one. A standard error that cannot be estimated is None.
     """
     found: dict[str, Any] = dict(summarise({name: values.ravel() for name, values in test.items()}))
     if next_tokens:

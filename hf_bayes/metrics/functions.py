@@ -29,12 +29,12 @@ class ReliabilityBins(NamedTuple):
     """Accuracy and confidence in bins of equal width on (0, 1], closed above (Guo et al. 2017).
 
     Attributes:
-        count: [B] the number of examples in each bin.
+        num_examples: [B] the number of examples in each bin.
         confidence: [B] their mean confidence; NaN in empty bins.
         accuracy: [B] the share of them whose predicted class was the label; NaN in empty bins.
     """
 
-    count: Array
+    num_examples: Array
     confidence: Array
     accuracy: Array
 
@@ -114,9 +114,9 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num
     The arguments and errors are those of ``reliability``.
     """
     bins = reliability(confidence, correct, num_bins=num_bins)
-    used = bins.count > 0
+    used = bins.num_examples > 0
     gaps = np.abs(bins.accuracy[used] - bins.confidence[used])
-    return float(np.average(gaps, weights=bins.count[used]))
+    return float(np.average(gaps, weights=bins.num_examples[used]))
 
 
 def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:

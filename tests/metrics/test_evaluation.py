@@ -42,7 +42,7 @@ def test_figures_are_those_of_scikit_learn() -> None:
     assert found["aurc"]["confidence"] == risk_coverage(1 - mixture.max(1), errors).aurc
     assert found["std_error"]["auroc"]["other"]["total"] > 0
     assert found["std_error"]["aurc"]["epistemic"] > 0
-    assert sum(found["reliability"]["count"]) == 120
+    assert sum(found["reliability"]["num_examples"]) == 120
 
 
 def test_perplexity_is_a_figure_of_next_tokens_alone() -> None:

@@ -82,7 +82,7 @@ def test_ece_by_hand_computed_values() -> None:
 
 def test_reliability_bins_hold_counts_and_means() -> None:
     bins = reliability([0.4, 0.5, 0.9, 1.0, 1.0], [0, 1, 1, 1, 0], num_bins=4)  # (0.25, 0.5] holds two, (0.75, 1] three
-    assert bins.count.tolist() == [0, 2, 0, 3]
+    assert bins.num_examples.tolist() == [0, 2, 0, 3]
     np.testing.assert_allclose(bins.confidence, [math.nan, 0.45, math.nan, 2.9 / 3])
     np.testing.assert_allclose(bins.accuracy, [math.nan, 0.5, math.nan, 2 / 3])
 
