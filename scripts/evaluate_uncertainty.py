@@ -17,6 +17,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate import PartialState
@@ -47,7 +48,13 @@ class Arguments:
     output_dir: str = field(default="evaluation", metadata={"help": "Directory of results.json and the figure."})
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
     members: int | None = field(default=None, metadata={"help": "Number of members. Default: all."})
+    calibrated: bool = field(default=True, metadata={"help": "Apply the temperature stored with the posterior."})
     batch_size: int = field(default=8, metadata={"help": "Windows or rows of a batch."})
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of ``from_pretrained``."""
+        return {"members": self.members, "base_model": self.base_model, "calibrated": self.calibrated}
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -55,33 +62,23 @@ class Arguments:
 
 
 def language_model(
-    posterior: Posterior,
-    tokenizer: PreTrainedTokenizerBase,
-    files: dict[str, str],
-    args: Arguments,
-    own: WindowArguments,
-) -> tuple[int, Found]:
-    """Return the number of members, and the statistics of the tokens in windows of texts."""
+    posterior: Posterior, tokenizer: PreTrainedTokenizerBase, files: dict[str, str], args: Arguments, own: Any
+) -> tuple[BayesianModelForCausalLM, Found]:
+    """Return the model, and the statistics of the tokens in windows of texts."""
     sets = {name: windows_of(file, tokenizer, length=own.length, limit=own.max_windows) for name, file in files.items()}
-    model = BayesianModelForCausalLM.from_pretrained(posterior, members=args.members, base_model=args.base_model)
+    model = BayesianModelForCausalLM.from_pretrained(posterior, **args.loading)
     model.to(PartialState().device)  # the device that training would use
-    return model.num_members, evaluate_windows(model, sets, batch_size=args.batch_size)
+    return model, evaluate_windows(model, sets, batch_size=args.batch_size)
 
 
 def text_classifier(
-    posterior: Posterior,
-    tokenizer: PreTrainedTokenizerBase,
-    files: dict[str, str],
-    args: Arguments,
-    own: ClassArguments,
-) -> tuple[int, Found]:
-    """Return the number of members, and the statistics of the texts."""
+    posterior: Posterior, tokenizer: PreTrainedTokenizerBase, files: dict[str, str], args: Arguments, own: Any
+) -> tuple[BayesianModelForSequenceClassification, Found]:
+    """Return the model, and the statistics of the texts."""
     sets = class_sets(files, tokenizer, class_names(posterior.config.head, args.posterior), own)
-    model = BayesianModelForSequenceClassification.from_pretrained(
-        posterior, members=args.members, base_model=args.base_model
-    )
+    model = BayesianModelForSequenceClassification.from_pretrained(posterior, **args.loading)
     model.to(PartialState().device)
-    return model.num_members, evaluate_classes(model, sets, tokenizer, batch_size=args.batch_size, padding=own.padding)
+    return model, evaluate_classes(model, sets, tokenizer, batch_size=args.batch_size, padding=own.padding)
 
 
 TASKS = {
@@ -116,10 +113,10 @@ def main() -> None:
     chosen = arguments_of(task, own, args.posterior)
     evaluate, _ = TASKS[task]
     tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
-    members, found = evaluate(posterior, tokenizer, files, args, chosen)
+    model, found = evaluate(posterior, tokenizer, files, args, chosen)
     others = {name: statistics for name, statistics in found.items() if name != "test"}
     summary = evaluation_results(found["test"], others, next_tokens=task == "causal_lm")
-    results = {"task": task, "members": members, **summary}
+    results = {"task": task, "members": model.num_members, "temperature": model.mixture_temperature, **summary}
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(results, indent=2))

@@ -117,4 +117,4 @@ def _statistics(model: BayesianClassifier, batches: Any) -> Iterator[dict[str, T
             statistics = {"confidence": output.logits.max(-1).values.exp()}
             uncertainties = {name: getattr(output, name) for name in ("total", "aleatoric", "epistemic")}
             statistics |= {name: value for name, value in uncertainties.items() if value is not None}
-        yield {name: value.double().cpu() for name, value in statistics.items()}
+        yield {name: value.cpu().double() for name, value in statistics.items()}

@@ -63,6 +63,6 @@ def evaluate_windows(
         for batch in tqdm(windows.to(model.device).split(batch_size), desc=name, leave=False):
             statistics, _ = model.evaluate_batch({"input_ids": batch, "labels": batch})
             statistics.pop("member_log_lik", None)
-            pieces.append({key: value.double().view(len(batch), -1).cpu() for key, value in statistics.items()})
+            pieces.append({key: value.cpu().double().view(len(batch), -1) for key, value in statistics.items()})
         found[name] = {key: torch.cat([piece[key] for piece in pieces]).numpy() for key in pieces[0]}
     return found

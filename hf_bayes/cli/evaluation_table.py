@@ -31,7 +31,8 @@ def tables(results: Mapping[str, Any], posterior: str) -> list[Table]:
     """Return the table of the test set, and a table with a row for each other set if there is one.
 
     Args:
-        results: the dictionary of ``evaluation_results``, with ``members``.
+        results: the dictionary of ``evaluation_results``, with ``members`` and ``temperature``, the temperature of the
+            mixture.
         posterior: the name of the posterior.
     """
     found = [_scores(results, posterior)]
@@ -43,7 +44,9 @@ def tables(results: Mapping[str, Any], posterior: str) -> list[Table]:
 def _scores(results: Mapping[str, Any], posterior: str) -> Table:
     errors = results["std_error"]
     title = f"{visible_line(posterior)}: {results['members']} members, {results['rows']['test']} rows"
-    table = Table(title=Text(title))  # as Text: square brackets are not markup
+    caption = f"at the temperature {results['temperature']:.3g} of the mixture"
+    # as Text: square brackets are not markup
+    table = Table(title=Text(title), caption=None if results["temperature"] == 1 else caption)
     table.add_column("on the test set")
     table.add_column("value", justify="right")
     table.add_column("s.e.", justify="right")

@@ -15,7 +15,13 @@ def results_of(count: int) -> dict[str, Any]:
     areas = {name: {"total": 0.5 + n / 1000, "epistemic": 0.6 + n / 1000} for n, name in enumerate(names)}
     scores = {"nll": 12.3456, "member_nll": 23.4567, "accuracy": 0.0123, "ece": 0.4321, "brier": 1.2345}
     return {
-        **{"members": 3, **scores, "rows": {"test": 77, **dict.fromkeys(names, 88)}, "auroc": areas},
+        **{
+            "members": 3,
+            "temperature": 1.0,
+            **scores,
+            "rows": {"test": 77, **dict.fromkeys(names, 88)},
+            "auroc": areas,
+        },
         "aurc": {"total": 0.1357, "epistemic": 0.2468, "best": 0.0987},
         "std_error": {
             **{"nll": 0.0765, "accuracy": None, "aurc": {"total": 0.0654, "epistemic": 0.0543}},
@@ -45,3 +51,10 @@ def test_names_act_on_no_terminal() -> None:
     Console(width=100, file=file).print(*tables(results, "out\x1b[2J"))
     assert "\x1b" not in file.getvalue()
     assert "U+001B" in file.getvalue()
+
+
+@pytest.mark.parametrize(("temperature", "shown"), [(1.0, False), (0.512, True)])
+def test_a_temperature_of_the_mixture_is_shown(temperature: float, shown: bool) -> None:
+    file = io.StringIO()
+    Console(width=100, file=file).print(*tables(results_of(0) | {"temperature": temperature}, "out"))
+    assert ("at the temperature 0.512 of the mixture" in file.getvalue()) is shown

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import scripts.evaluate_uncertainty as script
+from hf_bayes import Posterior
 from hf_bayes.cli.evaluate_classes import ClassArguments
 from hf_bayes.cli.evaluate_windows import WindowArguments
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -86,6 +88,23 @@ def test_a_classifier_is_evaluated_from_a_table(
     printed = capsys.readouterr().out
     assert f"{results['auroc']['backwards']['epistemic']:.4f}" in printed
     assert "perplexity" not in printed
+
+
+def test_a_stored_temperature_is_applied_unless_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str
+) -> None:
+    posterior = Posterior.from_pretrained(classifier)
+    numbers = {"log_std_error": 0.1, "nll": 1.0, "calibrated_nll": 0.9, "nll_std_error": 0.1, "num_terms": 9}
+    calibration = {"temperature": 2.0, **numbers, "num_members": 2, "prediction": "members"}
+    config = dataclasses.replace(posterior.config, calibration=calibration)
+    dataclasses.replace(posterior, config=config).save_pretrained(tmp_path / "calibrated")
+    arguments = ["--posterior", str(tmp_path / "calibrated"), "--test", table_of(tmp_path / "test.csv")]
+    arguments += ["--text_column", "query", "--label_column", "parity"]
+    calibrated = evaluate(monkeypatch, tmp_path, *arguments)
+    plain = evaluate(monkeypatch, tmp_path, *arguments, "--calibrated", "false")
+    assert (calibrated["temperature"], plain["temperature"]) == (2.0, 1.0)
+    assert calibrated["total"] > plain["total"]
+    assert calibrated["accuracy"] == plain["accuracy"]
 
 
 def test_the_command_of_the_page_runs_as_printed(
