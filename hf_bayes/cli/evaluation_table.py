@@ -52,6 +52,8 @@ def _scores(results: Mapping[str, Any], posterior: str) -> Table:
     table.add_column("s.e.", justify="right")
     for name, words in _SCORES.items():
         if name in results:
+            if name == "member_nll" and results["temperature"] != 1:
+                words += ", at temperature 1"
             table.add_row(words, f"{results[name]:.4f}", _error(errors.get(name)))
     for name, words in MEASURES.items():
         if name in results["aurc"]:

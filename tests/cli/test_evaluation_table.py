@@ -58,3 +58,4 @@ def test_a_temperature_of_the_mixture_is_shown(temperature: float, shown: bool) 
     file = io.StringIO()
     Console(width=100, file=file).print(*tables(results_of(0) | {"temperature": temperature}, "out"))
     assert ("at the temperature 0.512 of the mixture" in file.getvalue()) is shown
+    assert ("mean of the members, at temperature 1" in file.getvalue()) is shown  # only the mixture is tempered
