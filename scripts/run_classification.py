@@ -6,7 +6,8 @@
     python scripts/run_classification.py --config run.yaml --learning_rate 3e-3
 
 A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
-``--noise_std`` a column of numbers gives a regression. ``--pair_column`` names the second text of pairs.
+``--noise_std`` a column of numbers gives a regression. ``--pair_column`` names the second text of pairs. Rows are
+padded to one length; ``--padding batch`` pads each batch to its own longest row.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peft import TaskType
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
+from transformers import AutoModelForSequenceClassification, set_seed
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
 from hf_bayes.cli.labels import labelled_text
+from hf_bayes.cli.padding import Padding, padding_collator
 from hf_bayes.cli.scripts import end_process_group, train_and_save
 
 
@@ -33,6 +35,9 @@ class LabelledArguments(DataArguments):
         metadata={"help": "Column of the labels: integers or strings, lists of them, or numbers (with --noise_std)."},
     )
     max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text; default: all that fit."})
+    padding: Padding = field(
+        default="data", metadata={"help": "Pad every batch to the longest row of the data, or to that of the batch."}
+    )
 
 
 def main() -> None:
@@ -68,7 +73,7 @@ def main() -> None:
         subspace=method_args.subspace,
         train_dataset=splits["train"],
         eval_dataset=splits.get("validation"),
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=padding_collator(tokenizer, splits.values(), padding=data_args.padding),
         processing_class=tokenizer,
     )
     train_and_save(trainer)

@@ -294,22 +294,32 @@ def dropout_swag_and_a_prior_need_no_trainer(folder: Path) -> None:
     hf_bayes.prior_predictive(model, rows, SGHMCConfig(), num_draws=4, subspace="last_layer")
 
 
-@path
-def a_script_evaluates_uncertainty(folder: Path) -> None:
+def evaluated(folder: Path, model: Any, test: str, *flags: str, **changes: Any) -> dict[str, Any]:
+    """The results of the script for a posterior over the model, with the test file as another set, too."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
     import evaluate_uncertainty
 
-    model = models.with_lora(from_disk(folder))
-    run = trainer(folder / "a", SGHMCConfig(num_chains=2), model=model, processing_class=models.tiny_tokenizer())
+    options = {"processing_class": models.tiny_tokenizer(), **changes}
+    run = trainer(folder / "a", SGHMCConfig(num_chains=2), model=model, **options)
     run.train()
     run.save_model()
-    (folder / "text").write_text("\n\n".join(models.TEXTS * 3))
-    flags = {"posterior": "a", "test": "text", "output_dir": "found"}
-    where = [word for name, value in flags.items() for word in (f"--{name}", str(folder / value))]
-    flags_of_others = ["--ood", f"other={folder / 'text'}", "--length", "16"]
-    with unittest.mock.patch("sys.argv", ["evaluate_uncertainty.py", *where, *flags_of_others]):
+    where = ["--posterior", str(folder / "a"), "--test", str(folder / test), "--output_dir", str(folder / "found")]
+    with unittest.mock.patch("sys.argv", ["script", *where, "--ood", f"other={folder / test}", *flags]):
         evaluate_uncertainty.main()
-    assert json.loads((folder / "found/results.json").read_text())["members"] == 2
+    return json.loads((folder / "found/results.json").read_text())
+
+
+@path
+def a_script_evaluates_a_language_model(folder: Path) -> None:
+    (folder / "text").write_text("\n\n".join(models.TEXTS * 3))
+    assert evaluated(folder, models.with_lora(from_disk(folder)), "text", "--length", "16")["members"] == 2
+
+
+@path
+def a_script_evaluates_a_classifier(folder: Path) -> None:
+    (folder / "rows.csv").write_text("\n".join(["text,label", *(f'"{text}",LABEL_1' for text in models.TEXTS)]))
+    model = models.with_lora(from_disk(folder, models.tiny_bert))
+    assert evaluated(folder, model, "rows.csv", train=runs.label_rows())["rows"] == {"test": 4, "other": 4}
 
 
 def main(library: str, out: str) -> None:

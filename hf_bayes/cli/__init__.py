@@ -1,4 +1,6 @@
-"""Code behind the command line: the ``hf-bayes-diagnose`` command, and the parts that the training scripts share.
+"""Code behind the command line: the ``hf-bayes-diagnose`` command, and the parts that the scripts share.
 
-``diagnose`` is the command. The scripts use ``arguments``, ``data``, ``token_windows``, ``labels`` and ``scripts``.
+``diagnose`` is the command. The training scripts use ``arguments``, ``data``, ``token_windows``, ``labels``,
+``padding`` and ``scripts``. The evaluation script uses ``evaluate_windows``, ``evaluate_classes``, ``evaluation_table``
+and ``evaluation_figure``.
 """

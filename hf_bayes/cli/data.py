@@ -1,8 +1,9 @@
-"""Data sets for the training scripts, from the Hub or from local files: splits, episodes and checks of columns."""
+"""Data sets for the scripts, from the Hub or from local files: splits, episodes, rows and checks of columns."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
@@ -98,6 +99,42 @@ def load_episode(source: str, *, held_out: float = 0.15, text_column: str = "tex
     if parts is None:
         raise ValueError(f"{source!r} is too short to hold out {held_out} of it as its end: give more text")
     return _as_rows(parts, text_column)
+
+
+def load_rows(file: str) -> Dataset:
+    """Return the rows of a .jsonl, .json, .csv or .parquet file, or of a glob of such files.
+
+    Raises:
+        ValueError: for a file of another format, or an empty file.
+        FileNotFoundError: for a pattern that matches nothing.
+    """
+    if Path(file).suffix == ".txt":
+        raise ValueError(f"{file} is one text, expected rows: give a .jsonl, .csv or .parquet file with a row for each")
+    return _load_files({"train": _matching(file)})["train"]
+
+
+def named_files(test: str, pairs: Sequence[str]) -> dict[str, str]:
+    """Return {name: file}, "test" first, from ``name=file`` for each other file.
+
+    Args:
+        test: the file of ``--test``.
+        pairs: the values of ``--ood``.
+    Raises:
+        ValueError: for another form, and for a name that occurs twice: the figures of one file would be lost.
+    """
+    files = {"test": test}
+    for pair in pairs:
+        name, sign, path = pair.partition("=")
+        if not (name and sign and path):
+            raise ValueError(
+                f"--ood takes name=file for each set, such as code=code.txt, got {pair!r}: give the file a name"
+            )
+        if name == "test":
+            raise ValueError(f'--ood got {pair!r}, and "test" is the file of --test ({test}): choose another name')
+        if name in files:
+            raise ValueError(f"--ood got the name {name!r} for {files[name]} and for {path}: give each set its own")
+        files[name] = path
+    return files
 
 
 def _matching(pattern: str) -> list[str]:

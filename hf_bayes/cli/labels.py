@@ -1,9 +1,9 @@
-"""Labelled text for the training scripts: encoded rows, and the settings of the head that predicts the labels."""
+"""Labelled text for the scripts: encoded rows, and the settings of the head that predicts the labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
@@ -74,29 +74,101 @@ def labelled_text(
         check_split(split, label_column, f"the split {name!r}")
     labels = _labels_of(splits["train"], label_column, numbers=numbers)
 
-    def encode(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
-        answers = []
-        for row, label in zip(rows, batch[label_column], strict=True):
-            try:
-                answers.append(labels.read(label))
-            except (LookupError, TypeError, ValueError):
-                raise ValueError(
-                    f"row {row} of the split {split!r} has the label {label!r}, expected {labels.expected}: "
-                    f"{labels.advice}"
-                ) from None
-        texts = [batch[text_column], *([] if pair_column is None else [batch[pair_column]])]
-        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
-        if pair_column is None:
-            encoded.pop("token_type_ids", None)  # GPT-2 would add an embedding for the one segment
-        return {**encoded, "labels": answers}
+    encode = _encoder(tokenizer, text_column, pair_column, max_length)
+
+    def encode_row(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
+        return {**encode(batch), "labels": _read(batch[label_column], rows, labels, f"the split {split!r}")}
 
     encoded = {
         name: split.map(
-            encode, batched=True, with_indices=True, fn_kwargs={"split": name}, remove_columns=split.column_names
+            encode_row, batched=True, with_indices=True, fn_kwargs={"split": name}, remove_columns=split.column_names
         )
         for name, split in splits.items()
     }
     return LabelledText(DatasetDict(encoded), labels.head)
+
+
+def unlabelled_text(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    what: str,
+    text_column: str = "text",
+    pair_column: str | None = None,
+    max_length: int | None = None,
+) -> Dataset:
+    """Encode texts (or pairs of texts) without labels.
+
+    Args:
+        what: the name of the rows in errors.
+        tokenizer, text_column, pair_column, max_length: as in ``labelled_text``.
+    Raises:
+        ValueError: for a missing column, and a row without text.
+    """
+    for column in [text_column, *([] if pair_column is None else [pair_column])]:
+        check_texts(rows, column, what)
+    return rows.map(
+        _encoder(tokenizer, text_column, pair_column, max_length), batched=True, remove_columns=rows.column_names
+    )
+
+
+def classes_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: str = "label") -> list[int]:
+    """Return the class of each row among the classes of a trained model.
+
+    Args:
+        names: the names of the model's classes. Integers in the column are names, too, unless the column is a
+            ``ClassLabel``.
+        what: the name of the rows in errors.
+        label_column: the column of the labels.
+    Raises:
+        ValueError: for a missing column, and a label that is no class of the model.
+    """
+    check_split(rows, label_column, what)
+    feature, values = rows.features[label_column], rows[label_column]
+    given = feature.names if isinstance(feature, ClassLabel) else None
+    index = {name: number for number, name in enumerate(names)}
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    def read(value: Any) -> int:
+        if value is None:
+            raise LookupError
+        return index[str(value if given is None else given[value])]
+
+    expected = f"one of the {len(names)} classes of the model ({some})"
+    advice = "drop such rows, or name the column of the labels"
+    return _read(values, range(len(rows)), _Labels({}, read, expected, advice), what)
+
+
+def _encoder(
+    tokenizer: Any, text_column: str, pair_column: str | None, max_length: int | None
+) -> Callable[[dict[str, list[Any]]], dict[str, Any]]:
+    """Return the function from a batch of texts to ``input_ids`` and the other inputs of the model."""
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        texts = [batch[text_column], *([] if pair_column is None else [batch[pair_column]])]
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+        if pair_column is None:
+            encoded.pop("token_type_ids", None)  # GPT-2 would add an embedding for the one segment
+        return dict(encoded)
+
+    return encode
+
+
+def _read(values: Iterable[Any], rows: Iterable[int], labels: _Labels, what: str) -> list[Any]:
+    """Return the labels of these rows.
+
+    Raises:
+        ValueError: naming the first row of ``what`` with another value.
+    """
+    answers = []
+    for row, value in zip(rows, values, strict=True):
+        try:
+            answers.append(labels.read(value))
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(
+                f"row {row} of {what} has the label {value!r}, expected {labels.expected}: {labels.advice}"
+            ) from None
+    return answers
 
 
 def _labels_of(train: Dataset, column: str, *, numbers: bool) -> _Labels:

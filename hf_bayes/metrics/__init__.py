@@ -1,21 +1,25 @@
 """Metrics of predictions and of their uncertainties, as functions and as ``evaluate`` metrics.
 
-The functions need numpy only; ``ood_auroc`` also needs scikit-learn. The classes ``NLL``, ``ECE``, ``Brier``,
-``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``. ``load(name)`` creates one of these without using
-the hub or the network.
+The functions need numpy only; ``ood_auroc`` also needs scikit-learn, and standard errors need scipy. The classes
+``NLL``, ``ECE``, ``Brier``, ``OODAUROC`` and ``RiskCoverage`` wrap them as ``evaluate.Metric``. ``load(name)`` creates
+one of these without using the hub or the network.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hf_bayes.metrics.evaluation import evaluation_results
 from hf_bayes.metrics.functions import (
+    ReliabilityBins,
     RiskCoverageCurve,
     average_coverage_error,
     brier,
     expected_calibration_error,
     negative_log_likelihood,
     ood_auroc,
+    perplexity,
+    reliability,
     risk_coverage,
 )
 from hf_bayes.metrics.statistics import classification_statistics, per_row_statistics, summarise
@@ -30,16 +34,20 @@ __all__ = [
     "NLL",
     "OODAUROC",
     "Brier",
+    "ReliabilityBins",
     "RiskCoverage",
     "RiskCoverageCurve",
     "average_coverage_error",
     "brier",
     "classification_statistics",
+    "evaluation_results",
     "expected_calibration_error",
     "load",
     "negative_log_likelihood",
     "ood_auroc",
     "per_row_statistics",
+    "perplexity",
+    "reliability",
     "risk_coverage",
     "summarise",
 ]

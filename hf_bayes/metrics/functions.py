@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,20 @@ class RiskCoverageCurve(NamedTuple):
     aurc: float
 
 
+class ReliabilityBins(NamedTuple):
+    """Accuracy and confidence in bins of equal width on (0, 1], closed above (Guo et al. 2017).
+
+    Attributes:
+        num_examples: [B] the number of examples in each bin.
+        confidence: [B] their mean confidence; NaN in empty bins.
+        accuracy: [B] the share of them whose predicted class was the label; NaN in empty bins.
+    """
+
+    num_examples: Array
+    confidence: Array
+    accuracy: Array
+
+
 def negative_log_likelihood(nll: ArrayLike) -> float:
     """Return the mean of -log p(label), in nats per label.
 
@@ -31,6 +46,15 @@ def negative_log_likelihood(nll: ArrayLike) -> float:
         nll: [N], as ``per_row_statistics`` returns it; +inf where a label had probability 0.
     """
     return mean_of("nll", nll)
+
+
+def perplexity(nll: float) -> float:
+    """Return exp(nll), the perplexity of a language model; infinity if it overflows.
+
+    Args:
+        nll: the mean NLL of next tokens, in nats per token.
+    """
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def brier(terms: ArrayLike) -> float:
@@ -57,13 +81,13 @@ def mean_of(name: str, values: ArrayLike) -> float:
     return float(_numbers(name, values, infinite=True).mean())
 
 
-def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> float:
-    """Return the mean over examples of |accuracy - mean confidence| of their bin (Guo et al. 2017, eq. 3).
+def reliability(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> ReliabilityBins:
+    """Return the counts, mean confidences and accuracies of a reliability diagram.
 
     Args:
         confidence: [N] probability of the predicted class.
         correct: [N] 1 if the predicted class was the label, else 0.
-        num_bins: the number of bins of equal width on (0, 1], closed above.
+        num_bins: the number of bins.
     Raises:
         ValueError: for confidences outside [0, 1] (beyond rounding) or ``correct`` other than 0 and 1.
     """
@@ -78,8 +102,21 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num
     if num_bins < 1:
         raise ValueError(f"num_bins must be at least 1, got {num_bins}")
     bins = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
-    gaps = np.bincount(bins, weights=correct - confidence, minlength=num_bins)
-    return float(np.abs(gaps).sum() / len(confidence))
+    count = np.bincount(bins, minlength=num_bins).astype(np.float64)
+    sums = (np.bincount(bins, weights=values, minlength=num_bins) for values in (confidence, correct))
+    with np.errstate(invalid="ignore"):
+        return ReliabilityBins(count, *(total / count for total in sums))
+
+
+def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> float:
+    """Return the mean over examples of |accuracy - mean confidence| of their bin (Guo et al. 2017, eq. 3).
+
+    The arguments and errors are those of ``reliability``.
+    """
+    bins = reliability(confidence, correct, num_bins=num_bins)
+    used = bins.num_examples > 0
+    gaps = np.abs(bins.accuracy[used] - bins.confidence[used])
+    return float(np.average(gaps, weights=bins.num_examples[used]))
 
 
 def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:

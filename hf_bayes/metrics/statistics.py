@@ -102,9 +102,9 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
     """Compute the metrics over all rows together. Every row (token or example) has the same weight.
 
     Args:
-        statistics: [N] arrays by name. ``nll`` gives nll, and with ``correct`` also perplexity. ``confidence`` and
-            ``correct`` give accuracy and ece. ``brier`` gives brier, and ``covered`` gives ace. Any other array
-            (``total``, ``aleatoric``, ``epistemic``, ...) gives its mean under its own name.
+        statistics: [N] arrays by name. ``nll`` gives nll, ``confidence`` and ``correct`` give accuracy and ece,
+            ``brier`` gives brier, and ``covered`` gives ace. Any other array (``total``, ``aleatoric``,
+            ``epistemic``, ...) gives its mean under its own name.
     Returns:
         The value of each metric, by name.
     Raises:
@@ -119,8 +119,6 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
     for name, array in arrays.items():
         if name == "nll":
             summary["nll"] = negative_log_likelihood(array)
-            if "correct" in arrays:
-                summary["perplexity"] = _exp(summary["nll"])
         elif name == "correct":
             summary["accuracy"] = float(array.mean())
         elif name == "confidence":
@@ -132,8 +130,3 @@ def summarise(statistics: Mapping[str, ArrayLike]) -> dict[str, float]:
         else:
             summary[name] = mean_of(name, array)
     return summary
-
-
-def _exp(value: float) -> float:
-    """Return exp(value); infinity if it overflows."""
-    return math.exp(value) if value < 700 else math.inf

@@ -83,7 +83,7 @@ METRICS = {
     "member_nll": "Mean NLL of single members. The NLL of their average, nll, is never worse.",
     "mse": "Mean squared error of the predicted mean. Lower is better.",
     "nll": "Negative log-likelihood of the average of the members. Lower is better.",
-    "perplexity": "exp(nll). Lower is better.",
+    "perplexity": "exp(nll) of a language model, per token. Lower is better.",
     "predictive_std": "Mean predicted standard deviation, noise of the labels included.",
     "total": "Mean entropy of the predictions: aleatoric + epistemic.",
 }

@@ -4,7 +4,7 @@ Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (
 ``ece``, ``brier``, mean ``total``, ``aleatoric`` and ``epistemic`` uncertainty, and ``member_nll``, the mean NLL of
 single members. Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its
 ``predictive_std`` and ``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities (or
-means) as predictions.
+means) as predictions. Language models also report ``perplexity``, exp(nll) per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_bayes.diagnostics.comparison import RowScores, row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 from hf_bayes.distributed.member_sums import DistributedMembers
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.metrics import summarise
+from hf_bayes.metrics import perplexity, summarise
 from hf_bayes.models.predictives import Deviations
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.setup import Setup
@@ -76,7 +76,7 @@ class Evaluator:
             output = loop()
         finally:
             self._batches = None
-        self.latest = _evaluation(batches)
+        self.latest = _evaluation(batches, next_tokens=self._setup.model.shifts_labels)
         self.last = {**self.last, prefix: self.latest}
         output.metrics.update({f"{prefix}_{name}": value for name, value in self.latest.metrics.items()})
         return output
@@ -148,13 +148,15 @@ class Evaluator:
         return {**dataclasses.asdict(found.at(evaluation.metrics["nll"])), "num_terms": len(log_lik)}
 
 
-def _evaluation(batches: list[dict[str, Tensor]]) -> Evaluation:
+def _evaluation(batches: list[dict[str, Tensor]], *, next_tokens: bool) -> Evaluation:
     if not any(len(batch["nll"]) for batch in batches):  # no labels, or all of them are -100
         return Evaluation({})
     members = _pop_members(batches)
     terms = torch.cat([batch.pop("terms_of_rows") for batch in batches])
     columns = {name: np.concatenate([batch[name].float().cpu().numpy() for batch in batches]) for name in batches[0]}
     metrics = {name: float(value) for name, value in summarise(columns).items()}
+    if next_tokens:
+        metrics["perplexity"] = perplexity(metrics["nll"])
     nll = torch.cat([batch["nll"].cpu() for batch in batches])
     return Evaluation({**metrics, "loss": metrics["nll"]}, row_scores(nll.float(), terms), members)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.cli.data import load_episode, load_splits
+from hf_bayes.cli.data import load_episode, load_rows, load_splits, named_files
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -109,3 +109,36 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
         load_splits(rows, validation_file=str(tmp_path / "notes.md"))
     with pytest.raises(ValueError, match="goes with a local training file"):
         load_splits("someone/dataset", validation_file=rows)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_rows_of_a_file_keep_their_order(tmp_path: Path, suffix: str) -> None:
+    rows = load_rows(write(tmp_path / f"rows{suffix}", ROWS))
+    assert list(rows) == ROWS
+    with pytest.raises(ValueError, match=r"a.txt is one text, expected rows: give a .jsonl, .csv or .parquet file"):
+        load_rows(str(tmp_path / "a.txt"))
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        load_rows(str(tmp_path / "b.csv"))
+
+
+def test_pairs_name_files_in_their_order() -> None:
+    found = named_files("t.txt", ["b=x=1.txt", "a=dir/y.txt"])
+    assert list(found.items()) == [("test", "t.txt"), ("b", "x=1.txt"), ("a", "dir/y.txt")]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (["other.txt"], r"takes name=file for each set, such as code=code.txt, got 'other.txt': give the file a name"),
+        (["=other.txt"], "got '=other.txt': give the file a name"),
+        (["code="], "got 'code=': give"),
+        (
+            ["code=a.txt", "test=b.txt"],
+            r"got 'test=b.txt', and \"test\" is the file of --test \(t.txt\): choose another",
+        ),
+        (["code=a.txt", "code=b.txt"], "got the name 'code' for a.txt and for b.txt: give each set its own"),
+    ],
+)
+def test_pairs_that_would_lose_a_file_are_refused(pairs: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        named_files("t.txt", pairs)

@@ -14,6 +14,8 @@ from hf_bayes.metrics import (
     expected_calibration_error,
     negative_log_likelihood,
     ood_auroc,
+    perplexity,
+    reliability,
     risk_coverage,
     summarise,
 )
@@ -48,6 +50,11 @@ def test_nll_of_an_impossible_label_is_infinite() -> None:
     assert negative_log_likelihood(statistics["nll"]) == math.inf
 
 
+def test_perplexity_is_the_number_of_equally_likely_tokens() -> None:
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e5) == math.inf
+
+
 def test_brier_is_the_squared_distance_to_the_label(classified: tuple[np.ndarray, np.ndarray]) -> None:
     probabilities, labels = classified
     expected = np.square(probabilities - np.eye(5)[labels]).sum(1).mean()
@@ -71,6 +78,13 @@ def test_ece_by_hand_computed_values() -> None:
     assert found == pytest.approx(0.05, abs=1e-12)
     assert expected_calibration_error([1.0, 1.0], [1, 0]) == pytest.approx(0.5)
     assert expected_calibration_error([0.0], [0]) == 0
+
+
+def test_reliability_bins_hold_counts_and_means() -> None:
+    bins = reliability([0.4, 0.5, 0.9, 1.0, 1.0], [0, 1, 1, 1, 0], num_bins=4)  # (0.25, 0.5] holds two, (0.75, 1] three
+    assert bins.num_examples.tolist() == [0, 2, 0, 3]
+    np.testing.assert_allclose(bins.confidence, [math.nan, 0.45, math.nan, 2.9 / 3])
+    np.testing.assert_allclose(bins.accuracy, [math.nan, 0.5, math.nan, 2 / 3])
 
 
 def test_auroc_is_the_chance_that_the_outlier_is_more_uncertain() -> None:

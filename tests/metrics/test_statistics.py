@@ -81,7 +81,6 @@ def test_a_summary_weighs_every_row_alike() -> None:
     rows |= {"total": np.linspace(1, 2, 60), "aleatoric": np.linspace(0, 1, 60), "epistemic": np.ones(60)}
     summary = summarise(rows)
     assert summary["nll"] == pytest.approx(rows["nll"].mean(dtype=np.float64), abs=1e-12)
-    assert summary["perplexity"] == pytest.approx(math.exp(summary["nll"]))
     assert summary["accuracy"] == pytest.approx((log_probs.argmax(-1) == labels).double().mean().item())
     assert summary["brier"] == pytest.approx(rows["brier"].mean(dtype=np.float64), abs=1e-12)
     assert summary["ece"] > 0
@@ -92,13 +91,8 @@ def test_a_summary_weighs_every_row_alike() -> None:
     assert of_batches != pytest.approx(summary["nll"], abs=1e-3)
 
 
-def test_a_density_has_no_perplexity() -> None:
+def test_a_density_has_an_nll_alone() -> None:
     assert summarise({"nll": np.array([0.5, 1.5])}) == {"nll": 1.0}
-
-
-def test_perplexity_overflows_to_infinity() -> None:
-    summary = summarise({"nll": np.array([1e5]), "correct": np.array([0.0]), "confidence": np.array([1.0])})
-    assert summary["perplexity"] == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,105 +1,152 @@
 from __future__ import annotations
 
-import io
+import dataclasses
 import json
-import sys
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from rich.console import Console
 
-# A script's own folder is on the path when it runs.
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import evaluate_uncertainty
-
+import scripts.evaluate_uncertainty as script
+from hf_bayes import Posterior
+from hf_bayes.cli.evaluate_classes import ClassArguments
+from hf_bayes.cli.evaluate_windows import WindowArguments
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
-from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
-NAMES = [f"set{number}" for number in range(7)]
+ROOT = Path(__file__).parents[2]
+CLASSES = {"id2label": {0: "even", 1: "odd"}, "label2id": {"even": 0, "odd": 1}}
+METHOD = SGHMCConfig(num_chains=2, init_jitter=1.0)
+
+
+def saved(folder: Path, model: Any, **fields: Any) -> str:
+    """Return the directory of a posterior of two members over a tiny model."""
+    model.save_pretrained(folder / "base")
+    tokenizer = tiny_tokenizer()
+    adapted = with_lora(type(model).from_pretrained(folder / "base"))
+    trainer = runs.trainer(folder / "posterior", METHOD, model=adapted, processing_class=tokenizer, **fields)
+    trainer.train()
+    trainer.save_model()
+    return str(folder / "posterior")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(
+        tmp_path_factory.mktemp("classifier"), tiny_bert(num_labels=2, **CLASSES), train=runs.label_rows(num_labels=2)
+    )
+
+
+def table_of(path: Path, *, labels: tuple[str, ...] = ("even", "odd")) -> str:
+    rows = [f'"{TEXTS[i % 4]} {i}",{labels[i % len(labels)]}' for i in range(12)]
+    path.write_text("\n".join(["query,parity", *rows]))
+    return str(path)
+
+
+def evaluate(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr("sys.argv", ["evaluate_uncertainty", *arguments, "--output_dir", str(folder / "out")])
+    script.main()
+    assert (folder / "out" / "uncertainty.png").stat().st_size > 10_000
+    found: dict[str, Any] = json.loads((folder / "out" / "results.json").read_text())
+    return found
+
+
+def test_no_rows_in_a_batch_are_refused_before_loading() -> None:
+    with pytest.raises(ValueError, match="--batch_size must be at least 1, got 0"):
+        script.Arguments(posterior="out", test="t.txt", batch_size=0)
+
+
+def test_every_text_of_a_language_model_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate(["test", "code", "rot13"]):
+        (tmp_path / f"{name}.txt").write_text("\n".join(np.roll(TEXTS * 8, number)[number:]))
+    arguments = ["--posterior", saved(tmp_path, tiny_llama()), "--test", str(tmp_path / "test.txt"), "--length", "16"]
+    others = [f"{name}={tmp_path / name}.txt" for name in ("code", "rot13")]
+    results = evaluate(monkeypatch, tmp_path, *arguments, "--ood", *others)
+    assert (results["task"], results["members"]) == ("causal_lm", 2)
+    assert list(results["auroc"]) == ["code", "rot13"]
+    assert results["perplexity"] == pytest.approx(np.exp(results["nll"]))
+
+
+def test_a_classifier_is_evaluated_from_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"query": text[::-1]}) for text in TEXTS))
+    arguments = ["--posterior", classifier, "--test", table_of(tmp_path / "test.csv"), "--text_column", "query"]
+    other = f"backwards={tmp_path / 'other.jsonl'}"
+    results = evaluate(monkeypatch, tmp_path, *arguments, "--label_column", "parity", "--ood", other)
+    assert (results["task"], results["members"]) == ("sequence_classification", 2)
+    assert results["rows"] == {"test": 12, "backwards": 4}
+    assert {"nll", "member_nll", "accuracy", "ece", "brier"} <= set(results)
+    assert "perplexity" not in results
+    assert set(results["aurc"]) == {"total", "epistemic", "confidence", "best"}
+    assert set(results["auroc"]["backwards"]) == {"total", "epistemic", "confidence"}
+    printed = capsys.readouterr().out
+    assert f"{results['auroc']['backwards']['epistemic']:.4f}" in printed
+    assert "perplexity" not in printed
+
+
+def test_a_stored_temperature_is_applied_unless_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str
+) -> None:
+    posterior = Posterior.from_pretrained(classifier)
+    numbers = {"log_std_error": 0.1, "nll": 1.0, "calibrated_nll": 0.9, "nll_std_error": 0.1, "num_terms": 9}
+    calibration = {"temperature": 2.0, **numbers, "num_members": 2, "prediction": "members"}
+    config = dataclasses.replace(posterior.config, calibration=calibration)
+    dataclasses.replace(posterior, config=config).save_pretrained(tmp_path / "calibrated")
+    arguments = ["--posterior", str(tmp_path / "calibrated"), "--test", table_of(tmp_path / "test.csv")]
+    arguments += ["--text_column", "query", "--label_column", "parity"]
+    calibrated = evaluate(monkeypatch, tmp_path, *arguments)
+    plain = evaluate(monkeypatch, tmp_path, *arguments, "--calibrated", "false")
+    assert (calibrated["temperature"], plain["temperature"]) == (2.0, 1.0)
+    assert calibrated["total"] > plain["total"]
+    assert calibrated["accuracy"] == plain["accuracy"]
+
+
+def test_the_command_of_the_page_runs_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str
+) -> None:
+    page = (ROOT / "docs" / "uncertainty.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python scripts/evaluate_uncertainty.py ((?:.*\\\n)*.*)$", page, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(classifier, "posterior")
+    rows = [{"text": f"{TEXTS[i % 4]} {i}", "label": ("even", "odd")[i % 2]} for i in range(8)]
+    for name in ("test", "out_of_scope"):
+        Path(f"{name}.csv").write_text("\n".join(["text,label", *(f'"{row["text"]}",{row["label"]}' for row in rows)]))
+    Path("news.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("sys.argv", ["evaluate_uncertainty", *shlex.split(command.replace("\\\n", " "))])
+    script.main()
+    assert set(json.loads(Path("evaluation/results.json").read_text())["auroc"]) == {"out_of_scope", "news"}
 
 
 @pytest.mark.parametrize(
-    ("pairs", "words"),
+    ("fields", "words"),
     [
-        (["other.txt"], r"takes name=file for each text, such as code=code.txt, got 'other.txt': give the file a name"),
-        (["=other.txt"], "got '=other.txt': give the file a name"),
-        (["code="], "got 'code=': give"),
-        (
-            ["code=a.txt", "test=b.txt"],
-            r"got 'test=b.txt', and \"test\" is the text of --test \(t.txt\): choose another",
-        ),
-        (["code=a.txt", "code=b.txt"], "got the name 'code' for a.txt and for b.txt: give each text its own"),
+        ({"label_column": "class"}, r"test.csv has no column 'class', only query, parity: name one of them"),
+        ({"label_column": "query"}, r"row 0 of .*test.csv has the label 'The mito.*', expected one of the 2 classes"),
+        ({"text_column": "text"}, r"test.csv has no column 'text', only query, parity: name one of them"),
+        ({"length": "64"}, r"--length: not for .*posterior, a posterior for sequence_classification: leave it out"),
+        ({"test": "test.txt"}, r"test.txt is one text, expected rows: give a .jsonl, .csv or .parquet file"),
+        ({"ood": "other.csv"}, r"--ood takes name=file for each set, .* got 'other.csv': give the file a name"),
+        ({"padding": "data", "ood": "x=missing.csv"}, r"no file matches 'missing.csv'"),
     ],
 )
-def test_pairs_that_would_lose_a_text_are_refused(pairs: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        evaluate_uncertainty.texts_of("t.txt", pairs)
+def test_wrong_input_ends_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, fields: dict[str, str], words: str
+) -> None:
+    usual = {"posterior": classifier, "test": table_of(tmp_path / "test.csv")}
+    usual |= {"text_column": "query", "label_column": "parity"}
+    flags = [word for name, value in {**usual, **fields}.items() for word in (f"--{name}", value)]
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+        evaluate(monkeypatch, tmp_path, *flags)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flag", ["max_windows", "batch_size"])
-def test_counts_below_one_are_refused_before_anything_is_loaded(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"--{flag} must be at least 1, got 0"):
-        evaluate_uncertainty.Arguments(posterior="out", test="t.txt", **{flag: 0})
-
-
-def test_pairs_name_files_in_their_order() -> None:
-    found = evaluate_uncertainty.texts_of("t.txt", ["b=x=1.txt", "a=dir/y.txt"])
-    assert list(found.items()) == [("test", "t.txt"), ("b", "x=1.txt"), ("a", "dir/y.txt")]
-
-
-@pytest.mark.parametrize("count", [0, 1, 6, 30])
-def test_no_figure_is_cut_at_a_hundred_columns(count: int) -> None:
-    areas = {
-        f"a rather long name of a text [number {n}]": {"total": 0.5 + n / 1000, "epistemic": 0.6 + n / 1000}
-        for n in range(count)
-    }
-    results = {"members": 3, "nll": 12.3456, "member_nll": 23.4567, "accuracy": 0.0123, "ece": 0.4321, "auroc": areas}
-    file = io.StringIO()
-    evaluate_uncertainty.show(results, "out/" + "posterior" * 9, Console(width=100, file=file))
-    text = file.getvalue()
-    numbers = [12.3456, 23.4567, 0.0123, 0.4321, *(area for pair in areas.values() for area in pair.values())]
-    assert [f"{number:.4f}" for number in numbers if f"{number:.4f}" not in text] == []
-    assert [name for name in areas if name not in text] == []
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_every_text_has_its_figures_and_a_histogram_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = tmp_path / "base"
-    tiny_llama().save_pretrained(base)
-    tiny_tokenizer().save_pretrained(base)
-    trainer = runs.trainer(
-        tmp_path / "posterior",
-        SGHMCConfig(num_chains=2, init_jitter=1.0),
-        model=with_lora(tiny_llama().from_pretrained(base)),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    trainer.save_model()
-    for number, name in enumerate(["test", *NAMES]):
-        (tmp_path / f"{name}.txt").write_text("\n".join(np.roll(TEXTS * 8, number)[number:]))
-    drawn: list[dict[str, Any]] = []
-    histogram = Axes.hist
-
-    def hist(self: Axes, values: Any, *args: Any, **options: Any) -> Any:
-        drawn.append(options)
-        return histogram(self, values, *args, **options)
-
-    monkeypatch.setattr(Axes, "hist", hist)
-    arguments = [
-        *["--posterior", str(tmp_path / "posterior"), "--test", str(tmp_path / "test.txt"), "--length", "16"],
-        *["--ood", *(f"{name}={tmp_path / name}.txt" for name in NAMES), "--output_dir", str(tmp_path / "out")],
-    ]
-    monkeypatch.setattr(sys, "argv", ["evaluate_uncertainty", *arguments])
-    evaluate_uncertainty.main()
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["auroc"]) == NAMES
-    labels = [str(options.pop("label")).split(" ")[0] for options in drawn]
-    assert labels == ["test", *NAMES] * 2
-    assert len({json.dumps(options) for options in drawn}) == len(NAMES) + 1
-    assert (tmp_path / "out" / "uncertainty.png").stat().st_size > 0
+def test_a_posterior_of_another_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="out is a posterior for image_classification, expected causal_lm or seq"):
+        script.arguments_of("image_classification", [WindowArguments(), ClassArguments()], "out")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -156,6 +157,26 @@ def test_run_classification_accepts_numbers_lists_and_pairs(
     assert metrics <= set(posterior.config.metrics)
     [head] = [shape for name, shape in posterior.config.parameters if "classifier" in name and name.endswith("weight")]
     assert head[0] == (1 if "noise_std" in fields else 2)
+
+
+@pytest.mark.parametrize(("padding", "warned"), [("data", False), ("batch", True)])
+def test_rows_of_one_length_let_the_trunk_be_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: str, warned: bool
+) -> None:
+    tiny_bert(num_labels=2).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    rows = [{"text": TEXTS[i % 4][: 5 + i], "label": i % 2} for i in range(24)]  # texts of many lengths
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    fields = {
+        **{"model_name_or_path": str(tmp_path / "bert"), "dataset": str(tmp_path / "rows.jsonl")},
+        **{"output_dir": str(tmp_path / "out"), "lora_layers": [1], "validation_fraction": 0, "max_steps": 24},
+        **{"minibatch": "shared", "trunk_memory_gib": 0.01, "padding": padding},
+    }
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(scripts.run_classification, monkeypatch, config_file(tmp_path / "run.yaml", **fields))
+    words = "trunk_memory_gib is of little use to this run"
+    assert any(words in str(each.message) for each in found) is warned
 
 
 def test_bad_method_fields_stop_the_script_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def test_metrics_of_a_classifier_are_those_of_its_examples(tmp_path, batch_size)
     log_probs = member_log_probs(trainer, tiny_bert, rows, trainer.setup.origin)[..., :]
     expected = brute_force(log_probs.view(3, 7, -1), torch.tensor([row["label"] for row in rows]))
     assert {name: found[f"eval_{name}"] for name in METRICS} == pytest.approx(expected, rel=2e-5, abs=2e-6)
+    assert "eval_perplexity" not in found
 
 
 def test_members_in_several_passes_give_the_same_metrics(tmp_path):

@@ -1,0 +1,78 @@
+"""The tables of an evaluation: the scores of the test set, and the detection of each other set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hf_bayes.core.text_safety import visible_line
+
+MEASURES = {
+    "total": "total uncertainty",
+    "epistemic": "epistemic uncertainty",
+    "confidence": "1 - confidence",
+}
+"""The name of a measure in the results -> its words."""
+
+_SCORES = {
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "member_nll": "NLL, mean of the members",
+    "perplexity": "perplexity",
+    "ece": "ECE",
+    "brier": "Brier score",
+}
+
+
+def tables(results: Mapping[str, Any], posterior: str) -> list[Table]:
+    """Return the table of the test set, and a table with a row for each other set if there is one.
+
+    Args:
+        results: the dictionary of ``evaluation_results``, with ``members`` and ``temperature``, the temperature of the
+            mixture.
+        posterior: the name of the posterior.
+    """
+    found = [_scores(results, posterior)]
+    if results["auroc"]:
+        found.append(_detection(results))
+    return found
+
+
+def _scores(results: Mapping[str, Any], posterior: str) -> Table:
+    errors = results["std_error"]
+    title = f"{visible_line(posterior)}: {results['members']} members, {results['rows']['test']} rows"
+    caption = f"at the temperature {results['temperature']:.3g} of the mixture"
+    # as Text: square brackets are not markup
+    table = Table(title=Text(title), caption=None if results["temperature"] == 1 else caption)
+    table.add_column("on the test set")
+    table.add_column("value", justify="right")
+    table.add_column("s.e.", justify="right")
+    for name, words in _SCORES.items():
+        if name in results:
+            if name == "member_nll" and results["temperature"] != 1:
+                words += ", at temperature 1"
+            table.add_row(words, f"{results[name]:.4f}", _error(errors.get(name)))
+    for name, words in MEASURES.items():
+        if name in results["aurc"]:
+            table.add_row(f"AURC by {words}", f"{results['aurc'][name]:.4f}", _error(errors["aurc"][name]))
+    table.add_row("AURC, the lowest of any order", f"{results['aurc']['best']:.4f}", "-")
+    return table
+
+
+def _detection(results: Mapping[str, Any]) -> Table:
+    table = Table(title="AUROC of telling each set from the test set (s.e.)")
+    table.add_column("set", overflow="fold")
+    for words in ("rows", "by TU", "by EU", "by 1 - confidence"):
+        table.add_column(words, justify="right", no_wrap=True)
+    for name, areas in results["auroc"].items():
+        errors = results["std_error"]["auroc"][name]
+        cells = [f"{areas[m]:.4f} ({_error(errors[m])})" if m in areas else "-" for m in MEASURES]
+        table.add_row(Text(visible_line(name)), str(results["rows"][name]), *cells)
+    return table
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

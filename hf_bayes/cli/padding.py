@@ -1,0 +1,45 @@
+"""Padding of batches: all rows to one length, or each batch to its own longest row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Literal
+
+from datasets import Dataset
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+
+Padding = Literal["data", "batch"]
+
+MAX_RATIO = 4.0
+"""The ratio of the padded length to the mean length of rows, above which padding to one length costs too much."""
+
+
+def padding_collator(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Dataset], *, padding: Padding
+) -> DataCollatorWithPadding:
+    """Return a collator that pads encoded rows.
+
+    Rows of one length give every batch the same shape. Every pass of the members then takes the same memory, and
+    ``trunk_memory_gib`` can reuse the output of the trunk, which depends on the padding.
+
+    Args:
+        rows: all data sets that will be collated, with ``input_ids``.
+        padding: "data" pads every batch to the longest row of all data sets, "batch" to its own longest row.
+    Raises:
+        ValueError: for another ``padding``.
+    """
+    if padding == "batch":
+        return DataCollatorWithPadding(tokenizer)
+    if padding != "data":
+        raise ValueError(
+            f"padding must be 'data' (one length) or 'batch' (the longest row of a batch), got {padding!r}"
+        )
+    lengths = [len(ids) for part in rows for ids in part["input_ids"]]
+    longest, mean = max(lengths), sum(lengths) / len(lengths)
+    if longest > MAX_RATIO * mean:
+        warnings.warn(
+            f"rows are padded to {longest} tokens, {longest / mean:.0f} times their mean of {mean:.0f}: cut the long "
+            "rows (max_length), or pad each batch to its own longest row (padding='batch')"
+        )
+    return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest)

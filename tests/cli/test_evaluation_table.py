@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hf_bayes.cli.evaluation_table import tables
+
+
+def results_of(count: int) -> dict[str, Any]:
+    """Return the figures of an evaluation with ``count`` other sets of long names."""
+    names = [f"a rather long name [number {n}]" for n in range(count)]
+    areas = {name: {"total": 0.5 + n / 1000, "epistemic": 0.6 + n / 1000} for n, name in enumerate(names)}
+    scores = {"nll": 12.3456, "member_nll": 23.4567, "accuracy": 0.0123, "ece": 0.4321, "brier": 1.2345}
+    return {
+        **{
+            "members": 3,
+            "temperature": 1.0,
+            **scores,
+            "rows": {"test": 77, **dict.fromkeys(names, 88)},
+            "auroc": areas,
+        },
+        "aurc": {"total": 0.1357, "epistemic": 0.2468, "best": 0.0987},
+        "std_error": {
+            **{"nll": 0.0765, "accuracy": None, "aurc": {"total": 0.0654, "epistemic": 0.0543}},
+            "auroc": {name: {"total": 0.0432, "epistemic": 0.0321} for name in names},
+        },
+    }
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 30])
+def test_no_figure_is_cut_at_a_hundred_columns(count: int) -> None:
+    results, file = results_of(count), io.StringIO()
+    console = Console(width=100, file=file)
+    for table in tables(results, "out/" + "posterior" * 9):
+        console.print(table)
+    text = file.getvalue()
+    numbers = [12.3456, 23.4567, 0.0123, 0.4321, 1.2345, 0.1357, 0.2468, 0.0987, 0.0765, 0.0654, 0.0543]
+    numbers += [area for pair in results["auroc"].values() for area in pair.values()]
+    assert [f"{number:.4f}" for number in numbers if f"{number:.4f}" not in text] == []
+    assert [name for name in results["auroc"] if name not in text] == []
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_names_act_on_no_terminal() -> None:
+    file = io.StringIO()
+    results = results_of(0)
+    Console(width=100, file=file).print(*tables(results, "out\x1b[2J"))
+    assert "\x1b" not in file.getvalue()
+    assert "U+001B" in file.getvalue()
+
+
+@pytest.mark.parametrize(("temperature", "shown"), [(1.0, False), (0.512, True)])
+def test_a_temperature_of_the_mixture_is_shown(temperature: float, shown: bool) -> None:
+    file = io.StringIO()
+    Console(width=100, file=file).print(*tables(results_of(0) | {"temperature": temperature}, "out"))
+    assert ("at the temperature 0.512 of the mixture" in file.getvalue()) is shown
+    assert ("mean of the members, at temperature 1" in file.getvalue()) is shown  # only the mixture is tempered

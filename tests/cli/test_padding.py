@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from hf_bayes.cli.padding import padding_collator
+
+
+def rows_of(*lengths: int) -> Dataset:
+    return Dataset.from_list([{"input_ids": [5] * n, "attention_mask": [1] * n, "labels": 0} for n in lengths])
+
+
+def test_all_batches_have_the_longest_length_of_all_data(tokenizer: PreTrainedTokenizerFast) -> None:
+    train, validation = rows_of(2, 4), rows_of(6)
+    collate = padding_collator(tokenizer, [train, validation], padding="data")
+    batch = collate([train[0], train[1]])
+    assert batch["input_ids"].tolist() == [[5, 5, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
+    assert batch["attention_mask"].sum(1).tolist() == [2, 4]
+    assert collate([validation[0]])["input_ids"].shape == (1, 6)
+
+
+def test_batches_are_padded_alone_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
+    train = rows_of(2, 4, 9)
+    collate = padding_collator(tokenizer, [train], padding="batch")
+    assert collate([train[0], train[1]])["input_ids"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(("lengths", "warned"), [([4, 5, 30], False), ([4] * 20 + [60], True)])
+def test_one_long_row_among_short_rows_is_warned_about(
+    tokenizer: PreTrainedTokenizerFast, lengths: list[int], warned: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        padding_collator(tokenizer, [rows_of(*lengths)], padding="data")
+    expected = "padded to 60 tokens, 9 times their mean of 7: cut the long rows"
+    assert [expected in str(each.message) for each in found] == [True] * warned
+
+
+def test_another_padding_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    wrong: Any = "longest"
+    with pytest.raises(ValueError, match=r"must be 'data' .* or 'batch' .*, got 'longest'"):
+        padding_collator(tokenizer, [rows_of(2)], padding=wrong)
