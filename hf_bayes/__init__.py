@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from hf_bayes.posteriors.posterior import Posterior
     from hf_bayes.training.arguments import BayesianTrainingArguments
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
+    from hf_bayes.training.tuning.tune import tune
     from hf_bayes.uncertainty.decomposition import decompose, mixture
 
 _MODULES = {
@@ -115,6 +116,7 @@ _MODULES = {
     "sample": "chains.sampling",
     "to_html": "pipelines.rendering",
     "to_terminal": "pipelines.rendering",
+    "tune": "training.tuning.tune",
 }
 """Public name -> module. A module is imported when its name is first used: the mathematics needs no transformers."""
 
@@ -163,6 +165,7 @@ __all__ = [
     "sample",
     "to_html",
     "to_terminal",
+    "tune",
 ]
 
 

@@ -1,7 +1,9 @@
 """Fine-tune a sequence classifier into a posterior.
 
     accelerate launch scripts/run_classification.py --model_name_or_path bert-base-uncased --dataset reviews.csv \
-        --output_dir posterior --method sghmc --method_args '{"num_chains": 8, "prior_std": 0.1}' --learning_rate 1e-2
+        --output_dir posterior --method sghmc
+    python scripts/run_classification.py --model_name_or_path bert-base-uncased --dataset reviews.csv \
+        --output_dir posterior --method auto                   # compares methods on held-out rows
     python scripts/run_classification.py run.yaml
     python scripts/run_classification.py --config run.yaml --learning_rate 3e-3
 
@@ -18,7 +20,7 @@ from peft import TaskType
 from transformers import AutoModelForSequenceClassification, set_seed
 from transformers.utils import logging
 
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, tune
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
 from hf_bayes.cli.labels import labelled_text
 from hf_bayes.cli.padding import Padding, padding_collator
@@ -47,7 +49,7 @@ def main() -> None:
     )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
-    method = method_args.config()
+    method = None if method_args.compares else method_args.config()
 
     tokenizer = model_args.load_tokenizer()
     with args.main_process_first(desc="data"):
@@ -66,17 +68,15 @@ def main() -> None:
     model.config.pad_token_id = tokenizer.pad_token_id
     model = model_args.add_lora(model, TaskType.SEQ_CLS)
 
-    trainer = BayesianTrainer(
-        model=model,
-        method=method,
-        args=args,
-        subspace=method_args.subspace,
-        train_dataset=splits["train"],
-        eval_dataset=splits.get("validation"),
-        data_collator=padding_collator(tokenizer, splits.values(), padding=data_args.padding),
-        processing_class=tokenizer,
-    )
-    train_and_save(trainer)
+    given = {
+        "train_dataset": splits["train"], "eval_dataset": splits.get("validation"),
+        "data_collator": padding_collator(tokenizer, splits.values(), padding=data_args.padding),
+        "processing_class": tokenizer, "subspace": method_args.subspace,
+    }  # fmt: skip
+    if method is None:
+        tune(model, args, budget=method_args.budget, **given)
+    else:
+        train_and_save(BayesianTrainer(model=model, method=method, args=args, **given))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Fine-tune a causal language model into a posterior.
 
     accelerate launch scripts/run_clm.py --model_name_or_path gpt2 --dataset book.txt --output_dir posterior \
-        --method sghmc --method_args '{"num_chains": 8, "prior_std": 0.1}' --learning_rate 1e-2 --num_train_epochs 3
+        --method sghmc --num_train_epochs 3
+    python scripts/run_clm.py --model_name_or_path gpt2 --dataset book.txt --output_dir posterior --method auto
     python scripts/run_clm.py run.yaml
     python scripts/run_clm.py --config run.yaml --learning_rate 3e-3
 """
@@ -14,7 +15,7 @@ from peft import TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, tune
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
 from hf_bayes.cli.scripts import end_process_group, train_and_save
 from hf_bayes.cli.token_windows import check_window, token_windows
@@ -42,7 +43,7 @@ def main() -> None:
     )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
-    method = method_args.config()
+    method = None if method_args.compares else method_args.config()
 
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
@@ -63,17 +64,15 @@ def main() -> None:
             for split, rows in data_args.load(args.seed).items()
         }
 
-    trainer = BayesianTrainer(
-        model=model,
-        method=method,
-        args=args,
-        subspace=method_args.subspace,
-        train_dataset=windows["train"],
-        eval_dataset=windows.get("validation"),
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-        processing_class=tokenizer,
-    )
-    train_and_save(trainer)
+    given = {
+        "train_dataset": windows["train"], "eval_dataset": windows.get("validation"),
+        "data_collator": DataCollatorForSeq2Seq(tokenizer),
+        "processing_class": tokenizer, "subspace": method_args.subspace,
+    }  # fmt: skip
+    if method is None:
+        tune(model, args, budget=method_args.budget, **given)
+    else:
+        train_and_save(BayesianTrainer(model=model, method=method, args=args, **given))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from huggingface_hub import CommitInfo, HfApi, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
-from hf_bayes import MeanFieldConfig, SGHMCConfig, fit_laplace
+from hf_bayes import BayesianTrainingArguments, MAPConfig, MeanFieldConfig, SGHMCConfig, fit_laplace
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
+from hf_bayes.training.tuning.candidates import Candidate
 from tests.runs import label_rows, padding_collator, token_rows, trainer
 from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
@@ -55,6 +56,13 @@ def a_run() -> Namespace:
     names = {"peft_model": model, "model": model, "train": rows, "dev": rows, "tokenizer": tiny_tokenizer()}
     halves = {"one": rows.select(range(5)), "two": rows.select(range(5, 10))}
     return {**names, **halves, "collate": padding_collator(), "rows_of_this_hospital": rows}
+
+
+def a_tuning() -> Namespace:
+    few = [Candidate("plain fine-tuning", MAPConfig(), 1e-2), Candidate("slow", MAPConfig(), 1e-5)]
+    args = BayesianTrainingArguments("tuned", max_steps=60, use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = {"train": token_rows(20), "heldout": token_rows(200, seed=1)}
+    return {**a_run(), **{name: Dataset.from_list(found) for name, found in rows.items()}, "args": args, "few": few}
 
 
 def a_language_model(directory: str) -> Namespace:
@@ -110,6 +118,7 @@ def logistic_data() -> Namespace:
 SNIPPETS = {
     ("README.md", 0): Snippet(a_run, {"num_train_epochs=3": "max_steps=20"}),
     ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
+    ("docs/automatic.md", 1): Snippet(a_tuning, {"data_collator=collate)": "data_collator=collate, candidates=few)"}),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),

@@ -94,12 +94,36 @@ class MethodArguments:
             "help": "Random weights: trainable; with --lora_rank 0 last_layer, last_block, all or a regular expression."
         },
     )
-    method: str = field(default="sghmc", metadata={"help": "Name of a method in hf_bayes.METHODS."})
+    method: str = field(
+        default="sghmc",
+        metadata={"help": "Name of a method in hf_bayes.METHODS; or auto, which compares several on held-out rows."},
+    )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})
+    budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Gradients of all runs of --method auto together. Default: ten times one run of four chains."
+        },
+    )
 
     def config(self) -> MethodConfig:
         """Return the config of the method, see ``method_config``."""
         return method_config(self.method, self.method_args)
+
+    @property
+    def compares(self) -> bool:
+        """True for ``--method auto``.
+
+        Raises:
+            ValueError: for fields of a method without a method, or a budget without a comparison.
+        """
+        if self.method == "auto" and self.method_args:
+            raise ValueError(
+                f"--method auto chooses the settings, got method_args={self.method_args!r}: leave them out"
+            )
+        if self.method != "auto" and self.budget is not None:
+            raise ValueError(f"--budget={self.budget} is for --method auto, got --method {self.method}: leave it out")
+        return self.method == "auto"
 
 
 @dataclass
