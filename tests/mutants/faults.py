@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
 from tests.mutants.own_choices import OWN_CHOICES
 
@@ -312,5 +313,6 @@ FAULTS = (
           "2.5 * (t + 10) ** -0.75", "25 * (t + 10) ** -0.75",
           ("methods/mcmc/test_hmc.py::test_acceptance_after_burn_in_is_the_target[stretched]",)),
     *OWN_CHOICES,
+    *CALIBRATION,
 )
 # fmt: on

@@ -1,0 +1,54 @@
+"""Planted faults in the temperature of a mixture, and in the choice between methods."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+MIXTURE = "uncertainty/test_mixture_temperature.py::"
+FITTED = "metrics/test_calibration.py::"
+MODELS = "models/test_calibrating.py::"
+POSTERIOR = "fit/test_calibration.py::"
+CHOICE = "training/tuning/test_choice.py::"
+
+# fmt: off
+CALIBRATION = (
+    Fault("calibration: the temperature multiplies", "uncertainty/mixture_temperature.py",
+          "(log_probs / temperature).log_softmax(-1)", "(log_probs * temperature).log_softmax(-1)",
+          (f"{MIXTURE}test_the_mixture_is_tempered_and_not_its_members",)),
+    Fault("calibration: disagreement is scaled away", "uncertainty/mixture_temperature.py",
+          'found["epistemic"] = share * tempered', 'found["epistemic"] = share * tempered * tempered / total',
+          (f"{MIXTURE}test_disagreement_keeps_its_share_in_the_total",)),
+    Fault("calibration: the curvature of the NLL is a second moment", "uncertainty/mixture_temperature.py",
+          "(finite - mean[:, None]).square()", "finite.square()",
+          (f"{MIXTURE}test_derivatives_of_the_nll_are_those_of_autograd",)),
+    Fault("calibration: a group of rows is judged by its own fit", "metrics/calibration.py",
+          "_best(curves.sum(0) - curves[group])", "_best(curves[group])",
+          (f"{FITTED}test_the_gain_is_judged_on_rows_that_did_not_fit_it",)),
+    Fault("calibration: no prior of the temperature", "metrics/calibration.py",
+          "+ 0.5 * (log_t / PRIOR_STD) ** 2", "", (f"{FITTED}test_rows_that_are_all_right_do_not_make_certainty",)),
+    Fault("calibration: any gain counts", "metrics/calibration.py",
+          "if gain > std_error else 1.0", "if gain > 0 else 1.0",
+          (f"{FITTED}test_calibrated_predictions_stay_as_they_are",)),
+    Fault("calibration: each token is in a group of its own", "models/calibrating.py",
+          "groups.repeat_interleave(terms)", "torch.arange(int(terms.sum())) % NUM_GROUPS",
+          (f"{MODELS}test_the_tokens_of_a_row_are_in_one_group",)),
+    Fault("calibration: fewer members get the temperature of all", "models/base.py",
+          "count = len(self.theta) if self.predictor.averages_members else 0",
+          'count = stored.get("num_members")', (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
+    Fault("calibration: other members get the temperature", "models/current_members.py",
+          "self.own_temperature if self.shown is None else self.shown_temperature", "self.own_temperature",
+          (f"{POSTERIOR}test_a_temperature_belongs_to_all_members",)),
+    Fault("calibration: score reads the mixture without its temperature", "models/decoding.py",
+          "temper(model.spread.predict(logits), model.mixture_temperature)", "model.spread.predict(logits)",
+          (f"{POSTERIOR}test_generation_draws_from_the_tempered_mixture",)),
+    Fault("tuning: the lowest NLL is chosen whatever it costs", "training/tuning/choice.py",
+          "return difference <= error", "return difference <= 0",
+          (f"{CHOICE}test_the_cheapest_within_a_standard_error_is_chosen",)),
+    Fault("tuning: no single set of weights in the second round", "training/tuning/tune.py",
+          "best = [*best[: NUM_FINALISTS - 1], single[0]]", "best = list(best)",
+          ("training/tuning/test_tune.py::test_the_best_single_set_of_weights_always_runs_again",)),
+    Fault("tuning: a second call runs everything again", "training/tuning/tune.py",
+          "found = self._record.find(candidate.name, gradients)", "found = None",
+          ("training/tuning/test_tune.py::test_a_second_call_repeats_no_run",)),
+)
+# fmt: on
