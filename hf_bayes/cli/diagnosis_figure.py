@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from hf_bayes.cli.diagnosis_table import method_name, number, verdict
 from hf_bayes.core.text_safety import visible_line
-from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
+from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED
 
 Panel = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]
@@ -121,7 +121,7 @@ def _rhats(trace: Mapping[str, Any], kind: str) -> list[float]:
 
 
 def _convergence(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
-    checks, chains = trace["convergence"], found["num_chains"]
+    checks = trace["convergence"]
     steps, count = checks["step"], len(checks["step"])
     marker = "." if count < 40 else None
     (ratio,) = axis.plot(steps, checks["rhat"], color="C0", marker=marker, markersize=4, label="R-hat")
@@ -131,7 +131,7 @@ def _convergence(axis: Axes, found: Mapping[str, Any], trace: Mapping[str, Any])
     right = axis.twinx()
     sizes = [math.nan if size is None else size for size in checks["ess"]]
     (size,) = right.plot(steps, sizes, color="C1", marker=marker, markersize=4, label="ESS")
-    right.axhline(MIN_ESS_PER_CHAIN * chains, color="C1", linestyle="--", linewidth=0.8)
+    right.axhline(MIN_ESS, color="C1", linestyle="--", linewidth=0.8)
     right.set_ylabel("ESS")
     right.set_ylim(0, 1.35 * right.get_ylim()[1])  # room for the legend
     axis.legend(handles=[ratio, size], fontsize=7, loc="upper right", ncols=2)

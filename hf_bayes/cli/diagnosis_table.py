@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_bayes.core.text_safety import visible_line
-from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN
+from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS
 from hf_bayes.diagnostics.plausibility import MAX_STRAYED
 from hf_bayes.diagnostics.verdict import MAX_CAPPED
 
@@ -59,9 +59,9 @@ def table(config: Mapping[str, Any]) -> Table:
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
         ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),
         ("rhat_logits", f"R-hat, {found.get('num_logits')} logits (95 % quantile)", f"below {MAX_RHAT}"),
-        ("ess", "ESS, log-likelihood", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
-        ("ess_terms", "ESS, single terms (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
-        ("ess_logits", "ESS, logits (5 % quantile)", f"above {MIN_ESS_PER_CHAIN * chains:.0f}"),
+        ("ess", "ESS, log-likelihood", f"above {MIN_ESS:.0f}"),
+        ("ess_terms", "ESS, single terms (5 % quantile)", f"above {MIN_ESS:.0f}"),
+        ("ess_logits", "ESS, logits (5 % quantile)", f"above {MIN_ESS:.0f}"),
     ):
         if found.get(name) is not None:
             result.add_row(Text(words), limit, number(found[name]))

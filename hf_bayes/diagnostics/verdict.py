@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS_PER_CHAIN, rhat_by_chance
+from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.plausibility import has_strayed
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, kinetic_temperature_interval, widened_interval
@@ -252,15 +252,18 @@ class Diagnostics(Measurements):
         )
 
     def _check_ess(self) -> str | None:
-        needed = MIN_ESS_PER_CHAIN * self.num_chains
-        known = [value for value in (self.ess, self.ess_terms, self.ess_logits) if value is not None]
+        known = [
+            value
+            for value in (self.ess, self.ess_terms, self.ess_logits)
+            if value is not None and not math.isnan(value)
+        ]
         found = min(known, default=math.nan)
-        if math.isnan(found) or found >= needed:
-            return None
         count = self.num_chains * (self.num_values or 0)
-        if count < needed and found >= count / 2 > 0:
-            return f"convergence not known: {count} values cannot have an ESS of {needed:.0f}: more draws"
-        return f"ESS {found:.0f}, {needed:.0f} needed for {_count(self.num_chains)}: more draws, or further apart"
+        if 0 < count < MIN_ESS and not found < count / 2:
+            return f"convergence not known: {count} values cannot have an ESS of {MIN_ESS:.0f}: more draws"
+        if math.isnan(found) or found >= MIN_ESS:
+            return None
+        return f"ESS {found:.0f}, {MIN_ESS:.0f} needed: more draws, or further apart"
 
 
 def _count(chains: int) -> str:

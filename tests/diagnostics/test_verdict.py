@@ -28,7 +28,7 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
     few = dataclasses.replace(alone, rhat=1.4, num_values=8)
     assert few.verdict.startswith("convergence not known: R-hat 1.40 is within chance for 8 values of each of 1 chain")
     short = dataclasses.replace(alone, ess=20.0)
-    assert short.verdict.endswith("ESS 20, 50 needed for 1 chain: more draws, or further apart")
+    assert short.verdict.endswith("ESS 20, 100 needed: more draws, or further apart")
     assert short.converged is False
 
 
@@ -46,7 +46,7 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
             {"capped": [0.0, 0.4, 0.0, 0.0]},
             "40% of the coordinates are at the cap of the proposal's standard deviation",
         ),
-        ({"ess": 20.0}, "ESS 20, 200 needed for 4 chains"),
+        ({"ess": 20.0}, "ESS 20, 100 needed"),
         ({"kinetic_temperature": [1.0, 5.0, 1.1, 1.0]}, "kinetic temperature 5 where 1.05 is expected (1 of 4 chains)"),
         ({"kinetic_temperature": [0.2, 1.0, 1.1, 1.0]}, "kinetic temperature 0.2 where 1.05 is expected"),
         ({"divergences": [0, 10, 0, 0]}, "10 divergent moves (0.2% of moves): smaller step size"),
@@ -78,15 +78,15 @@ def test_a_single_chain_is_not_called_converged_by_its_halves() -> None:
             {"rhat_logits": 1.3, "num_values": 4},
             "convergence not known: R-hat 1.30 of logits is within chance for 4 values of each",
         ),
-        ({"ess_logits": 15.0}, "ESS 15, 200 needed for 4 chains"),
+        ({"ess_logits": 15.0}, "ESS 15, 100 needed"),
         ({"rhat": 1.3, "num_values": 100}, "R-hat 1.30 over 4 chains: longer burn-in"),
         (
             {"rhat": 1.3, "num_values": 4},
             "convergence not known: R-hat 1.30 is within chance for 4 values of each",
         ),
-        ({"ess": 30.0, "num_values": 10}, "convergence not known: 40 values cannot have an ESS of 200: more draws"),
-        ({"ess": 15.0, "num_values": 10}, "ESS 15, 200 needed for 4 chains"),
-        ({"ess_terms": 15.0}, "ESS 15, 200 needed for 4 chains"),
+        ({"ess": 30.0, "num_values": 10}, "convergence not known: 40 values cannot have an ESS of 100: more draws"),
+        ({"ess": 15.0, "num_values": 10}, "ESS 15, 100 needed"),
+        ({"ess_terms": 15.0}, "ESS 15, 100 needed"),
         ({"acceptance": [0.999] * 4}, "acceptance 0.999: longer burn-in, or a larger step size"),
     ],
 )
