@@ -55,20 +55,19 @@ def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
 
 
 def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
-    """Return the trials as a table, best first."""
-    table = Table(title="Held-out rows", title_justify="left")
-    for column in ("method", "NLL", "- chosen", "accuracy", "ECE", "t", "passes", "gradients", "seconds"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    """Return the trials as a table, best first. ``t`` is the temperature, ``cost`` the forward passes."""
+    table = Table(title=f"Held-out rows, {chosen.gradients:,} gradients each", title_justify="left")
+    for column in ("method", "NLL", "NLL - chosen's", "acc.", "ECE", "t", "cost"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for trial in sorted(trials, key=lambda trial: (trial.mean_nll, trial.name)):
         if trial.failure:
             table.add_row(trial.name, f"failed: {trial.failure}"[:60])
             continue
         difference, error = trial.difference(chosen)
-        relative = "chosen" if trial is chosen else f"{difference:+.4f} +- {error:.2g}"
+        relative = "chosen" if trial is chosen else f"{difference:+.4f} ± {error:.4f}"
         numbers = (
             f"{trial.metrics[name]:.3f}" if name in trial.metrics else "-"
             for name in ("accuracy", "ece", "temperature")
         )
-        row = (trial.name, f"{trial.mean_nll:.4f}", relative, *numbers, str(trial.cost), f"{trial.gradients:,}")
-        table.add_row(*row, f"{trial.seconds:.0f}")
+        table.add_row(trial.name, f"{trial.mean_nll:.4f}", relative, *numbers, str(trial.cost))
     return table

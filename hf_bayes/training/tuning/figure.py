@@ -33,7 +33,10 @@ def draw(rounds: Sequence[Sequence[Trial]], chosen: Trial, path: str | os.PathLi
     axis.set_yticks(range(len(order)), order)
     axis.invert_yaxis()
     axis.axvline(chosen.mean_nll, color="tab:green", linewidth=0.8, linestyle=":")
-    axis.set_xlabel("held-out NLL in nats per term (bars: standard error of the difference to the chosen method)")
-    axis.set_title("green: chosen. grey: given up in an earlier round, with a smaller budget", fontsize=9)
+    axis.set_xlabel("held-out NLL in nats per term")
+    axis.set_title(
+        "green: chosen; grey: given up after the first round, with a smaller budget\n"
+        "bars: standard error of the difference to the chosen method", fontsize=9, loc="left",
+    )  # fmt: skip
     axis.grid(alpha=0.3, axis="x")
     figure.savefig(path, dpi=130)

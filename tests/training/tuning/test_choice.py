@@ -54,5 +54,5 @@ def test_the_table_has_a_line_for_every_trial() -> None:
     console.print(as_table([failed, plain, scored("ensemble", -0.1, 4)], plain))
     lines = [line for line in console.export_text().splitlines() if "│" in line]
     assert [line.split("│")[1].strip() for line in lines] == [PLAIN, "ensemble", "swag"]
-    assert "+0.1000 +- 0.05" in lines[1]
+    assert "+0.1000 ± 0.0500" in lines[1]
     assert "failed: diverged at step 3" in lines[2]
