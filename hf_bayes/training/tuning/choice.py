@@ -56,7 +56,8 @@ def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
 
 def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     """Return the trials as a table, best first. ``t`` is the temperature, ``cost`` the forward passes."""
-    table = Table(title=f"Held-out rows, {chosen.gradients:,} gradients each", title_justify="left")
+    title = f"Held-out rows, {chosen.gradients:,} gradients each"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("method", "NLL", "NLL - chosen's", "acc.", "ECE", "t", "cost"):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for trial in sorted(trials, key=lambda trial: (trial.mean_nll, trial.name)):
@@ -64,7 +65,7 @@ def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
             table.add_row(trial.name, f"failed: {trial.failure}"[:60])
             continue
         difference, error = trial.difference(chosen)
-        relative = "chosen" if trial is chosen else f"{difference:+.4f} ± {error:.4f}"
+        relative = "chosen" if trial is chosen else f"{difference:+.3f} ± {error:.3f}"
         numbers = (
             f"{trial.metrics[name]:.3f}" if name in trial.metrics else "-"
             for name in ("accuracy", "ece", "temperature")
