@@ -57,12 +57,13 @@ def sentence(chosen: Trial, trials: Sequence[Trial]) -> str:
 def as_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     """Return the trials as a table, best first. ``t`` is the temperature, ``cost`` the forward passes."""
     title = f"Held-out rows, {chosen.gradients:,} gradients each"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    failures = [f"{trial.name} failed: {trial.failure}" for trial in trials if trial.failure]
+    table.caption, table.caption_justify = "\n".join(failures), "left"
     for column in ("method", "NLL", "NLL - chosen's", "acc.", "ECE", "t", "cost"):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for trial in sorted(trials, key=lambda trial: (trial.mean_nll, trial.name)):
         if trial.failure:
-            table.add_row(trial.name, f"failed: {trial.failure}"[:60])
             continue
         difference, error = trial.difference(chosen)
         relative = "chosen" if trial is chosen else f"{difference:+.3f} ± {error:.3f}"
