@@ -108,7 +108,7 @@ class DiagonalCurvature(Curvature):
     def dim(self) -> int:
         return len(self.values)
 
-    def scaled(self, factor: float) -> DiagonalCurvature:
+    def scaled(self, factor: float) -> Self:
         return replace(self, values=factor * self.values)
 
     def dense(self) -> Tensor:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_bayes.distributions.covariance import Kronecker, KroneckerBlock, dense
+from hf_bayes.distributions.covariance import DiagonalBlock, Kronecker, KroneckerBlock, dense
 from hf_bayes.methods.laplace.curvature import temper
 from tests.methods.laplace.curvatures import DIM, KINDS, basis, numbers
 
@@ -22,7 +22,11 @@ def test_merged_kronecker_blocks_keep_the_trace_and_fit_better() -> None:
     turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
     first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
     before = Kronecker(
-        (first, numbers(4).exp(), KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()))
+        (
+            first,
+            DiagonalBlock(numbers(4).exp()),
+            KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()),
+        )
     )
     old = torch.linalg.inv(dense(before, numbers(1)))
     expected = one.dense() + old
