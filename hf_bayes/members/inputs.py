@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.pictures import PICTURES
 
 
@@ -42,10 +43,11 @@ def num_positions_of(inputs: dict[str, Any]) -> int:
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
+    tensors = tensors_in(inputs)
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        if isinstance(value := inputs.get(key), Tensor):
-            return value
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
-    if not tensors:
+        if key in tensors:
+            return tensors[key]
+    found = [tensor for tensor in tensors.values() if tensor.ndim >= 1]
+    if not found:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
-    return tensors[0]
+    return found[0]

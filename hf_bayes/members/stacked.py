@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.core.layout import modules_of
 from hf_bayes.members import compat
 from hf_bayes.members.context import Context, cast, unfold
 
@@ -86,12 +87,15 @@ class Stacked:
 
 
 class StackedLinear(Stacked):
-    """A stacked nn.Linear, or Conv1D of GPT-2 (whose weight is [in, out]), with a weight and a bias per member."""
+    """A stacked nn.Linear, with a weight and a bias per member."""
+
+    def weight(self) -> Tensor:
+        """Return the weights, [M, out, in]."""
+        return self.tensor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
         context, single = self.context, self.single(x)
-        weight = self.tensor("weight")
-        weight = weight.mT if isinstance(self.module, Conv1D) else weight  # [M, out, in]
+        weight = self.weight()  # [M, out, in]
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
         bias = None if getattr(self.module, "bias", None) is None else self.tensor("bias").to(weight.dtype)
         if single is not None:
@@ -102,6 +106,13 @@ class StackedLinear(Stacked):
         folded = context.fold(x)
         y = torch.bmm(folded, weight.mT) if bias is None else torch.baddbmm(bias[:, None], folded, weight.mT)
         return unfold(y, x, context.num_members)
+
+
+class StackedConv1D(StackedLinear):
+    """A stacked Conv1D of GPT-2: a linear layer whose weight is [in, out]."""
+
+    def weight(self) -> Tensor:
+        return self.tensor("weight").mT
 
 
 class StackedLora(Stacked):
@@ -215,8 +226,8 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
     refuse_attached(root)
     found: list[Stacked] = []
     claimed: set[int] = set()
-    for path, module in root.named_modules():
-        if isinstance(module, BaseTunerLayer) and any(id(p) in names for p in _adapter_parameters(module)):
+    for path, module in modules_of(root, BaseTunerLayer).items():
+        if any(id(p) in names for p in _adapter_parameters(module)):
             layer = _supported_lora(path, module, names)
             adapter = layer.active_adapters[0]
             children: dict[str, Any] = {"lora_A": layer.lora_A[adapter], "lora_B": layer.lora_B[adapter]}
@@ -234,8 +245,10 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return StackedNorm
-    if type(module) is nn.Linear or isinstance(module, Conv1D):
+    if type(module) is nn.Linear:
         return StackedLinear
+    if isinstance(module, Conv1D):
+        return StackedConv1D
     if type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding"):
         return StackedEmbedding
     raise ValueError(
@@ -258,7 +271,7 @@ def _warn_of_unmatched_targets(root: nn.Module) -> None:
     if not isinstance(root, PeftModel):
         return
     targets = getattr(root.peft_config[root.active_adapter], "target_modules", None)
-    adapted = ["." + path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    adapted = ["." + path for path in modules_of(root, BaseTunerLayer)]
     unmatched = [
         target
         for target in (sorted(targets) if isinstance(targets, (set, list, tuple)) else ())

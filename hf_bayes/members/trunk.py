@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import decoder_blocks, decoder_of
+from hf_bayes.core.layout import decoder_blocks, decoder_of, modules_of
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.context import Context
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.members.pictures import pictures_of
@@ -220,8 +221,8 @@ def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
     count = num_rows_of(inputs)
     tensors = [
         value.detach().cpu().contiguous()
-        for name, value in sorted(inputs.items())
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and name != "labels"
+        for name, value in sorted(tensors_in(inputs).items())
+        if value.shape[:1] == (count,) and name != "labels"
     ]
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -302,4 +303,4 @@ def _has_dropout(model: nn.Module) -> bool:
     """Check for dropout, by a module or by a function (attention_dropout of Llama): equal rows differ in training."""
     config = getattr(model, "config", None)
     functional = config is not None and _drops(config.to_dict())
-    return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return functional or any(module.p > 0 for module in modules_of(model, nn.Dropout).values())

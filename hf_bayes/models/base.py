@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members import Members
 from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
-from hf_bayes.models.base_model import refuse_foreign
+from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
@@ -64,7 +64,7 @@ class BayesianModel(HostMethods):
     """
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core = model.get_base_model() if isinstance(model, PeftModel) else model
+        core = core_of(model)
         refuse_foreign(model, core)
         refuse_theta(layout, theta)
         super().__init__(core.config)
@@ -299,10 +299,9 @@ class BayesianModel(HostMethods):
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""
         rows = num_rows_of(inputs)
-        return {
-            name: value[index.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-            for name, value in inputs.items()
-        }
+        return with_tensors(
+            inputs, lambda tensor: tensor[index.to(tensor.device)] if tensor.shape[:1] == (rows,) else tensor
+        )
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """Return T, the number of positions that a row of a batch takes in the model."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import core_of
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
 from hf_bayes.models.generation_refusals import refuse
@@ -56,7 +56,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     predictor: TokenPredictor
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core = model.get_base_model() if isinstance(model, PeftModel) else model
+        core = core_of(model)
         refuse_bidirectional(core)
         refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)

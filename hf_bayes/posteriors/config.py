@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.number_checks import is_integer, is_number
 from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
-from hf_bayes.posteriors.storage.json_types import is_integer, is_number
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import TASKS

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_bayes.core.layout import grouped
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.core.types import Kernel
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.training.active_run import ActiveRun
@@ -114,7 +114,7 @@ def rows_vary(active: ActiveRun) -> bool:
 
 
 def _differ(looks: Iterator[dict[str, Any]]) -> bool:
-    first = {name: value for name, value in next(looks).items() if isinstance(value, Tensor)}
+    first = tensors_in(next(looks))
     return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
 
 

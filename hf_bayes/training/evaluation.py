@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.diagnostics.comparison import RowScores, row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
 from hf_bayes.distributed.member_sums import DistributedMembers
@@ -97,7 +98,7 @@ class Evaluator:
         mesh = self._setup.mesh
         batches = [inputs]
         if isinstance(self._setup.model.spread, DistributedMembers):
-            batches = mesh.exchange({k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()})
+            batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
         results = [self._predict(host.prepare(batch), keep_logits, host, without_labels) for batch in batches]
         statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]
         if statistics is not None and self._batches is not None:

@@ -37,11 +37,7 @@ def make(kind: str, seed: int = 0) -> tuple[Covariance, Tensor]:
         return Diagonal(spread), torch.diag(spread**-2)
     if kind == "kronecker":
         first, last = numbers(2, 3, seed=seed).exp(), numbers(3, 2, seed=seed).exp()
-        blocks = (
-            KroneckerBlock(basis(2), basis(3), first),
-            DiagonalBlock(spread[:4]),
-            KroneckerBlock(None, basis(2), last),
-        )
+        one, other = KroneckerBlock(basis(2), basis(3), first), KroneckerBlock(None, basis(2), last)
         rotations = [torch.kron(basis(2), basis(3)), torch.eye(4).double(), torch.kron(torch.eye(3).double(), basis(2))]
         values = [first.flatten(), spread[:4] ** 2, last.flatten()]
         parts = [r @ torch.diag(1 / v) @ r.T for r, v in zip(rotations, values, strict=True)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from hf_bayes.distributions.covariance import DiagonalBlock, Kronecker, KroneckerBlock, dense
-from hf_bayes.methods.laplace.curvature import temper
+from hf_bayes.methods.laplace.prior_precision import GaussianPrecision, temper
 from tests.methods.laplace.curvatures import DIM, KINDS, basis, numbers
 
 
@@ -30,7 +30,7 @@ def test_merged_kronecker_blocks_keep_the_trace_and_fit_better() -> None:
     )
     old = torch.linalg.inv(dense(before, numbers(1)))
     expected = one.dense() + old
-    found = torch.linalg.inv(dense(temper(one, before, temperature=1.0, what="posterior"), old))
+    found = torch.linalg.inv(dense(temper(one, GaussianPrecision(before), temperature=1.0, what="posterior"), old))
     assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
     # what is not on the diagonal of the sum in a basis is lost: rotate into H's own basis, as if the prior had that one
     sides = (

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.posteriors.storage.json_types import is_integer, is_number, is_texts
+from hf_bayes.core.number_checks import is_integer, is_number
+from hf_bayes.posteriors.storage.json_types import is_texts
 
 
 @pytest.mark.parametrize(
