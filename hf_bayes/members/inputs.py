@@ -33,21 +33,25 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
 
 def num_rows_of(inputs: dict[str, Any]) -> int:
     """Return B, the first dimension of the model's main input."""
-    return _main_input(inputs).shape[0]
+    return shape_of(inputs)[0]
 
 
 def num_positions_of(inputs: dict[str, Any]) -> int:
     """Return T, the second dimension of the model's main input; 1 if it has none."""
+    return shape_of(inputs)[1]
+
+
+def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
+    """Return (B, T), see ``num_rows_of`` and ``num_positions_of``."""
     shape = _main_input(inputs).shape
-    return shape[1] if len(shape) > 1 else 1
+    return shape[0], shape[1] if len(shape) > 1 else 1
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
-    tensors = tensors_in(inputs)
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        if key in tensors:
-            return tensors[key]
-    found = [tensor for tensor in tensors.values() if tensor.ndim >= 1]
+        if isinstance(value := inputs.get(key), Tensor):
+            return value
+    found = [tensor for tensor in tensors_in(inputs).values() if tensor.ndim >= 1]
     if not found:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
     return found[0]

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import compat
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import shape_of
 
 
 class HookedLayer:
@@ -291,8 +291,8 @@ def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
     A batch with as many rows as positions is cut in two. In one piece, an output with positions first, or of a table of
     positions, could not be distinguished from an output with rows first.
     """
-    rows = num_rows_of(batch)
-    size = min(size or rows, -(-rows // 2) if rows == num_positions_of(batch) else rows)
+    rows, positions = shape_of(batch)
+    size = min(size or rows, -(-rows // 2) if rows == positions else rows)
     for start in range(0, rows, size):
         yield with_tensors(batch, partial(_cut, kept=slice(start, start + size), num_rows=rows))
 

@@ -6,6 +6,7 @@ the rows of all members are still equal (``Context.single``), frozen work is don
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import modules_of
 from hf_bayes.members import compat
-from hf_bayes.members.context import Context, cast, unfold
+from hf_bayes.members.context import Context
 
 SUPPORTED = (
     "torch.nn.Linear, transformers' Conv1D, LayerNorm, RMSNorm, Embedding, and peft LoRA on linear layers "
@@ -61,11 +62,15 @@ class Stacked:
 
     def tensor(self, attribute: str) -> Tensor:
         """Return a parameter of the module as [M, *shape]. A frozen parameter is the same for all members."""
-        name = self.names.get(attribute)
-        if name is not None:
-            return self.context.members_of(name)
-        parameter = self.parameter(attribute).detach()  # frozen
-        return parameter.expand(self.context.num_members, *parameter.shape)
+        context, name = self.context, self.names.get(attribute)
+        if name is None:
+            parameter = self.parameter(attribute).detach()  # frozen
+            return parameter.expand(context.num_members, *parameter.shape)
+        tensor = context.tensors.get(name)
+        if tensor is None:
+            raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
+        context.used.add(name)
+        return tensor
 
     def parameter(self, attribute: str) -> Tensor:
         """Return a parameter of the module by the name of its attribute."""
@@ -103,7 +108,7 @@ class StackedLinear(Stacked):
             y = F.linear(rows, weight.reshape(-1, weight.shape[-1]))  # [R, M * out]: one GEMM for all members
             y = torch.unflatten(y, -1, (context.num_members, -1)).transpose(0, 1)
             return unfold(y if bias is None else y + bias[:, None], single, context.num_members)
-        folded = context.fold(x)
+        folded = fold(x, context.num_members)
         y = torch.bmm(folded, weight.mT) if bias is None else torch.baddbmm(bias[:, None], folded, weight.mT)
         return unfold(y, x, context.num_members)
 
@@ -130,7 +135,7 @@ class StackedLora(Stacked):
         return weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer, context, dropout = self.module, self.context, self.dropout
+        layer, context, dropout, members = self.module, self.context, self.dropout, self.context.num_members
         a, b = self.tensor("lora_A"), self.tensor("lora_B")  # [M, r, in], [M, out, r]
         scaling = layer.scaling[self.adapter]
         single = self.single(x)
@@ -145,18 +150,18 @@ class StackedLora(Stacked):
             return base if single is None else context.repeat(base)
         low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
-            low, y = torch.bmm(context.fold(low), a.mT), context.fold(base)
+            low, y = torch.bmm(fold(low, members), a.mT), fold(base, members)
         else:
             low = F.linear(low.reshape(-1, low.shape[-1]), a.reshape(-1, a.shape[-1]))  # [R, M * r]
-            low = torch.unflatten(low, -1, (context.num_members, -1)).transpose(0, 1)
+            low = torch.unflatten(low, -1, (members, -1)).transpose(0, 1)
             y = base.reshape(1, -1, base.shape[-1])
         if y.dtype != low.dtype or low.dtype != b.dtype:
-            return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, context.num_members)
+            return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, members)
         if single is None and not torch.is_grad_enabled():
             # base was computed in this call and no other code holds it, so adding in place is safe and saves memory
             y.baddbmm_(low, b.mT, alpha=scaling)
             return y if y is base else y.reshape(base.shape)
-        return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, context.num_members)
+        return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, members)
 
 
 class StackedNorm(Stacked):
@@ -200,6 +205,24 @@ class StackedEmbedding(Stacked):
         y = F.embedding(lead + member * table.shape[1], table.flatten(0, 1)).flatten(0, 1).to(module.weight.dtype)
         scale: Any = getattr(module, "embed_scale", None)
         return y if scale is None else y * (scale.to(y.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def fold(x: Tensor, num_members: int) -> Tensor:
+    """Reshape [M * R, ..., k] to [M, R * ..., k]; ``x`` of that shape is returned unchanged."""
+    if x.ndim == 3 and x.shape[0] == num_members:
+        return x
+    return x.reshape(num_members, -1, x.shape[-1])
+
+
+def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
+    """Reshape [M, R * ..., k] to [M * R, ..., k]. ``like`` has the dimensions: [R, ..., *] or [M * R, ..., *]."""
+    rows = y.shape[0] * y.shape[1] // math.prod(like.shape[1:-1])
+    return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in ``dtype``; under autocast return it unchanged, because autocast casts itself."""
+    return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def refuse_attached(root: nn.Module) -> None:

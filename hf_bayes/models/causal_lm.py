@@ -20,7 +20,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import core_of
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
 from hf_bayes.models.generation_refusals import refuse
@@ -56,9 +55,6 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     predictor: TokenPredictor
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core = core_of(model)
-        refuse_bidirectional(core)
-        refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
@@ -70,6 +66,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.predictor = MemberTokens(self.causal)
         self.decoding = Decoding(self.causal)
         self.generation_config = self.core.generation_config
+
+    @classmethod
+    def check_core(cls, core: nn.Module) -> None:
+        refuse_bidirectional(core)
+        refuse_hidden_state(core)
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Prefer the generation config that was saved with the posterior to that of the base model."""

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -64,11 +64,11 @@ class CausalMembers:
         Args:
             tensors_per_state: tensors that are held for each hidden state: 2 with a tangent.
         """
-        rows = num_rows_of(inputs)
+        rows, length = shape_of(inputs)
         held = self.num_stored(model.num_members) * (1 if self.head.alike else tensors_per_state)
         width = model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize
         budget = max(HIDDEN_BYTES, sum(weight.nbytes for weight in model.core.parameters()) // 4)
-        size = max(1, budget // (held * num_positions_of(inputs) * width))
+        size = max(1, budget // (held * length * width))
         for start in range(0, rows, size):
             yield inputs if size >= rows else model.take_rows(inputs, torch.arange(start, min(start + size, rows)))
 

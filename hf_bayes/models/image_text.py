@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
-from hf_bayes.models.base_model import core_of
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.compat import own_generation_hooks
 
@@ -41,14 +39,14 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
     task = "image_text_to_text"
     auto_class = AutoModelForImageTextToText
 
-    def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core: Any = core_of(model)
+    @classmethod
+    def check_core(cls, core: nn.Module) -> None:
         if reason := _reason_to_refuse(core):
             raise ValueError(
                 f"{type(core).__name__} {reason}: it is not supported as a model of images and text. Take one such as "
                 "Llava, Gemma 3, Idefics 3 or Qwen2-VL (docs/models.md)"
             )
-        super().__init__(model, layout, theta, trunk=trunk)
+        super().check_core(core)
 
     def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
         known = (*_TEXT, *PICTURES)

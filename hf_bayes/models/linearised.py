@@ -20,7 +20,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import shape_of
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.models.base import BayesianModel
@@ -110,8 +110,8 @@ def _of_batch(
     covariance: Covariance,
     inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    rows = num_rows_of(inputs)
-    hooks.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
+    rows, length = shape_of(inputs)
+    hooks.begin(rows, length, inputs.get("attention_mask"))
     logits = model.members.logits(inputs)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(

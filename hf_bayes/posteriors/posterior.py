@@ -165,7 +165,7 @@ class Posterior:
         if contributes:
             first = sum(map(len, shares[: group.rank]))
             for index in range(len(shares[group.rank])):
-                content = self._member_files(self.approximation.rows[index])
+                content = member_files(self.approximation.rows[index], self.layout, self.adapter_config)
                 files |= {f"{member_folder(first + index)}/{name}": part for name, part in content.items()}
         if group.rank == 0:
             whole = dataclasses.replace(self.config, num_members=len(chains), member_chains=chains)
@@ -258,7 +258,7 @@ class Posterior:
                 f"asked for member {index}, {self.config.num_members} draws are stored"
                 + (": save a sample of the Gaussian as Draws first" if not self.config.num_members else "")
             )
-        storage.write_plain(directory, self._member_files(self.approximation.rows[index]))
+        storage.write_plain(directory, member_files(self.approximation.rows[index], self.layout, self.adapter_config))
 
     def push_to_hub(
         self,
@@ -301,13 +301,10 @@ class Posterior:
         if self.trace is not None:
             files[TRACE] = self.trace
         if self.adapter_config is not None:
-            files |= self._member_files(self.representative)
+            files |= member_files(self.representative, self.layout, self.adapter_config)
         if isinstance(self.approximation, Gaussian):
             files[GAUSSIAN] = self.approximation.tensors(self.layout)
         files |= self.sidecars.files
         adapter = self.adapter_config is not None
         files["README.md"] = render_card(config.to_dict(), adapter=adapter, repo_id=repo_id, **card)
         return files
-
-    def _member_files(self, row: Tensor) -> dict[str, Content]:
-        return member_files(row, self.layout, self.adapter_config)

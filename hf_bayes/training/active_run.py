@@ -103,7 +103,7 @@ class ActiveRun:
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for a method that passes over the data once more."""
-        host, needs = self.host, self.rows.method.requirements
+        host, needs = self.host, self.rows.requirements
         whitens = needs.learning_rate == "whitening" and host.args.learning_rate is None
         if self.rows.stream is not None or not (needs.final_pass or whitens):
             return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,10 @@ class Evaluation(NamedTuple):
     member_log_lik: Tensor | None = None
 
 
+_NO_PREDICTIONS = ("past_key_values", *Uncertainty._fields, *Deviations._fields)
+"""Fields of a model's output that are no logits."""
+
+
 class Evaluator:
     """The statistics of an evaluation, collected batch by batch over all processes.
 
@@ -85,21 +90,24 @@ class Evaluator:
     def step(
         self,
         inputs: dict[str, Any],
+        host: TrainerHost,
         *,
         keep_logits: bool,
-        host: TrainerHost,
-        without_labels: Callable[[Any, list[str]], Step],
+        without_labels: Callable[..., Step],
+        ignored: list[str],
     ) -> Step:
         """Evaluate a batch. Processes hold other members: each batch goes to all of them, and its sums come back.
 
         Args:
             without_labels: Trainer's own step, for a batch that has no labels and so no likelihood term.
+            ignored: the fields of the model's output that this step leaves out, besides those that are no predictions.
         """
         mesh = self._setup.mesh
         batches = [inputs]
         if isinstance(self._setup.model.spread, DistributedMembers):
             batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
-        results = [self._predict(host.prepare(batch), keep_logits, host, without_labels) for batch in batches]
+        own = partial(without_labels, ignore_keys=[*ignored, *_NO_PREDICTIONS])
+        results = [self._predict(host.prepare(batch), keep_logits, host, own) for batch in batches]
         statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]
         if statistics is not None and self._batches is not None:
             self._batches += self._of_all_processes(statistics, host.gradient_state)
@@ -110,12 +118,12 @@ class Evaluator:
         inputs: dict[str, Any],
         keep_logits: bool,
         host: TrainerHost,
-        without_labels: Callable[[Any, list[str]], Step],
+        without_labels: Callable[[Any], Step],
     ) -> tuple[tuple[dict[str, Tensor], Tensor] | None, Step]:
         """Return statistics of the terms with the number of terms in each row, and what ``step`` returns."""
         labels, model = inputs.get("labels"), self._setup.model
         if labels is None:
-            return None, without_labels(inputs, ["past_key_values", *Uncertainty._fields, *Deviations._fields])
+            return None, without_labels(inputs)
         with torch.no_grad(), host.evaluation_autocast():
             statistics, logits = model.evaluate_batch(inputs, keep_logits=keep_logits)
         step = statistics["nll"].float().mean(), logits, None if logits is None else labels
