@@ -266,7 +266,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 for texts that would not fit the model's table of positions, and for a linearised model whose link has a
                 closed form.
         """
-        return self.decoding.generate(self, inputs, {**kwargs, "generation_config": generation_config})
+        kwargs["generation_config"] = generation_config
+        return self.decoding.generate(self, super().generate, inputs, kwargs)
 
     @torch.no_grad()
     @predicts
@@ -297,10 +298,6 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return {}
 
     # -- generate's own hooks -----------------------------------------------------------------------------------------
-
-    def host_generate(self, inputs: Tensor | None, **kwargs: Any) -> Any:
-        """Run transformers' ``generate``."""
-        return super().generate(inputs, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse ``generate_batch`` of transformers, because its paged cache joins the tokens of many rows."""

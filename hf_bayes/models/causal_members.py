@@ -114,8 +114,11 @@ class CausalMembers:
 
     def logits(self, theta: Tensor, states: HiddenStates, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (flat positions [n], logits [M, n, V] of the members ``theta`` there), a chunk at a time."""
+        head = self.head
         with self.members.bind(theta):
-            yield from self.head.stream(states.hidden, states.output, states.num_rows, positions)
+            hidden = head.per_member(states.hidden, states.num_rows)
+            for index in torch.split(positions, head.chunk_size(hidden)):
+                yield index, head.logits(hidden[:, index], states.output)
 
     def log_lik(
         self,
