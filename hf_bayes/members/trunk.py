@@ -247,9 +247,12 @@ def _digest(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _detached(output: Any) -> Any:
-    if isinstance(output, tuple):
-        return tuple(_detached(item) for item in output)
-    return output.detach() if isinstance(output, Tensor) else output
+    match output:
+        case tuple():
+            return tuple(_detached(item) for item in output)
+        case Tensor():
+            return output.detach()
+    return output
 
 
 def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tuple[list[nn.Module], int]:
@@ -288,15 +291,14 @@ def has_axes(config: Any) -> bool:
 def _drops(fields: dict[Any, Any]) -> bool:
     """Check whether a configuration, or one of its parts, sets dropout or masks on audio features."""
     masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
-    return any(
-        _drops(value)
-        if isinstance(value, dict)
-        else isinstance(name, str)
-        and (("drop" in name and not name.startswith(("summary", "classifier"))) or name in masks)
-        and isinstance(value, float)
-        and value > 0
-        for name, value in fields.items()
-    )
+    for field in fields.items():
+        match field:
+            case _, dict(part) if _drops(part):
+                return True
+            case str(name), float(value) if value > 0:
+                if name in masks or ("drop" in name and not name.startswith(("summary", "classifier"))):
+                    return True
+    return False
 
 
 def _has_dropout(model: nn.Module) -> bool:

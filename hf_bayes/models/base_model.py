@@ -35,8 +35,9 @@ def _config_of_adapter(model: nn.Module) -> PeftConfig | None:
 
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
     """Raise for a model that cannot have a member axis, before anything is read or changed."""
-    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
-        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
+    foreign = not isinstance(core, PreTrainedModel)
+    if foreign or core.config.is_encoder_decoder:
+        kind = "not a transformers model" if foreign else "an encoder-decoder model"
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
         )

@@ -12,11 +12,10 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributions.approximations import Draws, Gaussian
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import check_tokenizer
@@ -134,7 +133,7 @@ def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:
         gaussian = approximation.single()
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    if posterior.adapter_config and isinstance(approximation, Draws) and len(torch.unique(approximation.chain)) > 1:
+    if posterior.adapter_config and len(set(approximation.chains)) > 1:
         logger.warning(
             "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
             "and B is not a model of any chain. Take a Gaussian posterior, or draws of one chain",

@@ -131,12 +131,14 @@ def _plain_name(name: str) -> str:
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a layer that gets a LoRA; None for a kind of layer that is unknown here."""
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return (sizes[0], sizes[1]) if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+    match module:
+        case Conv1D():
+            return module.weight.shape[0], module.weight.shape[1]
+        case nn.Embedding():
+            return module.num_embeddings, module.embedding_dim
+        case nn.Module(in_features=int(num_inputs), out_features=int(num_outputs)):
+            return num_inputs, num_outputs
+    return None
 
 
 def _adapter_name(layout: Layout) -> str:

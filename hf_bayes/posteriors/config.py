@@ -167,8 +167,12 @@ class PosteriorConfig:
 
     def _check_prediction(self) -> None:
         known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
-        fine = isinstance(self.prediction, str) and self.prediction in known
-        _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
+        _require(
+            self.prediction in known,
+            "prediction",
+            self.prediction,
+            f"one of {', '.join(known)} for {self.approximation}",
+        )
 
     def _check_calibration(self) -> None:
         if not self.calibration:

@@ -302,7 +302,7 @@ class Posterior:
             files[TRACE] = self.trace
         if self.adapter_config is not None:
             files |= member_files(self.representative, self.layout, self.adapter_config)
-        if isinstance(self.approximation, Gaussian):
+        if not self.approximation.num_stored:
             files[GAUSSIAN] = self.approximation.tensors(self.layout)
         files |= self.sidecars.files
         adapter = self.adapter_config is not None

@@ -21,8 +21,6 @@ from torch import Tensor
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.diagnostics.comparison import RowScores, row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
-from hf_bayes.distributed.member_sums import DistributedMembers
-from hf_bayes.distributions.approximations import Draws
 from hf_bayes.metrics import perplexity, summarise
 from hf_bayes.models.predictives import Deviations
 from hf_bayes.training.compat import TrainerHost
@@ -104,7 +102,7 @@ class Evaluator:
         """
         mesh = self._setup.mesh
         batches = [inputs]
-        if isinstance(self._setup.model.spread, DistributedMembers):
+        if self._setup.model.spread.size > 1:
             batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
         own = partial(without_labels, ignore_keys=[*ignored, *_NO_PREDICTIONS])
         results = [self._predict(host.prepare(batch), keep_logits, host, own) for batch in batches]
@@ -148,9 +146,9 @@ class Evaluator:
         A part of the terms shows how C falls with S. All terms show where it stands at S = M.
         """
         log_lik = evaluation.member_log_lik
-        if log_lik is None or not isinstance(approximation, Draws):
+        if log_lik is None or not approximation.num_stored:
             return None
-        chains = [int(chain) for part in self._setup.mesh.exchange(approximation.chain.tolist()) for chain in part]
+        chains = [chain for part in self._setup.mesh.exchange(approximation.chains) for chain in part]
         found = risk_asymptote(log_lik, chains)
         if found is None:
             return None
