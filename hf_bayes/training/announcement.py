@@ -10,7 +10,6 @@ import torch
 
 from hf_bayes.core.layout import grouped
 from hf_bayes.core.tensors import tensors_in
-from hf_bayes.core.types import Kernel
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.own_choices import tell_trial
@@ -84,7 +83,7 @@ def _announce_prior(active: ActiveRun) -> None:
 def _announce_dropout(active: ActiveRun) -> None:
     """Describe the effect of the dropout of the model, which differs between kinds of methods."""
     config = active.method
-    if isinstance(active.run.method, Kernel):
+    if not active.objective.dropout:
         active.host.say("the model has dropout: %s evaluates it without", config.name)
     elif config.requirements.drops_inputs:
         active.host.warn(
