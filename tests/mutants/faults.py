@@ -160,7 +160,7 @@ FAULTS = (
     Fault("laplace: the covariance without T", "methods/laplace/curvature.py",
           "variances = temperature / require_positive(self.values + precision, hessian=self.hessian)",
           "variances = 1 / require_positive(self.values + precision, hessian=self.hessian)",
-          ("methods/laplace/test_prior_precision.py::test_covariances_are_tempered_as_documented[0.3-model-diagonal]",)),
+          ("methods/laplace/test_curvature.py::test_covariances_are_tempered_as_documented[0.3-model-diagonal]",)),
     Fault("laplace: S label draws are summed, not averaged", "methods/laplace/estimators.py",
           "return likelihood.score(terms.logits, labels) / math.sqrt(self.num_draws)",
           "return likelihood.score(terms.logits, labels)",

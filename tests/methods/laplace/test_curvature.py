@@ -16,6 +16,7 @@ from hf_bayes.methods.laplace.curvature import (
     FullCurvature,
 )
 from hf_bayes.methods.laplace.evidence import Expansion, maximise
+from hf_bayes.methods.laplace.prior_precision import ElementwisePrecision, temper
 from tests.methods.laplace.curvatures import DIM, KINDS, LAYOUT, numbers
 
 PRECISIONS = {
@@ -28,6 +29,21 @@ precisions = pytest.mark.parametrize("precision", [make() for make in PRECISIONS
 
 def matrix(curvature: Curvature, precision: Tensor) -> Tensor:
     return curvature.dense() + torch.diag(precision.expand(DIM))
+
+
+@kinds
+@precisions
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_covariances_are_tempered_as_documented(kind: str, precision: Tensor, temperature: float) -> None:
+    curvature = KINDS[kind]()
+    both = {"posterior": temperature * torch.linalg.inv(matrix(curvature, precision)),
+            "likelihood": torch.linalg.inv(matrix(curvature.scaled(1 / temperature), precision))}  # fmt: skip
+    for what, expected in both.items():
+        covariance = temper(curvature, ElementwisePrecision(precision), temperature=temperature, what=what)
+        found = dense(covariance, expected)
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)  # float64, condition numbers below 1e4
+    if temperature != 1:
+        assert not torch.allclose(*both.values(), rtol=0.1)  # the twin: one in place of the other
 
 
 @kinds
