@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.classifier import BATCH, LENGTH, NUM_ROWS, PRIOR_STD, WORKS, classifier, rows
 from benchmarks.harness import ROOT, in_child, interleave, machine, peak_memory, ratio, timed
 from benchmarks.table import RESULTS, replaced
 from hf_bayes import LaplaceConfig, Posterior, fit_laplace
-from hf_bayes.distributions.covariance import Kronecker
+from hf_bayes.distributions.covariance import Kronecker, KroneckerBlock
 
 DOCUMENT = ROOT / "docs" / "laplace.md"
 LIMITS = {"head": 1.0, "lora": 10.0}
@@ -54,8 +53,8 @@ def once(work: str) -> dict[str, float]:
 def _trace(posterior: Posterior) -> float:
     """Return the trace of H, the posterior's precision without the prior's."""
     (covariance,) = posterior.approximation.covariances
-    blocks = covariance.blocks if isinstance(covariance, Kronecker) else [covariance.std]
-    variances = [block.square() if isinstance(block, Tensor) else block.variances for block in blocks]
+    blocks = covariance.blocks if isinstance(covariance, Kronecker) else [covariance]
+    variances = [block.variances if isinstance(block, KroneckerBlock) else block.variance for block in blocks]
     return sum(float((value.double().reciprocal() - PRIOR_STD**-2).sum()) for value in variances)
 
 

@@ -6,14 +6,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig, check_config
-from hf_bayes.core.number_checks import is_count, is_finite_number
+from hf_bayes.core.number_checks import is_count, is_finite_number, is_integral
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import UNNAMED, Problem
@@ -79,7 +78,7 @@ def problem_of(
 
 def check_seed(seed: Any) -> None:
     """Raise unless equal seeds are equal numbers."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
+    if not is_integral(seed):
         raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
 
 

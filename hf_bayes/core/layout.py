@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+Kind = TypeVar("Kind")
+"""A class of modules, or a class of peft that its modules mix in."""
 
 _CHOICES = '"trainable", "last_layer", "last_block", "all" or a regular expression over parameter names'
 
@@ -138,6 +141,11 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return decoder if isinstance(decoder, nn.Module) and decoder is not core else None
 
 
+def modules_of(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
+    """Return the modules of a class by their paths; a module in several places has its first path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, kind)}
+
+
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Return the longest ModuleList of blocks of one class, with its name; None if there is no such list.
 
@@ -147,9 +155,8 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     inside = None if decoder is None else {id(module) for module in decoder.modules()}
     lists = [
         (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and (inside is None or id(module) in inside)
+        for name, module in modules_of(model, nn.ModuleList).items()
+        if (inside is None or id(module) in inside)
         and len({type(block) for block in module}) == 1
         and not any(part.isdigit() for part in name.split("."))
     ]

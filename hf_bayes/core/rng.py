@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.number_checks import is_integral
 from hf_bayes.core.types import Rngs
 
 MAX_SEED = 2**64 - 1
@@ -17,7 +17,7 @@ MAX_SEED = 2**64 - 1
 
 def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> None:
     """Raise a ValueError unless generators accept this seed."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= largest:
+    if not is_integral(seed) or not 0 <= int(seed) <= largest:
         raise ValueError(
             f"{name} must be an integer from 0 to 2**{largest.bit_length()} - 1, the range of random generators, "
             f"got {seed!r:.100}: choose one in that range"

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from hf_bayes.core.number_checks import is_number
+
 
 def burn_in_steps(burn_in: float, num_steps: int) -> int:
     """Return ``burn_in`` as a number of updates; below 1 it is a fraction of the run."""
@@ -183,7 +185,7 @@ def from_dict(values: Mapping[str, Any]) -> Schedule:
 
 
 def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return value if is_number(value) else math.nan
 
 
 def _check_number(schedule: Schedule, name: str, value: Any, fine: bool, bound: str) -> None:

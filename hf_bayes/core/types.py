@@ -214,11 +214,13 @@ class Kernel(NamedTuple, Generic[State]):
         init: (theta [M, d], evaluate, rngs) -> state.
         step: (state, evaluate, rngs) -> (state, info).
         finish: (state, draws [M, S, d]) -> Approximation.
+        final_pass: None: a kernel needs no further pass over the data, see ``Rule``.
     """
 
     init: Callable[[Tensor, Evaluate, Rngs], State]
     step: Callable[[State, Evaluate, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
+    final_pass: None = None
 
 
 def locate_at_theta(state: State, rngs: Rngs) -> tuple[Tensor, State]:

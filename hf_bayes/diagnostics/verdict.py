@@ -277,6 +277,9 @@ def _chains(chains: list[int], num_chains: int | None = None) -> str:
 
 
 def _json(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    match value:
+        case list() | tuple():
+            return [_json(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value

@@ -19,10 +19,11 @@ class LocalMembers:
     """Sums over members that are all in this process.
 
     Attributes:
-        rank: the rank of this process among the processes that hold members.
+        size: the number of processes that hold members.
+        rank: the rank of this process among them.
     """
 
-    rank = 0
+    size, rank = 1, 0
 
     def predict(self, logits: Tensor) -> Prediction:
         """Return the mixture and its uncertainties from the logits [m, n, C] of this process's members."""

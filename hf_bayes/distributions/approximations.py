@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import COVARIANCES, Covariance, Diagonal, log_normal, moved
 
 GAUSSIANS = {"gaussian": "diagonal", **{f"gaussian_{kind}": kind for kind in COVARIANCES if kind != "diagonal"}}
@@ -33,6 +34,16 @@ class Draws:
     def num_stored(self) -> int:
         """The number of stored draws S."""
         return len(self.theta)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of theta that stand in files: the draws."""
+        return self.theta
+
+    @property
+    def chains(self) -> list[int]:
+        """The chain of each row."""
+        return [int(chain) for chain in self.chain]
 
     def __post_init__(self) -> None:
         if self.theta.ndim != 2 or len(self.theta) == 0:
@@ -61,6 +72,27 @@ class Draws:
         if not 1 <= num_members <= stored:
             raise ValueError(f"asked for {num_members} members, {stored} are stored: ask for 1 to {stored}")
         return self.theta[torch.arange(num_members) * stored // num_members]
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        """Return the draws of each parameter: name -> [S, ...]."""
+        return {f"draws.{name}": value for name, value in layout.unflatten(self.theta).items()}
+
+    def single(self) -> Gaussian:
+        """Return the diagonal Gaussian with the moments of the draws.
+
+        Raises:
+            ValueError: if the draws do not determine a positive variance of every element.
+        """
+        if len(self.theta) < 2:
+            raise ValueError("one draw has no variance: a Gaussian is fitted to 2 draws or more, better to many")
+        std = self.theta.std(0)
+        num_constant = int((std == 0).sum())
+        if num_constant:
+            raise ValueError(
+                f"{num_constant} of {len(std)} elements are the same in all {len(self.theta)} draws: a Gaussian "
+                "fitted to them would hold these elements fixed for ever. Take more draws, from chains that move"
+            )
+        return Gaussian.diagonal(self.mean[None], std[None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +134,16 @@ class Gaussian:
     def num_stored(self) -> int:
         """The number of stored draws: 0, because a Gaussian stores none."""
         return 0
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of theta that stand in files: the means [K, d]."""
+        return self.means
+
+    @property
+    def chains(self) -> list[int]:
+        """The chain of each stored draw: empty, because a Gaussian stores none."""
+        return []
 
     @property
     def mean(self) -> Tensor:
@@ -146,31 +188,21 @@ class Gaussian:
         grads = [weight[:, None] * covariance.precision_product(mean - theta) for mean, covariance, weight in parts]
         return torch.stack(grads).sum(0)
 
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        """Return the means and covariances of K components: name -> [K, ...]."""
+        means = {f"means.{name}": value for name, value in layout.unflatten(self.means).items()}
+        components = [covariance.tensors(layout) for covariance in self.covariances]
+        return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
+
+    def single(self) -> Gaussian:
+        """Return the Gaussian itself, or the diagonal Gaussian with the moments of a mixture."""
+        if len(self.means) == 1:
+            return self
+        return Gaussian.diagonal(self.mean[None], self.std[None])
+
     def _component_log_probs(self, theta: Tensor) -> Tensor:
         components = zip(self.means, self.covariances, strict=True)
         return torch.stack([log_normal(covariance, theta - mean) for mean, covariance in components], 1)
-
-
-def single(approximation: Draws | Gaussian) -> Gaussian:
-    """Return one Gaussian: the approximation itself, or the diagonal Gaussian with the moments of its draws or mixture.
-
-    Raises:
-        ValueError: if the draws do not determine a positive variance of every element.
-    """
-    if isinstance(approximation, Gaussian):
-        if len(approximation.means) == 1:
-            return approximation
-        return Gaussian.diagonal(approximation.mean[None], approximation.std[None])
-    if len(approximation.theta) < 2:
-        raise ValueError("one draw has no variance: a Gaussian is fitted to 2 draws or more, better to many")
-    std = approximation.theta.std(0)
-    num_constant = int((std == 0).sum())
-    if num_constant:
-        raise ValueError(
-            f"{num_constant} of {len(std)} elements are the same in all {len(approximation.theta)} draws: a Gaussian "
-            "fitted to them would hold these elements fixed for ever. Take more draws, from chains that move"
-        )
-    return Gaussian.diagonal(approximation.mean[None], std[None])
 
 
 def joined(parts: Sequence[Gaussian]) -> Gaussian:

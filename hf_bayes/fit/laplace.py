@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.number_checks import is_count
+from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.rng import require_seed
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import Problem
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
@@ -33,6 +33,7 @@ from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Normal
 
@@ -108,7 +109,7 @@ def _checked_config(method: MethodConfig | None) -> Any:
 @contextmanager
 def _as_bayesian(model: Any, config: Any, subspace: str, noise_std: float | None) -> Iterator[BayesianModel]:
     """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards."""
-    if isinstance(model, (str, os.PathLike)):
+    if is_place(model):
         model = _load(model)
     if isinstance(model, BayesianModel):
         if noise_std is not None:
@@ -136,7 +137,7 @@ def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_un
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
     if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    if num_data is not None and not (isinstance(num_data, (int, float)) and 0 < num_data < math.inf):
+    if num_data is not None and not (is_finite_number(num_data) and num_data > 0):
         raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
     if data_unit not in ("token", "sequence"):
         raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
@@ -232,7 +233,7 @@ def _batches(
 ) -> Iterator[dict[str, Any]]:
     loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
     for batch in loader:
-        yield {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        yield with_tensors(batch, lambda tensor: tensor.to(model.device))
 
 
 def _load(directory: str | os.PathLike[str]) -> BayesianModel:

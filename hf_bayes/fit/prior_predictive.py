@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.core.rng import generator, require_seed
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.models.attaching import attach
@@ -104,7 +105,7 @@ def prior_predictive(
         for batch in DataLoader(
             data, batch_size=batch_size, collate_fn=in_words(collate or default_data_collator, "data")
         ):
-            inputs = {k: v.to(model.device) for k, v in batch.items() if isinstance(v, Tensor) and "label" not in k}
+            inputs = {k: v.to(model.device) for k, v in tensors_in(batch).items() if "label" not in k}
             sums = sums + torch.stack([_histogram(bayesian, draw, inputs) for draw in draws])
     return PriorPredictive((sums / sums.sum(1, keepdim=True)).float().cpu())
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -92,31 +90,6 @@ class Context:
             self._copies, self._fresh = x, False
         return x[: len(x) // self.num_members] if x is self._copies else None
 
-    def members_of(self, name: str) -> Tensor:
-        """Return the members' values of a random parameter, [M, *shape]."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
-        self.used.add(name)
-        return tensor
-
-    def fold(self, x: Tensor) -> Tensor:
-        """Reshape [M * R, ..., k] to [M, R * ..., k]; ``x`` of that shape is returned unchanged."""
-        if x.ndim == 3 and x.shape[0] == self.num_members:
-            return x
-        return x.reshape(self.num_members, -1, x.shape[-1])
-
     def repeat(self, x: Tensor) -> Tensor:
         """Repeat the rows for each member, [B, ...] -> [M * B, ...], member-major."""
         return x.repeat(self.num_members, *[1] * (x.ndim - 1)) if self.num_members > 1 else x
-
-
-def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
-    """Reshape [M, R * ..., k] to [M * R, ..., k]. ``like`` has the dimensions: [R, ..., *] or [M * R, ..., *]."""
-    rows = y.shape[0] * y.shape[1] // math.prod(like.shape[1:-1])
-    return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in ``dtype``; under autocast return it unchanged, because autocast casts itself."""
-    return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
-from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.inputs import repeat_rows, shape_of
 from hf_bayes.members.last_feed_forward import LastFeedForward
 from hf_bayes.members.small_batches import BlockedLinears
 from hf_bayes.members.stacked import stack
@@ -129,14 +129,14 @@ class Members:
             folded: True if ``inputs`` have M * B rows already, which differ between members.
             module: a part of the core to call in its place.
         """
-        members, rows = self.context.num_members, num_rows_of(inputs)
+        members, (rows, positions) = self.context.num_members, shape_of(inputs)
         if folded:
             if rows % members:
                 raise ValueError(f"{rows} rows cannot be divided among {members} members: use a multiple")
             rows //= members
         else:
             inputs = repeat_rows(inputs, rows, members)
-        return self.run(module or self.core, inputs, rows, num_positions_of(inputs), trunk=not folded and members > 1)
+        return self.run(module or self.core, inputs, rows, positions, trunk=not folded and members > 1)
 
     def logits(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
         """Return the logits [M, B, ..., C] of a core with a head; the arguments are as in ``forward``."""

@@ -66,22 +66,6 @@ class ChunkedHead:
         logits: Tensor = rows.logits
         return logits.view(members, hidden.shape[1], logits.shape[-1])
 
-    def stream(
-        self, hidden: Tensor, output: Any, num_rows: int, positions: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logits of all members chunk by chunk, as pairs (indices [n], logits [M, n, V]).
-
-        Args:
-            hidden: from ``hidden``.
-            output: from ``hidden``.
-            num_rows: B.
-            positions: the wanted positions as flat indices b * T + t; None means all positions.
-        """
-        flat = self.per_member(hidden, num_rows)
-        wanted = torch.arange(flat.shape[1], device=hidden.device) if positions is None else positions
-        for index in torch.split(wanted, self.chunk_size(hidden)):
-            yield index, self.logits(flat[:, index], output)
-
     def per_member(self, hidden: Tensor, num_rows: int) -> Tensor:
         """Reshape [M * B, T, h] to [M, B * T, h], or [B, T, h] to [1, B * T, h]."""
         return hidden.reshape(hidden.shape[0] // num_rows, -1, hidden.shape[-1])

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.pictures import PICTURES
 
 
@@ -32,20 +33,25 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
 
 def num_rows_of(inputs: dict[str, Any]) -> int:
     """Return B, the first dimension of the model's main input."""
-    return _main_input(inputs).shape[0]
+    return shape_of(inputs)[0]
 
 
 def num_positions_of(inputs: dict[str, Any]) -> int:
     """Return T, the second dimension of the model's main input; 1 if it has none."""
+    return shape_of(inputs)[1]
+
+
+def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
+    """Return (B, T), see ``num_rows_of`` and ``num_positions_of``."""
     shape = _main_input(inputs).shape
-    return shape[1] if len(shape) > 1 else 1
+    return shape[0], shape[1] if len(shape) > 1 else 1
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
         if isinstance(value := inputs.get(key), Tensor):
             return value
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim >= 1]
-    if not tensors:
+    found = [tensor for tensor in tensors_in(inputs).values() if tensor.ndim >= 1]
+    if not found:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
-    return tensors[0]
+    return found[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.core.layout import modules_of
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.members import compat
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import shape_of
 
 
 class HookedLayer:
@@ -143,12 +146,8 @@ class LayerHooks:
 
     def _read_lora_inputs(self, model: nn.Module) -> None:
         """Identify the input of a LoRA factor A by the input of its layer, because peft casts it for each layer."""
-        factors = {
-            id(factor): lora
-            for lora in model.modules()
-            if isinstance(lora, LoraLayer)
-            for factor in lora.lora_A.values()
-        }
+        layers = modules_of(model, LoraLayer).values()
+        factors: dict[int, Any] = {id(factor): layer for layer in layers for factor in layer.lora_A.values()}
         for layer in self.layers:
             layer.reader = factors.get(id(layer.module), layer.module)
 
@@ -292,11 +291,14 @@ def pieces(batch: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
     A batch with as many rows as positions is cut in two. In one piece, an output with positions first, or of a table of
     positions, could not be distinguished from an output with rows first.
     """
-    rows = num_rows_of(batch)
-    size = min(size or rows, -(-rows // 2) if rows == num_positions_of(batch) else rows)
+    rows, positions = shape_of(batch)
+    size = min(size or rows, -(-rows // 2) if rows == positions else rows)
     for start in range(0, rows, size):
-        rest = slice(start, start + size)
-        yield {k: v[rest] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for k, v in batch.items()}
+        yield with_tensors(batch, partial(_cut, kept=slice(start, start + size), num_rows=rows))
+
+
+def _cut(tensor: Tensor, *, kept: slice, num_rows: int) -> Tensor:
+    return tensor[kept] if tensor.shape[:1] == (num_rows,) else tensor
 
 
 def _head_of(model: nn.Module) -> str | None:

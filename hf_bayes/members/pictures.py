@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.core.tensors import tensors_in
+
 PICTURES = ("pixel_values", "pixel_attention_mask", "pixel_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
 """Names of inputs whose first dimension is images, patches of images, or rows with one image each."""
 
 
 def pictures_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the inputs of a batch that hold images."""
-    return {name: inputs[name] for name in PICTURES if isinstance(inputs.get(name), Tensor)}
+    tensors = tensors_in(inputs)
+    return {name: tensors[name] for name in PICTURES if name in tensors}
 
 
 def take_pictures(pictures: dict[str, Tensor], placeholders: Tensor, index: Tensor) -> dict[str, Tensor]:

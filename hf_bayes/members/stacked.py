@@ -6,6 +6,7 @@ the rows of all members are still equal (``Context.single``), frozen work is don
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,8 +20,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_bayes.core.layout import modules_of
 from hf_bayes.members import compat
-from hf_bayes.members.context import Context, cast, unfold
+from hf_bayes.members.context import Context
 
 SUPPORTED = (
     "torch.nn.Linear, transformers' Conv1D, LayerNorm, RMSNorm, Embedding, and peft LoRA on linear layers "
@@ -60,11 +62,15 @@ class Stacked:
 
     def tensor(self, attribute: str) -> Tensor:
         """Return a parameter of the module as [M, *shape]. A frozen parameter is the same for all members."""
-        name = self.names.get(attribute)
-        if name is not None:
-            return self.context.members_of(name)
-        parameter = self.parameter(attribute).detach()  # frozen
-        return parameter.expand(self.context.num_members, *parameter.shape)
+        context, name = self.context, self.names.get(attribute)
+        if name is None:
+            parameter = self.parameter(attribute).detach()  # frozen
+            return parameter.expand(context.num_members, *parameter.shape)
+        tensor = context.tensors.get(name)
+        if tensor is None:
+            raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
+        context.used.add(name)
+        return tensor
 
     def parameter(self, attribute: str) -> Tensor:
         """Return a parameter of the module by the name of its attribute."""
@@ -86,12 +92,15 @@ class Stacked:
 
 
 class StackedLinear(Stacked):
-    """A stacked nn.Linear, or Conv1D of GPT-2 (whose weight is [in, out]), with a weight and a bias per member."""
+    """A stacked nn.Linear, with a weight and a bias per member."""
+
+    def weight(self) -> Tensor:
+        """Return the weights, [M, out, in]."""
+        return self.tensor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
         context, single = self.context, self.single(x)
-        weight = self.tensor("weight")
-        weight = weight.mT if isinstance(self.module, Conv1D) else weight  # [M, out, in]
+        weight = self.weight()  # [M, out, in]
         weight = weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
         bias = None if getattr(self.module, "bias", None) is None else self.tensor("bias").to(weight.dtype)
         if single is not None:
@@ -99,9 +108,16 @@ class StackedLinear(Stacked):
             y = F.linear(rows, weight.reshape(-1, weight.shape[-1]))  # [R, M * out]: one GEMM for all members
             y = torch.unflatten(y, -1, (context.num_members, -1)).transpose(0, 1)
             return unfold(y if bias is None else y + bias[:, None], single, context.num_members)
-        folded = context.fold(x)
+        folded = fold(x, context.num_members)
         y = torch.bmm(folded, weight.mT) if bias is None else torch.baddbmm(bias[:, None], folded, weight.mT)
         return unfold(y, x, context.num_members)
+
+
+class StackedConv1D(StackedLinear):
+    """A stacked Conv1D of GPT-2: a linear layer whose weight is [in, out]."""
+
+    def weight(self) -> Tensor:
+        return self.tensor("weight").mT
 
 
 class StackedLora(Stacked):
@@ -119,7 +135,7 @@ class StackedLora(Stacked):
         return weight
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer, context, dropout = self.module, self.context, self.dropout
+        layer, context, dropout, members = self.module, self.context, self.dropout, self.context.num_members
         a, b = self.tensor("lora_A"), self.tensor("lora_B")  # [M, r, in], [M, out, r]
         scaling = layer.scaling[self.adapter]
         single = self.single(x)
@@ -134,18 +150,18 @@ class StackedLora(Stacked):
             return base if single is None else context.repeat(base)
         low = cast(dropout(source) if dropout.training else source, a.dtype)
         if single is None:
-            low, y = torch.bmm(context.fold(low), a.mT), context.fold(base)
+            low, y = torch.bmm(fold(low, members), a.mT), fold(base, members)
         else:
             low = F.linear(low.reshape(-1, low.shape[-1]), a.reshape(-1, a.shape[-1]))  # [R, M * r]
-            low = torch.unflatten(low, -1, (context.num_members, -1)).transpose(0, 1)
+            low = torch.unflatten(low, -1, (members, -1)).transpose(0, 1)
             y = base.reshape(1, -1, base.shape[-1])
         if y.dtype != low.dtype or low.dtype != b.dtype:
-            return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, context.num_members)
+            return unfold(y + (torch.bmm(low, b.mT.to(low.dtype)) * scaling).to(y.dtype), base, members)
         if single is None and not torch.is_grad_enabled():
             # base was computed in this call and no other code holds it, so adding in place is safe and saves memory
             y.baddbmm_(low, b.mT, alpha=scaling)
             return y if y is base else y.reshape(base.shape)
-        return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, context.num_members)
+        return unfold(torch.baddbmm(y, low, b.mT, alpha=scaling), base, members)
 
 
 class StackedNorm(Stacked):
@@ -191,6 +207,24 @@ class StackedEmbedding(Stacked):
         return y if scale is None else y * (scale.to(y.dtype) if isinstance(scale, Tensor) else scale)
 
 
+def fold(x: Tensor, num_members: int) -> Tensor:
+    """Reshape [M * R, ..., k] to [M, R * ..., k]; ``x`` of that shape is returned unchanged."""
+    if x.ndim == 3 and x.shape[0] == num_members:
+        return x
+    return x.reshape(num_members, -1, x.shape[-1])
+
+
+def unfold(y: Tensor, like: Tensor, num_members: int) -> Tensor:
+    """Reshape [M, R * ..., k] to [M * R, ..., k]. ``like`` has the dimensions: [R, ..., *] or [M * R, ..., *]."""
+    rows = y.shape[0] * y.shape[1] // math.prod(like.shape[1:-1])
+    return y.reshape(rows, *like.shape[1:-1], y.shape[-1])
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in ``dtype``; under autocast return it unchanged, because autocast casts itself."""
+    return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+
+
 def refuse_attached(root: nn.Module) -> None:
     """Check that no module of the model has a stacked forward already, because member axes do not nest.
 
@@ -215,8 +249,8 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
     refuse_attached(root)
     found: list[Stacked] = []
     claimed: set[int] = set()
-    for path, module in root.named_modules():
-        if isinstance(module, BaseTunerLayer) and any(id(p) in names for p in _adapter_parameters(module)):
+    for path, module in modules_of(root, BaseTunerLayer).items():
+        if any(id(p) in names for p in _adapter_parameters(module)):
             layer = _supported_lora(path, module, names)
             adapter = layer.active_adapters[0]
             children: dict[str, Any] = {"lora_A": layer.lora_A[adapter], "lora_B": layer.lora_B[adapter]}
@@ -234,8 +268,10 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return StackedNorm
-    if type(module) is nn.Linear or isinstance(module, Conv1D):
+    if type(module) is nn.Linear:
         return StackedLinear
+    if isinstance(module, Conv1D):
+        return StackedConv1D
     if type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding"):
         return StackedEmbedding
     raise ValueError(
@@ -258,7 +294,7 @@ def _warn_of_unmatched_targets(root: nn.Module) -> None:
     if not isinstance(root, PeftModel):
         return
     targets = getattr(root.peft_config[root.active_adapter], "target_modules", None)
-    adapted = ["." + path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    adapted = ["." + path for path in modules_of(root, BaseTunerLayer)]
     unmatched = [
         target
         for target in (sorted(targets) if isinstance(targets, (set, list, tuple)) else ())

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_bayes.core.layout import decoder_blocks, decoder_of
+from hf_bayes.core.layout import decoder_blocks, decoder_of, modules_of
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.context import Context
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.members.pictures import pictures_of
@@ -220,8 +221,8 @@ def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
     count = num_rows_of(inputs)
     tensors = [
         value.detach().cpu().contiguous()
-        for name, value in sorted(inputs.items())
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] == count and name != "labels"
+        for name, value in sorted(tensors_in(inputs).items())
+        if value.shape[:1] == (count,) and name != "labels"
     ]
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -246,9 +247,12 @@ def _digest(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _detached(output: Any) -> Any:
-    if isinstance(output, tuple):
-        return tuple(_detached(item) for item in output)
-    return output.detach() if isinstance(output, Tensor) else output
+    match output:
+        case tuple():
+            return tuple(_detached(item) for item in output)
+        case Tensor():
+            return output.detach()
+    return output
 
 
 def _find_trunk(model: nn.Module, random_modules: Collection[nn.Module]) -> tuple[list[nn.Module], int]:
@@ -287,19 +291,18 @@ def has_axes(config: Any) -> bool:
 def _drops(fields: dict[Any, Any]) -> bool:
     """Check whether a configuration, or one of its parts, sets dropout or masks on audio features."""
     masks = ("mask_time_prob", "mask_feature_prob") if fields.get("apply_spec_augment") else ()
-    return any(
-        _drops(value)
-        if isinstance(value, dict)
-        else isinstance(name, str)
-        and (("drop" in name and not name.startswith(("summary", "classifier"))) or name in masks)
-        and isinstance(value, float)
-        and value > 0
-        for name, value in fields.items()
-    )
+    for field in fields.items():
+        match field:
+            case _, dict(part) if _drops(part):
+                return True
+            case str(name), float(value) if value > 0:
+                if name in masks or ("drop" in name and not name.startswith(("summary", "classifier"))):
+                    return True
+    return False
 
 
 def _has_dropout(model: nn.Module) -> bool:
     """Check for dropout, by a module or by a function (attention_dropout of Llama): equal rows differ in training."""
     config = getattr(model, "config", None)
     functional = config is not None and _drops(config.to_dict())
-    return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return functional or any(module.p > 0 for module in modules_of(model, nn.Dropout).values())

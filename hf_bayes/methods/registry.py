@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.number_checks import is_finite_number
 from hf_bayes.core.schedules import Linear
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
@@ -193,7 +193,7 @@ def _build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
 def _check(config: MethodConfig, problem: Problem) -> None:
     for field in ("num_data", "learning_rate"):
         value = getattr(problem, field)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not is_finite_number(value) or value <= 0:
             raise ValueError(f"{config.name}: {field} must be a finite number > 0, got {value!r}")
     if config.num_warm_start_steps > problem.burn_in:
         raise ValueError(

@@ -9,7 +9,7 @@ from hf_bayes.core.layout import initial, select
 from hf_bayes.members.stacked import refuse_attached
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.base_model import refuse_foreign
+from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.classification import (
     BayesianClassifier,
@@ -59,7 +59,7 @@ def attach(
         ValueError: for a module that cannot be stacked, naming it; the model is then unchanged.
     """
     refuse_attached(model)
-    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    core = core_of(model)
     refuse_foreign(model, core)
     kind = MODELS[task_of(core).name]
     layout = select(model, subspace)

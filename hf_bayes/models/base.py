@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.members import Members
 from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
-from hf_bayes.models.base_model import refuse_foreign
+from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
@@ -64,7 +64,8 @@ class BayesianModel(HostMethods):
     """
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core = model.get_base_model() if isinstance(model, PeftModel) else model
+        core = core_of(model)
+        self.check_core(core)
         refuse_foreign(model, core)
         refuse_theta(layout, theta)
         super().__init__(core.config)
@@ -72,13 +73,15 @@ class BayesianModel(HostMethods):
         self._restoration = Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
         self.members_per_pass: int | None = None
-        self.check_inputs = InputCheck(core)
-        self.current_members = CurrentMembers()
-        self.lock = CopyableLock()
+        self.check_inputs, self.current_members, self.lock = InputCheck(core), CurrentMembers(), CopyableLock()
         self.theta = nn.Parameter(theta)
         model.requires_grad_(False)
         self.members.install()
         self._restoration.handles = guard(model)
+
+    @classmethod
+    def check_core(cls, core: nn.Module) -> None:
+        """Raise a ValueError for a model that this class has no predictions for."""
 
     @classmethod
     def from_pretrained(
@@ -299,10 +302,7 @@ class BayesianModel(HostMethods):
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""
         rows = num_rows_of(inputs)
-        return {
-            name: value[index.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-            for name, value in inputs.items()
-        }
+        return with_tensors(inputs, lambda x: x[index.to(x.device)] if x.shape[:1] == (rows,) else x)
 
     def num_positions(self, inputs: dict[str, Any]) -> int:
         """Return T, the number of positions that a row of a batch takes in the model."""

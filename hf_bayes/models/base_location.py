@@ -12,7 +12,8 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_bayes.posteriors.hub import DOWNLOAD, is_local
+from hf_bayes.core.layout import modules_of
+from hf_bayes.posteriors.hub import DOWNLOAD, is_local, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
 
@@ -34,12 +35,12 @@ def locate(
     """
     recorded = posterior.config.base_model
     hub = {name: location[name] for name in DOWNLOAD if name in location} | {"trust_remote_code": trust_remote_code}
-    if given is not None and not isinstance(given, str | os.PathLike | nn.Module):
+    is_given = is_place(given)
+    if given is not None and not is_given and not isinstance(given, nn.Module):
         raise ValueError(
             f"base_model must be a name, a folder or a transformers model, got {type(given).__name__}: leave it out to "
             "take the name that the posterior records"
         )
-    is_given = isinstance(given, str | os.PathLike)
     name = str(given) if is_given else recorded["name_or_path"] or ""
     if name and _is_own(posterior, name):
         raise ValueError(
@@ -64,7 +65,7 @@ def reaching(posterior: Posterior, name: str, given: Any) -> Iterator[None]:
 
 def refuse_adapted(model: nn.Module) -> None:
     """Raise for a base model with an adapter, because its layers would count as layers of the base model."""
-    if isinstance(model, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+    if isinstance(model, PeftModel) or modules_of(model, BaseTunerLayer):
         raise ValueError(
             f"base_model is a {type(model).__name__} with an adapter of peft: give the model without it "
             "(peft_model.unload(), or merge_and_unload() if its adapter belongs to the base), or its name or folder"

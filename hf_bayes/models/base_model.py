@@ -23,15 +23,26 @@ _HEAD = ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id")
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
+def core_of(model: nn.Module) -> nn.Module:
+    """Return the model inside peft's wrapper, or the model itself if it has none."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _config_of_adapter(model: nn.Module) -> PeftConfig | None:
+    """Return the config of the active adapter; None for a model without an adapter."""
+    return model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
+
+
 def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
     """Raise for a model that cannot have a member axis, before anything is read or changed."""
-    if not isinstance(core, PreTrainedModel) or core.config.is_encoder_decoder:
-        kind = "an encoder-decoder model" if isinstance(core, PreTrainedModel) else "not a transformers model"
+    foreign = not isinstance(core, PreTrainedModel)
+    if foreign or core.config.is_encoder_decoder:
+        kind = "not a transformers model" if foreign else "an encoder-decoder model"
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
         )
-    if isinstance(model, PeftModel):
-        _refuse_adapter(model.peft_config[model.active_adapter])
+    if (adapter := _config_of_adapter(model)) is not None:
+        _refuse_adapter(adapter)
     refuse_spread(core)
 
 
@@ -206,9 +217,9 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     Raises:
         ValueError: for a LoRA that posteriors do not support, naming the field.
     """
-    if not isinstance(model, PeftModel):
+    config = _config_of_adapter(model)
+    if config is None:
         return None
-    config = model.peft_config[model.active_adapter]
     content: dict[str, Any] = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
     if not isinstance(config, LoraConfig):
         return content
@@ -219,11 +230,9 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:
-    if isinstance(model, PeftModel):
-        name = model.peft_config[model.active_adapter].base_model_name_or_path
-        if name:
-            return str(name)
-    return str(getattr(core, "name_or_path", "") or compat.source_of(core.config))
+    adapter = _config_of_adapter(model)
+    name = None if adapter is None else adapter.base_model_name_or_path
+    return str(name or getattr(core, "name_or_path", "") or compat.source_of(core.config))
 
 
 def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -56,9 +55,6 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     predictor: TokenPredictor
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core = model.get_base_model() if isinstance(model, PeftModel) else model
-        refuse_bidirectional(core)
-        refuse_hidden_state(core)
         super().__init__(model, layout, theta, trunk=trunk)
         try:
             self.head = ChunkedHead(self.members)
@@ -70,6 +66,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         self.predictor = MemberTokens(self.causal)
         self.decoding = Decoding(self.causal)
         self.generation_config = self.core.generation_config
+
+    @classmethod
+    def check_core(cls, core: nn.Module) -> None:
+        refuse_bidirectional(core)
+        refuse_hidden_state(core)
 
     def use_settings_of(self, posterior: Posterior) -> None:
         """Prefer the generation config that was saved with the posterior to that of the base model."""
@@ -265,7 +266,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                 for texts that would not fit the model's table of positions, and for a linearised model whose link has a
                 closed form.
         """
-        return self.decoding.generate(self, inputs, {**kwargs, "generation_config": generation_config})
+        kwargs["generation_config"] = generation_config
+        return self.decoding.generate(self, super().generate, inputs, kwargs)
 
     @torch.no_grad()
     @predicts
@@ -296,10 +298,6 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return {}
 
     # -- generate's own hooks -----------------------------------------------------------------------------------------
-
-    def host_generate(self, inputs: Tensor | None, **kwargs: Any) -> Any:
-        """Run transformers' ``generate``."""
-        return super().generate(inputs, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse ``generate_batch`` of transformers, because its paged cache joins the tokens of many rows."""

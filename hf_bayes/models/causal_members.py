@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_bayes.members.cache import empty_like, leave_room, merge_caches, mergeable
 from hf_bayes.members.engine import Members
 from hf_bayes.members.head import ChunkedHead
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import MemberLogLik
 from hf_bayes.uncertainty.likelihoods import Likelihood
@@ -64,11 +64,11 @@ class CausalMembers:
         Args:
             tensors_per_state: tensors that are held for each hidden state: 2 with a tangent.
         """
-        rows = num_rows_of(inputs)
+        rows, length = shape_of(inputs)
         held = self.num_stored(model.num_members) * (1 if self.head.alike else tensors_per_state)
         width = model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize
         budget = max(HIDDEN_BYTES, sum(weight.nbytes for weight in model.core.parameters()) // 4)
-        size = max(1, budget // (held * num_positions_of(inputs) * width))
+        size = max(1, budget // (held * length * width))
         for start in range(0, rows, size):
             yield inputs if size >= rows else model.take_rows(inputs, torch.arange(start, min(start + size, rows)))
 
@@ -114,8 +114,11 @@ class CausalMembers:
 
     def logits(self, theta: Tensor, states: HiddenStates, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (flat positions [n], logits [M, n, V] of the members ``theta`` there), a chunk at a time."""
+        head = self.head
         with self.members.bind(theta):
-            yield from self.head.stream(states.hidden, states.output, states.num_rows, positions)
+            hidden = head.per_member(states.hidden, states.num_rows)
+            for index in torch.split(positions, head.chunk_size(hidden)):
+                yield index, head.logits(hidden[:, index], states.output)
 
     def log_lik(
         self,

@@ -20,6 +20,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hf_bayes.core.number_checks import is_number
+
 _RATE = re.compile(r"dropout|pdrop|layerdrop|droppath|(?:^|_)drop_(?:\w+_)?rate")
 _TRAINING = re.compile(
     r"(?:^|_)(?:jitter_noise|apply_spec_augment|mask_(?:time|feature)_(?:prob|length|min_masks)|label_smoothing"
@@ -45,5 +47,5 @@ def evaluation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    is_rate = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    is_rate = value is None or is_number(value)
     return name in _STATED or bool(_TRAINING.search(name)) or (is_rate and bool(_RATE.search(name)))

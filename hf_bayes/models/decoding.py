@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -45,8 +45,6 @@ class ModelOfText(Protocol):
     @property
     def mixture_temperature(self) -> float: ...
 
-    def host_generate(self, inputs: Tensor | None, **kwargs: Any) -> Any: ...
-
     def score(self, input_ids: Tensor, attention_mask: Tensor, *, first: int, **inputs: Any) -> Scores: ...
 
     def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]: ...
@@ -69,10 +67,13 @@ class Decoding:
 
     # -- generate -----------------------------------------------------------------------------------------------------
 
-    def generate(self, model: ModelOfText, inputs: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    def generate(
+        self, model: ModelOfText, by_host: Callable[..., Any], inputs: Tensor | None, kwargs: dict[str, Any]
+    ) -> Any:
         """Generate, and add ``Scores`` to an output that is a mapping.
 
         Args:
+            by_host: transformers' ``generate`` of the model.
             kwargs: the arguments of ``generate``.
         """
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
@@ -84,7 +85,7 @@ class Decoding:
         if isinstance(streamer := kwargs.get("streamer"), TraceStreamer):
             streamer.watch(trace)
         try:
-            output = model.host_generate(inputs, **kwargs)
+            output = by_host(inputs, **kwargs)
         finally:
             self.trace = None
         if isinstance(output, Tensor):

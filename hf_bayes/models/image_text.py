@@ -10,11 +10,10 @@ import inspect
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.pictures import PICTURES, pictures_of, take_pictures
 from hf_bayes.members.trunk import has_axes
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -40,18 +39,18 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
     task = "image_text_to_text"
     auto_class = AutoModelForImageTextToText
 
-    def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
-        core: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    @classmethod
+    def check_core(cls, core: nn.Module) -> None:
         if reason := _reason_to_refuse(core):
             raise ValueError(
                 f"{type(core).__name__} {reason}: it is not supported as a model of images and text. Take one such as "
                 "Llava, Gemma 3, Idefics 3 or Qwen2-VL (docs/models.md)"
             )
-        super().__init__(model, layout, theta, trunk=trunk)
+        super().check_core(core)
 
     def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
         known = (*_TEXT, *PICTURES)
-        if others := [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in known]:
+        if others := [name for name in tensors_in(inputs) if name not in known]:
             raise ValueError(
                 f"inputs {', '.join(others)}: a Bayesian model of images and text takes {', '.join(known)}; which "
                 "rows the entries of others belong to is not defined. Give images and text only"
@@ -104,7 +103,8 @@ class BayesianModelForImageTextToText(BayesianModelForCausalLM):
         if ids is None:
             return {}
         index = torch.arange(len(ids)).repeat_interleave(len(sequences) // len(ids))
-        given = {name: prompt[name] for name in (*PICTURES, *_TYPES) if isinstance(prompt.get(name), Tensor)}
+        tensors = tensors_in(prompt)
+        given = {name: tensors[name] for name in (*PICTURES, *_TYPES) if name in tensors}
         found = self.take_rows({"input_ids": ids, **given}, index)
         del found["input_ids"]
         new = sequences.shape[1] - ids.shape[1]

@@ -12,14 +12,14 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.distributions.approximations import Draws, Gaussian, single
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import check_tokenizer
+from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,9 @@ def inherit(
         ValueError: if the posterior belongs to another base model, subspace or unit of the data, or the method's config
             sets another prior. (Tokenizers: ``Inherited.check_tokenizer``.)
     """
+    place = prior if is_place(prior) else None
     posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
-    source = posterior.config.method["name"] if isinstance(prior, Posterior) else str(prior)
+    source = posterior.config.method["name"] if place is None else str(place)
     what = f"prior ({source})"
     _refuse_second_prior(method)
     _check_subspace(posterior, model, what)
@@ -92,7 +93,7 @@ def inherit(
         )
     gaussian = _gaussian_of(posterior, what)
     record = {
-        "posterior": None if isinstance(prior, Posterior) else str(_absolute(prior)),
+        "posterior": None if place is None else str(_absolute(place)),
         "fingerprint": posterior.fingerprint,
         "method": posterior.config.method["name"],
         "approximation": posterior.approximation.kind,
@@ -129,10 +130,10 @@ def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:
     """Return one Gaussian with the moments of the posterior."""
     approximation = posterior.approximation
     try:
-        gaussian = single(approximation)
+        gaussian = approximation.single()
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    if posterior.adapter_config and isinstance(approximation, Draws) and len(torch.unique(approximation.chain)) > 1:
+    if posterior.adapter_config and len(set(approximation.chains)) > 1:
         logger.warning(
             "%s is fitted to draws of several chains: their LoRA factors need not agree, and a mean over different A "
             "and B is not a model of any chain. Take a Gaussian posterior, or draws of one chain",

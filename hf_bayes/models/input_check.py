@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hf_bayes.core.layout import modules_of
+from hf_bayes.core.number_checks import is_integer
+
 _DTYPES = (torch.int64, torch.int32)
 _WANTED = "expected a tensor of integers [rows, tokens]"
 
@@ -156,16 +159,16 @@ def _num_tokens(core: Any) -> int | None:
     except (AttributeError, NotImplementedError):
         return None
     count = getattr(getattr(embedding, "base_layer", embedding), "num_embeddings", None)
-    return count if isinstance(count, int) else None
+    return count if is_integer(count) else None
 
 
 def _context(core: Any) -> tuple[int | None, bool]:
     """Return the largest number of tokens in a row, and whether a table of positions ends there."""
     longest = getattr(core.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
+    if not is_integer(longest, 1):
         return None, False
-    for name, module in core.named_modules():
-        if isinstance(module, nn.Embedding) and (name.endswith("wpe") or "pos" in name.rpartition(".")[2]):
+    for name, module in modules_of(core, nn.Embedding).items():
+        if name.endswith("wpe") or "pos" in name.rpartition(".")[2]:
             # OPT's table has rows before the first position; RoBERTa's first position follows the padding token's row
             offset = getattr(module, "offset", 0)
             if module.num_embeddings == longest + offset:

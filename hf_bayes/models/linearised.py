@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import shape_of
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.models.base import BayesianModel
@@ -109,8 +110,8 @@ def _of_batch(
     covariance: Covariance,
     inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    rows = num_rows_of(inputs)
-    hooks.begin(rows, num_positions_of(inputs), inputs.get("attention_mask"))
+    rows, length = shape_of(inputs)
+    hooks.begin(rows, length, inputs.get("attention_mask"))
     logits = model.members.logits(inputs)[0]
     if logits.ndim not in (2, 3):
         raise ValueError(
@@ -171,6 +172,4 @@ def _jacobian(hooks: LayerHooks, logits: Tensor, layout: Layout, like: Tensor) -
 def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
     """Yield the batch in pieces of ``size`` rows; None yields it whole."""
     # a tensor of inference mode cannot be part of a graph, but its copy can
-    yield from pieces(
-        {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in inputs.items()}, size
-    )
+    yield from pieces(with_tensors(inputs, lambda tensor: tensor.clone() if tensor.is_inference() else tensor), size)

@@ -143,7 +143,7 @@ class ClosedHead:
         """Yield (indices [n], the outputs [K, n, V] there), a chunk at a time.
 
         Args:
-            hidden, output, num_rows, positions: as in ``ChunkedHead.stream``; hidden states [B, T, h].
+            hidden, output, num_rows, positions: as in ``HiddenStates``; hidden states [B, T, h]. Positions are flat.
         Raises:
             ValueError: if the model's logits differ from the outputs of its head.
         """

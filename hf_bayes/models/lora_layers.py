@@ -13,7 +13,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_bayes.core.layout import Layout
+from hf_bayes.core.layout import Layout, modules_of
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.compat import MODEL_PREFIX as PREFIX
 from hf_bayes.posteriors.tasks import PEFT_TASK_TYPES as TASKS
@@ -75,13 +75,9 @@ def names_of(model: PeftModel) -> dict[str, Any]:
     """
     adapter, base = model.active_adapter, model.get_base_model()
     config = model.peft_config[adapter]
-    layers = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
-    layers = {name: layer for name, layer in layers.items() if adapter in layer.r}
-    saved = sorted(
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save
-    )
+    layers = {name: layer for name, layer in modules_of(base, LoraLayer).items() if adapter in layer.r}
+    wrappers = modules_of(base, ModulesToSaveWrapper)
+    saved = sorted(name for name, wrapper in wrappers.items() if adapter in wrapper.modules_to_save)
     where = "the adapter of this model"
     _refuse_shadowed_copies(base, saved, where)
     return {
@@ -135,12 +131,14 @@ def _plain_name(name: str) -> str:
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a layer that gets a LoRA; None for a kind of layer that is unknown here."""
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return (sizes[0], sizes[1]) if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None
+    match module:
+        case Conv1D():
+            return module.weight.shape[0], module.weight.shape[1]
+        case nn.Embedding():
+            return module.num_embeddings, module.embedding_dim
+        case nn.Module(in_features=int(num_inputs), out_features=int(num_outputs)):
+            return num_inputs, num_outputs
+    return None
 
 
 def _adapter_name(layout: Layout) -> str:

@@ -50,13 +50,9 @@ def _(covariance: Kronecker, layout: Layout, features: Tensor, *, weight: str) -
     num_outputs = _num_outputs(layout, weight)
     spread = features.new_zeros(len(features), num_outputs, num_outputs)
     for name, block in zip(layout.names, covariance.blocks, strict=True):
-        if isinstance(block, Tensor):
-            block = block.view(num_outputs, -1)
-            each = features.square() @ block.square().mT if name == weight else block.square().mT
-            spread += torch.diag_embed(each)
-            continue
+        variances = block.eigenvalues.view(num_outputs, -1).mT
         rotated = features if block.right is None else features @ block.right
-        values = rotated.square() @ block.variances.mT
+        values = rotated.square() @ variances if name == weight else variances
         spread += torch.diag_embed(values) if block.left is None else (block.left * values[:, None]) @ block.left.mT
     return spread
 

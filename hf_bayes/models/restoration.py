@@ -9,6 +9,8 @@ from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from hf_bayes.core.layout import modules_of
+
 
 class GradientFlags:
     """The ``requires_grad`` of every parameter of a model, as it was when this record was made."""
@@ -26,7 +28,7 @@ def unwrapped(model: PeftModel) -> nn.Module:
     """Remove the adapter of a peft model and return the model inside, with its original modules."""
     base: nn.Module = model.get_base_model()
     # peft would leave its copies of modules_to_save in their places
-    own = {n: module.original_module for n, module in base.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+    own = {path: module.original_module for path, module in modules_of(base, ModulesToSaveWrapper).items()}
     model.unload()
     for name, module in own.items():
         base.set_submodule(name, module)

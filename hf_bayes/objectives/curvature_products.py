@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.rng import generator
-from hf_bayes.members.inputs import num_positions_of, num_rows_of
+from hf_bayes.members.inputs import shape_of
 from hf_bayes.members.module_hooks import LayerHooks, LayerRecord
 from hf_bayes.methods.laplace.accumulators import Accumulator
 from hf_bayes.methods.laplace.estimators import Estimator, Terms
@@ -49,8 +49,8 @@ class Pass:
         raise AssertionError("a pass defines add_batch")
 
     def _begin(self, batch: dict[str, Any], is_term: Tensor) -> None:
-        rows, mask = num_rows_of(batch), batch.get("attention_mask")
-        self.hooks.begin(rows, num_positions_of(batch), mask, is_term if is_term.ndim == 2 else None)
+        (rows, length), mask = shape_of(batch), batch.get("attention_mask")
+        self.hooks.begin(rows, length, mask, is_term if is_term.ndim == 2 else None)
         for _, accumulators in self.jobs:
             for accumulator in accumulators:
                 accumulator.begin(rows)

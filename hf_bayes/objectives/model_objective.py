@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.rng import seed_of
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import Evaluation, HeldOut, Info
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.inputs import num_rows_of
@@ -245,7 +246,7 @@ class ModelObjective:
 
     def _to_device(self, batch: Any) -> Any:
         device = self.model.device
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return with_tensors(batch, lambda tensor: tensor.to(device))
 
 
 class ModelOfUpdate:

@@ -32,7 +32,7 @@ from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.image_text_to_text import BayesianImageTextToTextPipeline
 from hf_bayes.pipelines.text_generation import BayesianTextGenerationPipeline
 from hf_bayes.pipelines.token_classification import BayesianTokenClassificationPipeline
-from hf_bayes.posteriors.hub import DOWNLOAD
+from hf_bayes.posteriors.hub import DOWNLOAD, is_place
 from hf_bayes.posteriors.posterior import Posterior
 
 _PIPELINES: tuple[type[BayesianPipeline], ...] = (
@@ -101,7 +101,7 @@ def pipeline(
     readers = {"tokenizer": tokenizer, "image_processor": image_processor, "feature_extractor": feature_extractor,
                "processor": processor}  # fmt: skip
     _check_request(task, model)
-    if isinstance(model, str | os.PathLike):
+    if is_place(model):
         found = _from_posterior(task, model, readers, location, loading, trust_remote_code)
     else:
         _refuse_loading(location | loading)
@@ -154,7 +154,7 @@ def _checked(kind: type[BayesianPipeline], model: BayesianModel, reader: Any, tr
     kind.check_model(model)
     if reader is None:
         raise ValueError(f"a model in memory comes without its {kind.reads.replace('_', ' ')}: give {kind.reads}=")
-    if isinstance(reader, str | os.PathLike):
+    if is_place(reader):
         _, auto_class = _READERS[kind.reads]
         reader = auto_class.from_pretrained(reader, trust_remote_code=trust_remote_code)
     if model.posterior is not None and kind.reads in ("tokenizer", "processor"):

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from hf_bayes.core.number_checks import is_number
 from hf_bayes.core.text_safety import HIDDEN, code
 from hf_bayes.uncertainty.colour_scale import NUM_LEVELS, PARTS, Record, Scale, scale_of
 
@@ -133,7 +134,7 @@ def _check_numbers(values: Record, logprobs: Sequence[str], what: str) -> None:
             if name in logprobs
             else ("a finite number of nats", -_LARGEST, _LARGEST)
         )
-        if not isinstance(value, int | float) or not lowest <= value <= highest:
+        if not is_number(value) or not lowest <= value <= highest:
             raise ValueError(
                 f"{what} of a record to render: {name!r} is {expected}, got {value!r:.40}. Leave the record out"
             )

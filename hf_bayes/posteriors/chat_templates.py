@@ -34,7 +34,6 @@ MAX_NESTED = 5
 MAX_COPIES = 10_000
 
 _FORMAT = re.compile(r"[%:][^a-zA-Z%]*\d{5}")
-_OWN_LISTS = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Const)
 
 
 class _Generation(Extension):
@@ -79,14 +78,14 @@ def _check_numbers(tree: nodes.Template) -> None:
     for power in tree.find_all(nodes.Pow):
         _refuse(power, "a power")
     for product in tree.find_all(nodes.Mul):
-        if not isinstance(product.left, nodes.Const) and not isinstance(product.right, nodes.Const):
+        if not _constants(product):
             _refuse(product, "a product of two unknowns")
     for constant in tree.find_all(nodes.Const):
-        value = constant.value
-        if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
-            _refuse(constant, f"the number {str(value)[:40]}, expected at most {MAX_NUMBER:,}")
-        elif isinstance(value, str) and _FORMAT.search(value):
-            _refuse(constant, "a format with a width of 5 digits")
+        match constant.value:
+            case int() | float() as number if abs(number) > MAX_NUMBER:
+                _refuse(constant, f"the number {str(number)[:40]}, expected at most {MAX_NUMBER:,}")
+            case str() as text if _FORMAT.search(text):
+                _refuse(constant, "a format with a width of 5 digits")
 
 
 def _check_loops(tree: nodes.Template) -> None:
@@ -155,30 +154,40 @@ def _root(node: Any) -> str | None:
 
 def _name(node: Any) -> str | None:
     """Return the name of a variable, or None for another expression."""
-    return node.name if isinstance(node, nodes.Name) else None
+    match node:
+        case nodes.Name(name=name):
+            return str(name)
+    return None
 
 
 def _called(node: Any) -> str | None:
     """Return the name of the macro or function that a node calls, or None."""
-    return _name(node.node) if isinstance(node, nodes.Call) else None
+    match node:
+        case nodes.Call(node=nodes.Name(name=name)):
+            return str(name)
+    return None
 
 
 def _is_own(node: Any) -> bool:
     """Return whether a loop runs over a list, text or range of the template itself, not over a part of the input."""
-    if isinstance(node, _OWN_LISTS):
-        return True
-    return _called(node) == "range" and not all(_counts(argument) for argument in node.args)
+    match node:
+        case nodes.List() | nodes.Tuple() | nodes.Dict() | nodes.Const():
+            return True
+        case nodes.Call(node=nodes.Name(name="range"), args=arguments):
+            return not all(map(_counts, arguments))
+    return False
 
 
 def _counts(node: nodes.Node) -> bool:
     """Return whether an expression is a small number, a length, or a position in a loop."""
-    if isinstance(node, nodes.Const):
-        return isinstance(node.value, int) and abs(node.value) <= 10
-    if isinstance(node, nodes.Getattr):
-        return _name(node.node) == "loop"
-    if isinstance(node, nodes.Add | nodes.Sub | nodes.Neg):
-        return all(map(_counts, node.iter_child_nodes()))
-    return isinstance(node, nodes.Filter) and node.name in ("length", "count")
+    match node:
+        case nodes.Const(value=int(number)):
+            return abs(number) <= 10
+        case nodes.Getattr(node=nodes.Name(name="loop")) | nodes.Filter(name="length" | "count"):
+            return True
+        case nodes.Add() | nodes.Sub() | nodes.Neg():
+            return all(map(_counts, node.iter_child_nodes()))
+    return False
 
 
 def _check_growth(tree: nodes.Template) -> None:
@@ -237,10 +246,11 @@ def _reached(start: str, parts: Mapping[str, Mapping[str, int]]) -> set[str]:
 
 def _targets(node: nodes.Node) -> Iterator[str]:
     for found in [node, *node.find_all((nodes.Name, nodes.NSRef))]:
-        if isinstance(found, nodes.NSRef):
-            yield f"{found.name}.{found.attr}"
-        elif isinstance(found, nodes.Name):
-            yield found.name
+        match found:
+            case nodes.NSRef(name=name, attr=attribute):
+                yield f"{name}.{attribute}"
+            case nodes.Name(name=name):
+                yield name
 
 
 @singledispatch
@@ -294,21 +304,25 @@ def _of_choice(node: nodes.BinExpr) -> dict[str, int]:
 
 @_copies.register
 def _of_product(node: nodes.Mul) -> dict[str, int]:
-    constants = [side.value for side in (node.left, node.right) if isinstance(side, nodes.Const)]
-    size = max((abs(int(c)) if isinstance(c, int | float) else len(c) for c in constants), default=1)
+    size = max((abs(int(c)) if isinstance(c, int | float) else len(c) for c in _constants(node)), default=1)
     total = _total(node.iter_child_nodes())
     return {name: count * max(1, size) for name, count in (total or {"": 1}).items()}
 
 
+def _constants(product: nodes.Mul) -> list[Any]:
+    """Return the values of the constants among the two factors of a product."""
+    return [side.value for side in (product.left, product.right) if isinstance(side, nodes.Const)]
+
+
 def _inserts(node: nodes.Node) -> bool:
     """Return whether an expression puts an unknown text between all parts of another text."""
-    if isinstance(node, nodes.Filter):
-        name = node.name
-    elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-        name = node.node.attr
-    else:
-        return False
-    texts = {"replace": node.args[1:2], "join": node.args[:1]}.get(name, [])
+    match node:
+        case nodes.Filter(name="replace", args=given) | nodes.Call(node=nodes.Getattr(attr="replace"), args=given):
+            texts = given[1:2]
+        case nodes.Filter(name="join", args=given) | nodes.Call(node=nodes.Getattr(attr="join"), args=given):
+            texts = given[:1]
+        case _:
+            texts = []
     return any(not isinstance(text, nodes.Const) for text in texts)
 
 

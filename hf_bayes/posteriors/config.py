@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.number_checks import is_integer, is_number
 from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
-from hf_bayes.posteriors.storage.json_types import is_integer, is_number
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import TASKS
@@ -167,8 +167,12 @@ class PosteriorConfig:
 
     def _check_prediction(self) -> None:
         known = list(PREDICTIONS) if self.approximation != "draws" else ["members"]
-        fine = isinstance(self.prediction, str) and self.prediction in known
-        _require(fine, "prediction", self.prediction, f"one of {', '.join(known)} for {self.approximation}")
+        _require(
+            self.prediction in known,
+            "prediction",
+            self.prediction,
+            f"one of {', '.join(known)} for {self.approximation}",
+        )
 
     def _check_calibration(self) -> None:
         if not self.calibration:

@@ -14,13 +14,12 @@ from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.lora_keys import adapter_keys, partner_key
 
 
-def with_chains(config: PosteriorConfig, draws: Draws) -> PosteriorConfig:
+def with_chains(config: PosteriorConfig, chains: list[int]) -> PosteriorConfig:
     """Return the config with the chain of each draw, which a new config may leave out.
 
     Raises:
         ValueError: if the config names another number of draws, or other chains.
     """
-    chains = [int(chain) for chain in draws.chain]
     if len(chains) != config.num_members:
         raise ValueError(f"{len(chains)} draws, but num_members is {config.num_members}")
     if not config.member_chains:

@@ -48,11 +48,6 @@ class Parts(NamedTuple):
     sidecars: Sidecars = _NO_SIDECARS
 
 
-def rows_of(approximation: Draws | Gaussian) -> Tensor:
-    """Return the rows of theta that stand in the files: the draws [S, d], or the means of a Gaussian [K, d]."""
-    return approximation.theta if isinstance(approximation, Draws) else approximation.means
-
-
 def member_files(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
     """Return the files of one model, ``row`` [d] of theta: a plain peft adapter, or plain tensors."""
     tensors = layout.unflatten(row)
@@ -65,13 +60,6 @@ def member_files(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | N
 def member_folder(index: int) -> str:
     """Return the folder of a draw."""
     return f"members/member_{index:03d}"
-
-
-def gaussian_tensors(gaussian: Gaussian, layout: Layout) -> dict[str, Tensor]:
-    """Return the means and covariances of K components: name -> [K, ...]."""
-    means = {f"means.{name}": value for name, value in layout.unflatten(gaussian.means).items()}
-    components = [covariance.tensors(layout) for covariance in gaussian.covariances]
-    return means | {name: torch.stack([component[name] for component in components]) for name in components[0]}
 
 
 def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -130,7 +118,7 @@ def read_parts(contents: Mapping[str, Any]) -> Parts:
         approximation = Draws(torch.stack(rows), torch.tensor(config.member_chains, dtype=torch.int64))
     else:
         approximation = _gaussian(files[GAUSSIAN], config)
-    if adapter_config is not None and not torch.equal(theta_of(ADAPTER), rows_of(approximation)[0]):
+    if adapter_config is not None and not torch.equal(theta_of(ADAPTER), approximation.rows[0]):
         raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
     return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
 

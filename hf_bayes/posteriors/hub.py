@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi
@@ -111,6 +111,11 @@ def push_directory(
         revision=revision,
         commit_message=commit_message or "Upload posterior",
     )
+
+
+def is_place(value: Any) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether a value is a path, or the text of a path or a repository's id."""
+    return isinstance(value, str | os.PathLike)
 
 
 def is_local(name: str | None) -> bool:

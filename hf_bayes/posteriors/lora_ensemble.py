@@ -13,6 +13,7 @@ from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.directory import Parts
+from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.lora_adapter import Adapter
 from hf_bayes.posteriors.storage.listing import shown
 
@@ -37,7 +38,7 @@ def ensemble_of(
     Raises:
         ValueError: if an adapter differs in configuration, base, keys, shapes or dtype, naming both.
     """
-    if isinstance(directories, str | os.PathLike):
+    if is_place(directories):
         raise ValueError(f"from_adapters takes a list of adapters, got one path: [{os.fspath(directories)!r}]")
     if not directories:
         raise ValueError("from_adapters got 0 directories: give at least one adapter")

@@ -14,13 +14,13 @@ from typing import Any, TypedDict, Unpack, cast
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
+from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
-from hf_bayes.posteriors.storage.json_types import is_number
 from hf_bayes.posteriors.tasks import TASKS
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
 from typing import Any, Unpack
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from hf_bayes.core.hashing import fingerprint_tensors
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.number_checks import is_integral
 from hf_bayes.core.text_safety import readable_errors, visible_line
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.posteriors import hub, lora_config, storage
@@ -36,11 +36,9 @@ from hf_bayes.posteriors.directory import (
     GAUSSIAN,
     TRACE,
     expected_shapes,
-    gaussian_tensors,
     member_files,
     member_folder,
     read_parts,
-    rows_of,
 )
 from hf_bayes.posteriors.lora_ensemble import ensemble_of
 from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card
@@ -57,7 +55,7 @@ def require_members(count: Any) -> None:
     Raises:
         ValueError: if it is not.
     """
-    if isinstance(count, bool) or not isinstance(count, Integral):
+    if not is_integral(count):
         raise ValueError(f"members must be an integer, got {count!r:.100}: give the number of members, or None for all")
     if count < 1:
         raise ValueError(f"asked for {count} members: ask for at least 1")
@@ -88,12 +86,12 @@ class Posterior:
     folder: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.approximation, Draws):
-            object.__setattr__(self, "config", with_chains(self.config, self.approximation))
+        if self.approximation.num_stored:
+            object.__setattr__(self, "config", with_chains(self.config, self.approximation.chains))
         check_kind(self.approximation, self.config)
-        check_rows(self._rows, self.layout)
-        if isinstance(self.approximation, Draws):
-            check_distinct_chains(self._rows, self.config.member_chains)
+        check_rows(self.approximation.rows, self.layout)
+        if self.approximation.num_stored:
+            check_distinct_chains(self.approximation.rows, self.config.member_chains)
         if self.trace is not None:
             object.__setattr__(self, "trace", plain(self.trace, TRACE, undefined_is_null=True))
         if self.adapter_config is not None:
@@ -111,11 +109,7 @@ class Posterior:
     @cached_property
     def fingerprint(self) -> str:
         """The sha256 of the parameter names and of the draws or the Gaussian."""
-        if isinstance(self.approximation, Gaussian):
-            return fingerprint_tensors(gaussian_tensors(self.approximation, self.layout).items())
-        return fingerprint_tensors(
-            (f"draws.{n}", t) for n, t in self.layout.unflatten(self.approximation.theta).items()
-        )
+        return fingerprint_tensors(self.approximation.tensors(self.layout).items())
 
     @property
     def representative(self) -> Tensor:
@@ -125,7 +119,7 @@ class Posterior:
         member: a mean over factors A and B of different chains is not a model of any chain. A mixture of Gaussians has
         the mean of its first component.
         """
-        return self._rows[0]
+        return self.approximation.rows[0]
 
     def sample(self, num_members: int | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Return members [num_members, d]: by default all draws, or 10 draws from a Gaussian.
@@ -171,7 +165,7 @@ class Posterior:
         if contributes:
             first = sum(map(len, shares[: group.rank]))
             for index in range(len(shares[group.rank])):
-                content = self._member_files(self._rows[index])
+                content = member_files(self.approximation.rows[index], self.layout, self.adapter_config)
                 files |= {f"{member_folder(first + index)}/{name}": part for name, part in content.items()}
         if group.rank == 0:
             whole = dataclasses.replace(self.config, num_members=len(chains), member_chains=chains)
@@ -264,7 +258,7 @@ class Posterior:
                 f"asked for member {index}, {self.config.num_members} draws are stored"
                 + (": save a sample of the Gaussian as Draws first" if not self.config.num_members else "")
             )
-        storage.write_plain(directory, self._member_files(self._rows[index]))
+        storage.write_plain(directory, member_files(self.approximation.rows[index], self.layout, self.adapter_config))
 
     def push_to_hub(
         self,
@@ -301,23 +295,16 @@ class Posterior:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _rows(self) -> Tensor:
-        return rows_of(self.approximation)
-
     def _common_files(self, config: PosteriorConfig, repo_id: str | None, card: CardFields) -> dict[str, Content]:
         """Return all files except the files of the members."""
         files: dict[str, Content] = {CONFIG: config.to_dict()}
         if self.trace is not None:
             files[TRACE] = self.trace
         if self.adapter_config is not None:
-            files |= self._member_files(self.representative)
-        if isinstance(self.approximation, Gaussian):
-            files[GAUSSIAN] = gaussian_tensors(self.approximation, self.layout)
+            files |= member_files(self.representative, self.layout, self.adapter_config)
+        if not self.approximation.num_stored:
+            files[GAUSSIAN] = self.approximation.tensors(self.layout)
         files |= self.sidecars.files
         adapter = self.adapter_config is not None
         files["README.md"] = render_card(config.to_dict(), adapter=adapter, repo_id=repo_id, **card)
         return files
-
-    def _member_files(self, row: Tensor) -> dict[str, Content]:
-        return member_files(row, self.layout, self.adapter_config)

@@ -219,16 +219,21 @@ def _with_code_from(values: Any, repository: str, where: str, *, refers: bool = 
     Raises:
         ValueError: if an entry names code of another repository.
     """
-    if isinstance(values, dict):
-        return {
-            key: _with_code_from(value, repository, where, refers=refers or key == CODE_REFERENCES)
-            for key, value in values.items()
-        }
-    if isinstance(values, list):
-        return [_with_code_from(value, repository, where, refers=refers) for value in values]
-    if not refers or not isinstance(values, str):
-        return values
-    source, dashes, reference = values.rpartition("--")
+    match values:
+        case dict():
+            return {
+                key: _with_code_from(value, repository, where, refers=refers or key == CODE_REFERENCES)
+                for key, value in values.items()
+            }
+        case list():
+            return [_with_code_from(value, repository, where, refers=refers) for value in values]
+        case str() if refers:
+            return _own_code(values, repository, where)
+    return values
+
+
+def _own_code(name: str, repository: str, where: str) -> str:
+    source, dashes, reference = name.rpartition("--")
     if dashes and source != repository:
         raise ValueError(
             f"{where} names code of {source!r} in auto_map, expected code of the base model {repository!r}: no other "
@@ -244,11 +249,14 @@ def _chat_templates(files: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
             yield name, data.decode()
         elif name == TEMPLATE_CONFIG or name.endswith("_config.json"):
             found = _object(data, name).get("chat_template")
-            entries = found if isinstance(found, list) else list(found.values()) if isinstance(found, dict) else [found]
-            for entry in entries:
-                template = entry.get("template") if isinstance(entry, dict) else entry
-                if template is not None:
-                    yield name, template
+            match found:
+                case list():  # [{"name": ..., "template": ...}, ...]
+                    templates = [entry.get("template") if isinstance(entry, dict) else entry for entry in found]
+                case dict():
+                    templates = list(found.values())
+                case _:
+                    templates = [found]
+            yield from ((name, template) for template in templates if template is not None)
 
 
 def _check_text(data: bytes, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import SchedulerType
 
-from hf_bayes.core.types import Approximation, Rule
+from hf_bayes.core.types import Approximation, FinalPassResult
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
@@ -103,7 +103,7 @@ class ActiveRun:
 
     def _data_access(self) -> DataAccess | None:
         """Return rows by number, for a method that passes over the data once more."""
-        host, needs = self.host, self.rows.method.requirements
+        host, needs = self.host, self.rows.requirements
         whitens = needs.learning_rate == "whitening" and host.args.learning_rate is None
         if self.rows.stream is not None or not (needs.final_pass or whitens):
             return None
@@ -161,8 +161,8 @@ class ActiveRun:
         place_chains(self.setup.model, self.run.theta)
         run, mesh, method = self.run, self.setup.mesh, self.run.method
         draws = torch.stack(run.draws, 1)
-        if isinstance(method, Rule) and method.final_pass is not None:
-            return self._final_pass(method, draws)
+        if method.final_pass is not None:
+            return self._final_pass(method.final_pass, draws)
         approximation = run.finish()
         if isinstance(approximation, Draws):
             chain = approximation.chain + mesh.chains.start
@@ -172,20 +172,19 @@ class ActiveRun:
         # on the CPU, as draws are, whatever device the chains are on
         return Finished(moved(method.finish(state, draws), "cpu"), {}, LocalMembers())
 
-    def _final_pass(self, rule: Rule[Any], draws: Tensor) -> Finished:
+    def _final_pass(self, final_pass: Callable[..., FinalPassResult], draws: Tensor) -> Finished:
         """Let a method pass over the data once more.
 
         A method with a pass for each chain makes it for the chains of this process. Processes that share chains share
         the rows and find the same.
         """
-        assert rule.final_pass is not None
         mesh, state, data_pass = self.setup.mesh, self.run.state, self.objective.data_pass
         parts: list[Any]
         try:
             if self.method.requirements.all_chains_in_one_pass:
-                parts = [rule.final_pass(state, mesh.gather_chains(draws), data_pass)]
+                parts = [final_pass(state, mesh.gather_chains(draws), data_pass)]
             else:
-                parts = mesh.exchange(rule.final_pass(state, draws, data_pass))
+                parts = mesh.exchange(final_pass(state, draws, data_pass))
         finally:
             self.objective.close()
         if parts[0].noise_std is not None:

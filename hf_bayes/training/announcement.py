@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_bayes.core.layout import grouped
-from hf_bayes.core.types import Kernel
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.distributions.priors import lora_prior_ratio
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.own_choices import tell_trial
@@ -84,7 +83,7 @@ def _announce_prior(active: ActiveRun) -> None:
 def _announce_dropout(active: ActiveRun) -> None:
     """Describe the effect of the dropout of the model, which differs between kinds of methods."""
     config = active.method
-    if isinstance(active.run.method, Kernel):
+    if not active.objective.dropout:
         active.host.say("the model has dropout: %s evaluates it without", config.name)
     elif config.requirements.drops_inputs:
         active.host.warn(
@@ -114,7 +113,7 @@ def rows_vary(active: ActiveRun) -> bool:
 
 
 def _differ(looks: Iterator[dict[str, Any]]) -> bool:
-    first = {name: value for name, value in next(looks).items() if isinstance(value, Tensor)}
+    first = tensors_in(next(looks))
     return any(not torch.equal(value, other[name]) for other in looks for name, value in first.items())
 
 

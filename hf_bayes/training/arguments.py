@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from hf_bayes.core.number_checks import is_finite_number
 from hf_bayes.core.rng import require_seed
 
 SHARDING = {
@@ -129,7 +130,7 @@ class BayesianTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("learning_rate", "num_data", "noise_std"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            if value is not None and not (is_finite_number(value) and value > 0):
                 raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
         require_seed(self.seed, largest=2**32 - 1)  # numpy, which transformers seeds, takes no larger one
         if self.data_seed is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
+from hf_bayes.core.tensors import tensors_in
 
 SAMPLED_ROWS = 64
 STREAM_ROWS = 16
@@ -86,21 +87,27 @@ def _present(
     for number, row in rows:
         kept += [row] if len(kept) < TOGETHER else []
         for name, value in collate([row]).items():
-            if isinstance(value, (Tensor, np.ndarray, int, float, str, list, tuple)):
-                found[f"{number}/{name}"] = _digest(value)
+            if (digest := _digest(value)) is not None:
+                found[f"{number}/{name}"] = digest
     return found, kept
 
 
-def _digest(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return fingerprint_json([str(value.dtype), value.tolist()])
-    return fingerprint_tensors([("value", value)]) if isinstance(value, Tensor) else fingerprint_json(value)
+def _digest(value: Any) -> str | None:
+    """Return the digest of a value that rows of data have; None for any other value."""
+    match value:
+        case Tensor():
+            return fingerprint_tensors([("value", value)])
+        case np.ndarray():
+            return fingerprint_json([str(value.dtype), value.tolist()])
+        case int() | float() | str() | list() | tuple():
+            return fingerprint_json(value)
+    return None
 
 
 def _num_rows(batch: Mapping[str, Any]) -> int | None:
-    labels = batch.get("labels")
-    values = [labels] if isinstance(labels, Tensor) else [v for v in batch.values() if isinstance(v, Tensor)]
-    return len(values[0]) if values and values[0].ndim else None
+    tensors = tensors_in(batch)
+    first = tensors.get("labels", next(iter(tensors.values()), None))
+    return len(first) if first is not None and first.ndim else None
 
 
 def _seed_all(seed: int) -> None:
@@ -140,26 +147,23 @@ def _with_wrapped(holders: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _generator_states(holder: Any) -> list[Callable[[], None]]:
+def _generator_states(holder: Any) -> list[Callable[[], Any]]:
     """Return, for every generator among the attributes, a function that puts its state back."""
-    restore: list[Callable[[], None]] = []
+    restore: list[Callable[[], Any]] = []
     for value in vars(holder).values():
-        if isinstance(value, torch.Generator):
-            restore.append(_setter(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            restore.append(_setter(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.RandomState):
-            restore.append(_setter(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            restore.append(_setter(partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+        match value:
+            case torch.Generator():
+                restore.append(partial(value.set_state, value.get_state()))
+            case np.random.RandomState():
+                restore.append(partial(value.set_state, value.get_state()))
+            case random.Random():
+                restore.append(partial(value.setstate, value.getstate()))
+            case np.random.Generator():
+                restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     return restore
 
 
-def _setter(set_state: Callable[[Any], Any], state: Any) -> Callable[[], None]:
-    return lambda: set_state(state)
-
-
-def _put_back(holder: Any, attributes: dict[str, Any], restore: list[Callable[[], None]]) -> None:
+def _put_back(holder: Any, attributes: dict[str, Any], restore: list[Callable[[], Any]]) -> None:
     for name in vars(holder).keys() - attributes.keys():
         delattr(holder, name)
     vars(holder).update(attributes)

@@ -40,8 +40,13 @@ class Diagnosis:
         method = self._active.method
         return method.temperature > 0 and not (method.schedule and method.schedule.has_ramp)
 
-    def for_logs(self) -> dict[str, float]:
-        """Return name/chain_k of all chains, and the convergence so far."""
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Add name/chain_k of all chains, and the convergence so far, to the logs of an update."""
+        logs |= self._for_logs()
+        if self._active.problem.own_step_size:
+            logs.pop("learning_rate", None)  # the chains have step_size
+
+    def _for_logs(self) -> dict[str, float]:
         active, monitor = self._active, self._active.monitor
         self._warn_of_rounding()
         if active.run.loss is None:

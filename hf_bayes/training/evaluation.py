@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.diagnostics.comparison import RowScores, row_scores
 from hf_bayes.diagnostics.ensemble_limit import risk_asymptote
-from hf_bayes.distributed.member_sums import DistributedMembers
-from hf_bayes.distributions.approximations import Draws
 from hf_bayes.metrics import perplexity, summarise
 from hf_bayes.models.predictives import Deviations
 from hf_bayes.training.compat import TrainerHost
@@ -47,6 +47,10 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
     rows: RowScores | None = None
     member_log_lik: Tensor | None = None
+
+
+_NO_PREDICTIONS = ("past_key_values", *Uncertainty._fields, *Deviations._fields)
+"""Fields of a model's output that are no logits."""
 
 
 class Evaluator:
@@ -84,21 +88,24 @@ class Evaluator:
     def step(
         self,
         inputs: dict[str, Any],
+        host: TrainerHost,
         *,
         keep_logits: bool,
-        host: TrainerHost,
-        without_labels: Callable[[Any, list[str]], Step],
+        without_labels: Callable[..., Step],
+        ignored: list[str],
     ) -> Step:
         """Evaluate a batch. Processes hold other members: each batch goes to all of them, and its sums come back.
 
         Args:
             without_labels: Trainer's own step, for a batch that has no labels and so no likelihood term.
+            ignored: the fields of the model's output that this step leaves out, besides those that are no predictions.
         """
         mesh = self._setup.mesh
         batches = [inputs]
-        if isinstance(self._setup.model.spread, DistributedMembers):
-            batches = mesh.exchange({k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()})
-        results = [self._predict(host.prepare(batch), keep_logits, host, without_labels) for batch in batches]
+        if self._setup.model.spread.size > 1:
+            batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
+        own = partial(without_labels, ignore_keys=[*ignored, *_NO_PREDICTIONS])
+        results = [self._predict(host.prepare(batch), keep_logits, host, own) for batch in batches]
         statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]
         if statistics is not None and self._batches is not None:
             self._batches += self._of_all_processes(statistics, host.gradient_state)
@@ -109,12 +116,12 @@ class Evaluator:
         inputs: dict[str, Any],
         keep_logits: bool,
         host: TrainerHost,
-        without_labels: Callable[[Any, list[str]], Step],
+        without_labels: Callable[[Any], Step],
     ) -> tuple[tuple[dict[str, Tensor], Tensor] | None, Step]:
         """Return statistics of the terms with the number of terms in each row, and what ``step`` returns."""
         labels, model = inputs.get("labels"), self._setup.model
         if labels is None:
-            return None, without_labels(inputs, ["past_key_values", *Uncertainty._fields, *Deviations._fields])
+            return None, without_labels(inputs)
         with torch.no_grad(), host.evaluation_autocast():
             statistics, logits = model.evaluate_batch(inputs, keep_logits=keep_logits)
         step = statistics["nll"].float().mean(), logits, None if logits is None else labels
@@ -139,9 +146,9 @@ class Evaluator:
         A part of the terms shows how C falls with S. All terms show where it stands at S = M.
         """
         log_lik = evaluation.member_log_lik
-        if log_lik is None or not isinstance(approximation, Draws):
+        if log_lik is None or not approximation.num_stored:
             return None
-        chains = [int(chain) for part in self._setup.mesh.exchange(approximation.chain.tolist()) for chain in part]
+        chains = [chain for part in self._setup.mesh.exchange(approximation.chains) for chain in part]
         found = risk_asymptote(log_lik, chains)
         if found is None:
             return None

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTra
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.restoration import GradientFlags, unwrapped
+from hf_bayes.posteriors.hub import is_place
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict
         kwargs: the other arguments for the host trainer's ``__init__``. For a named model,
             ``quantization_config`` is removed, and its tokenizer is added if there is none.
     """
-    named = isinstance(model, str | os.PathLike)
+    named = is_place(model)
     if peft_config is not None:
         _refuse_adapter(model, peft_config)
     settings = getattr(args, "model_init_kwargs", None)

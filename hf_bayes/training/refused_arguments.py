@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from peft import PeftModel
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel, SchedulerType
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.posteriors.hub import is_place
 from hf_bayes.training.arguments import PRECISIONS, BayesianTrainingArguments
 from hf_bayes.training.host_trainers import refuse_loss_settings
 from hf_bayes.training.refusals import require_rows
@@ -50,7 +50,7 @@ def _refuse_types(args: Any, method: Any, model: Any) -> None:
         )
     if not isinstance(method, MethodConfig):
         raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
-    named = isinstance(model, str | os.PathLike) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
+    named = is_place(model) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
     if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")
 

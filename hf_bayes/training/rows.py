@@ -35,6 +35,7 @@ class TrainingRows:
         method: as the user gave it; ``method`` of the object is the method for batches of this size.
         mesh: the processes.
     Attributes:
+        requirements: the needs of the method.
         stream: the training data where they have no length, else None.
         num_rows: number of rows in all processes; None for a stream.
         num_terms: number of likelihood terms in these rows; None for a stream.
@@ -46,7 +47,8 @@ class TrainingRows:
     """
 
     def __init__(self, host: TrainerHost, model: BayesianModel, method: MethodConfig, mesh: ChainMesh) -> None:
-        self.host, self.model, self.method, self.mesh = host, model, method, mesh
+        self.host, self.model, self.mesh = host, model, mesh
+        self.method, self.requirements = method, method.requirements
         args, dataset = host.args, host.train_dataset
         self.stream: Stream | None = None
         self.num_rows: int | None = None
@@ -67,7 +69,8 @@ class TrainingRows:
         self.num_data = float(args.num_data or natural)
         assert self.batch_fraction is not None
         self.method = method.for_batches(self.batch_fraction)
-        if self.method.requirements.all_data_in_every_update:
+        self.requirements = self.method.requirements
+        if self.requirements.all_data_in_every_update:
             args.gradient_accumulation_steps = len(self._batches(None))
         self._batches(None)  # refuses batches that cannot be drawn
 
@@ -99,7 +102,7 @@ class TrainingRows:
 
     def _reason_not_to_pack(self) -> str | None:
         """Return the reason why a collator may not pack rows, and what to do; None if packing is allowed."""
-        if self.method.requirements.final_pass:
+        if self.requirements.final_pass:
             return f"{self.method.name} squares the gradients of rows one by one: {PAD_ROWS}"
         if self.shared or len(self.mesh.chains) == 1:
             return None
@@ -110,7 +113,7 @@ class TrainingRows:
     @property
     def shared(self) -> bool:
         """True if all chains see the same rows."""
-        return self.host.args.minibatch == "shared" or self.method.requirements.all_data_in_every_update
+        return self.host.args.minibatch == "shared" or self.requirements.all_data_in_every_update
 
     @property
     def batch_fraction(self) -> float | None:
@@ -124,7 +127,7 @@ class TrainingRows:
     def rows_per_update(self) -> int:
         """R, the number of rows in an update of a chain, over all processes that share it."""
         args = self.host.args
-        if self.method.requirements.all_data_in_every_update:
+        if self.requirements.all_data_in_every_update:
             return len(self.host.train_dataset)
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.mesh.data_size
 
@@ -194,7 +197,7 @@ class TrainingRows:
         args, num_rows = self.host.args, len(self.host.train_dataset)
         share: dict[str, Any] = {"data_rank": self.mesh.data_rank, "data_size": self.mesh.data_size}
         seed = args.seed if args.data_seed is None else args.data_seed
-        if self.method.requirements.all_data_in_every_update:
+        if self.requirements.all_data_in_every_update:
             return FullPasses(num_rows, batch_size=args.per_device_train_batch_size, **share)
         if self.private is not None:  # epochs are those of all rows, so that they end together
             assert self.num_rows is not None
@@ -206,7 +209,7 @@ class TrainingRows:
             accumulation=args.gradient_accumulation_steps,
             chains=chains,
             seed=seed,
-            order=self.method.requirements.batch_order,
+            order=self.requirements.batch_order,
             **share,
         )
 

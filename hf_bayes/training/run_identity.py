@@ -38,6 +38,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
+from hf_bayes.core.layout import modules_of
+from hf_bayes.core.number_checks import is_number
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.training.compat import BATCH_NORM, DROPOUT
@@ -117,7 +119,7 @@ def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, priva
 
     Everywhere else ("8 x 1 for 4 x 2") sums round in another way, and dropout masks are other draws of the same law.
     """
-    meets = any(isinstance(module, BATCH_NORM) for module in model.modules())
+    meets = bool(modules_of(model, BATCH_NORM))
     needs = method.requirements
     compares = needs.gradient_variance == "needed" or needs.min_batches > 1
     return compares or private or stream or packs or meets
@@ -130,12 +132,13 @@ def dropout_of(model: nn.Module) -> dict[str, float]:
     probability in an attribute named after it.
     """
     found: dict[str, float] = {}
+    dropout = modules_of(model, DROPOUT)
     for path, module in model.named_modules():
-        if isinstance(module, DROPOUT):
-            found[path] = float(module.p)
+        if path in dropout:
+            found[path] = float(dropout[path].p)
             continue
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if "drop" in name and is_number(value):
                 found[f"{path}.{name}"] = float(value)
     return {name: p for name, p in found.items() if p > 0}
 
@@ -155,7 +158,7 @@ def _describe_adapter(model: nn.Module) -> dict[str, Any]:
     if config is None:
         return {}
     assert isinstance(model, PeftModel)
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = modules_of(model, LoraLayer).values()
     scalings = {layer.scaling[name] for layer in layers for name in layer.active_adapters if name in layer.scaling}
     return {**_flat(config, without=_NO_ADAPTER), "scaling": sorted(scalings)}
 
@@ -175,12 +178,15 @@ def _flat(values: Mapping[str, Any], *, without: frozenset[str] = frozenset(), p
 
 def _plain(value: Any) -> Any:
     """Return a value of a configuration as JSON. Values that JSON lacks (infinities, dtypes) become text."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else str(value)
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case set() | frozenset():
+            return sorted(map(str, value))
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)

@@ -34,8 +34,8 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
         setup.inherited.check_tokenizer(host.tokenizer)
     host.keep_columns(model.core)
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
-    method = method if rows is None else rows.method
-    if method.requirements.heldout != "none":
+    method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
+    if needs.heldout != "none":
         HeldOutData(host).check(model, method)
     require_calibration(host, model)
     if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too

@@ -35,6 +35,9 @@ def thinned(values: list[Any]) -> list[Any]:
 
 def rounded(value: Any) -> Any:
     """Round numbers to five digits, more than a plot shows."""
-    if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+    match value:
+        case list() | tuple():
+            return [rounded(item) for item in value]
+        case float() if math.isfinite(value):
+            return float(f"{value:.5g}")
+    return value

@@ -202,9 +202,7 @@ class BayesianTrainerMixin(_Host):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add numbers of each chain for trackers and ``log_history``; printed lines hold means (``step_lines``)."""
         if self.diagnosis is not None and "loss" in logs:
-            logs |= self.diagnosis.for_logs()
-            if self.active is not None and self.active.problem.own_step_size:
-                logs.pop("learning_rate", None)  # the chains have step_size
+            self.diagnosis.add_to(logs)
         super().log(logs, *args, **kwargs)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -222,14 +220,10 @@ class BayesianTrainerMixin(_Host):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Step:
-        host_step = super().prediction_step
-        return self.outcome.evaluator.step(
-            inputs,
-            keep_logits=not prediction_loss_only,
-            host=TrainerHost(self),
-            without_labels=lambda batch, keys: host_step(
-                model, batch, prediction_loss_only, [*(ignore_keys or []), *keys]
-            ),
+        own = partial(super().prediction_step, model, prediction_loss_only=prediction_loss_only)
+        evaluator, host = self.outcome.evaluator, TrainerHost(self)
+        return evaluator.step(
+            inputs, host, keep_logits=not prediction_loss_only, without_labels=own, ignored=ignore_keys or []
         )
 
     # -- saving ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_bayes.core.layout import Layout, decoder_blocks, grouped, initial, select
+from hf_bayes.core.layout import Layout, decoder_blocks, grouped, initial, modules_of, select
 from tests.members.subjects import roberta
 from tests.tiny_models import VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, with_lora
 
@@ -222,3 +222,10 @@ def test_chains_start_at_the_models_values_in_float32_or_better(stored: torch.dt
     start = initial(model, layout)
     assert start.dtype == expected
     assert torch.equal(start, model.lm_head.weight.detach().flatten().to(expected))
+
+
+def test_modules_of_a_class_are_found_once_by_their_first_path() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2)))
+    model.append(model[0])
+    assert modules_of(model, nn.Linear) == {"0": model[0]}
+    assert list(modules_of(model, nn.LayerNorm)) == ["1.0"]

@@ -3,9 +3,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hf_bayes.core.number_checks import is_count, is_finite_number
+from hf_bayes.core.number_checks import is_count, is_finite_number, is_integer, is_integral, is_number
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,25 @@ def test_a_count_may_start_elsewhere() -> None:
 )
 def test_a_finite_number_is_no_truth_value_and_no_infinity(value: Any, fine: bool) -> None:
     assert is_finite_number(value) == fine
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, ("is_integral", "is_integer", "is_number")),
+        (np.int64(1), ("is_integral",)),
+        (1.0, ("is_number",)),
+        (True, ()),
+        ("1", ()),
+        (None, ()),
+        ({}, ()),
+    ],
+    ids=repr,
+)
+def test_every_value_is_the_kinds_of_number_that_it_is(value: Any, expected: tuple[str, ...]) -> None:
+    questions = (is_integral, is_integer, is_number)
+    assert tuple(question.__name__ for question in questions if question(value)) == expected
+
+
+def test_an_integer_lies_from_low_to_below_high() -> None:
+    assert [value for value in range(5) if is_integer(value, 1, 4)] == [1, 2, 3]

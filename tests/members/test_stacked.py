@@ -11,7 +11,8 @@ from torch import nn
 
 from hf_bayes.core.layout import select
 from hf_bayes.members import Members
-from hf_bayes.members.stacked import Stacked
+from hf_bayes.members.context import Context
+from hf_bayes.members.stacked import Stacked, cast, fold, unfold
 from hf_bayes.models.attaching import attach
 from tests.members.reference import core_of, relative_error, scattered
 from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
@@ -198,3 +199,29 @@ def test_a_forward_that_was_an_attribute_already_is_given_back() -> None:
         assert isinstance(head.forward.__self__, Stacked)
     assert head.forward is before
     assert not calls
+
+
+def test_unfold_is_the_inverse_of_fold() -> None:
+    folded = torch.randn(6, 4, 5)
+    split = fold(folded, 2)
+    assert split.shape == (2, 12, 5)
+    assert torch.equal(split[1], folded[3:].reshape(12, 5))  # row m * B + b belongs to member m
+    assert torch.equal(unfold(split, folded, 2), folded)
+    assert fold(split, 2) is split
+
+
+def test_a_parameter_without_members_is_named() -> None:
+    context = Context()
+    context.tensors = {"w": torch.ones(2, 1)}
+    layer = Stacked(torch.nn.Linear(1, 1), {"weight": "w", "bias": "lm_head"}, context)
+    assert torch.equal(layer.tensor("weight"), torch.ones(2, 1))
+    assert context.used == {"w"}
+    with pytest.raises(RuntimeError, match="lm_head is random: call the BayesianModel that holds this model"):
+        layer.tensor("bias")
+
+
+def test_cast_leaves_dtypes_to_autocast() -> None:
+    value = torch.ones(1)
+    assert cast(value, torch.float64).dtype == torch.float64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cast(value, torch.bfloat16) is value

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from transformers import BertForTokenClassification
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import Covariance, Diagonal, Full, Kronecker, KroneckerBlock, LowRank
+from hf_bayes.distributions.covariance import (
+    Covariance,
+    Diagonal,
+    DiagonalBlock,
+    Full,
+    Kronecker,
+    KroneckerBlock,
+    LowRank,
+)
 from tests.tiny_models import tiny_bert, with_lora
 
 
@@ -40,10 +48,10 @@ def random_covariance(kind: str, layout: Layout, seed: int = 0) -> Covariance:
     if kind == "full":
         root = normal(layout.dim, layout.dim)
         return Full(torch.linalg.cholesky(root @ root.mT + torch.eye(layout.dim)))
-    blocks: list[KroneckerBlock | Tensor] = []
+    blocks: list[KroneckerBlock | DiagonalBlock] = []
     for shape in layout.shapes:
         if len(shape) != 2:
-            blocks.append(normal(math.prod(shape)).exp())
+            blocks.append(DiagonalBlock(normal(math.prod(shape)).exp()))
             continue
         left, right = (torch.linalg.qr(normal(side, side))[0] for side in shape)
         blocks.append(KroneckerBlock(left, None if len(blocks) == 2 else right, normal(*shape).exp()))

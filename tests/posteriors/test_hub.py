@@ -295,3 +295,8 @@ def test_repository_that_the_hub_does_not_give_is_named() -> None:
 )
 def test_local_names_of_base_models_are_told_from_ids(name: str | None, local: bool) -> None:
     assert hub.is_local(name) is local
+
+
+@pytest.mark.parametrize(("value", "expected"), [("user/name", True), (Path("here"), True), (None, False), (1, False)])
+def test_a_place_is_a_text_or_a_path(value: Any, expected: bool) -> None:
+    assert hub.is_place(value) == expected

@@ -8,13 +8,13 @@ disk.
 from hf_bayes.distributions.covariance.base import Covariance, check_shapes, dense, log_normal, moved
 from hf_bayes.distributions.covariance.diagonal import Diagonal
 from hf_bayes.distributions.covariance.full import Full
-from hf_bayes.distributions.covariance.kronecker import Kronecker, KroneckerBlock, marginal
+from hf_bayes.distributions.covariance.kronecker import DiagonalBlock, Kronecker, KroneckerBlock, marginal
 from hf_bayes.distributions.covariance.low_rank import LowRank
 
 COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagonal, Kronecker, LowRank, Full)}
 """The covariance structures, by their names in a posterior's file."""
 
 __all__ = [
-    "COVARIANCES", "Covariance", "Diagonal", "Full", "Kronecker", "KroneckerBlock", "LowRank",
-    "check_shapes", "dense", "log_normal", "marginal", "moved",
+    "COVARIANCES", "Covariance", "Diagonal", "DiagonalBlock", "Full", "Kronecker", "KroneckerBlock",
+    "LowRank", "check_shapes", "dense", "log_normal", "marginal", "moved",
 ]  # fmt: skip

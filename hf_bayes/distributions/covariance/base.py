@@ -95,10 +95,11 @@ def moved(value: Any, to: torch.device | str | Tensor) -> Any:
 
     ``value`` is a covariance, a curvature, a Gaussian, or a part of one of them.
     """
-    if isinstance(value, Tensor):
-        return value.to(to)
-    if isinstance(value, tuple):
-        return tuple(moved(item, to) for item in value)
+    match value:
+        case Tensor():
+            return value.to(to)
+        case tuple():
+            return tuple(moved(item, to) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return replace(value, **{field.name: moved(getattr(value, field.name), to) for field in fields(value)})

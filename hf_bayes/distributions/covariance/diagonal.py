@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -60,6 +60,6 @@ class Diagonal(Covariance):
         return {f"stds.{name}": shape for name, shape in layout.named_shapes.items()}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Diagonal:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layout: Layout) -> Self:
         check_shapes(tensors, cls.shapes(tensors, layout))
         return cls(layout.flatten({name: tensors[f"stds.{name}"] for name in layout.names}))

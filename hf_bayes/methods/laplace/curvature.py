@@ -74,27 +74,6 @@ class Curvature(ABC):
         return self, prior.precision_diagonal
 
 
-def temper(curvature: Curvature, precision: Tensor | Covariance, *, temperature: float, what: str) -> Covariance:
-    """Return the posterior's covariance at T: T (H + tau)^-1, or (H / T + tau)^-1 for ``what="likelihood"``.
-
-    Args:
-        precision: tau, elementwise, or the covariance of a prior.
-        what: "posterior" or "likelihood", the density that T tempers.
-    """
-    if what == "likelihood":
-        curvature, temperature = curvature.scaled(1 / temperature), 1.0
-    if isinstance(precision, Covariance):
-        curvature, precision = curvature.plus(precision)
-    return curvature.covariance(precision, temperature=temperature)
-
-
-def temper_draws(curvature: Curvature, precision: Tensor, noise: Tensor, *, temperature: float, what: str) -> Tensor:
-    """Return the root of ``temper(curvature, precision)`` times standard normals [M, d], differentiable in tau."""
-    if what == "likelihood":
-        curvature, temperature = curvature.scaled(1 / temperature), 1.0
-    return curvature.draws(precision, noise, temperature=temperature)
-
-
 @dataclass(frozen=True, eq=False)
 class DiagonalCurvature(Curvature):
     """A diagonal curvature, diag(values)."""
@@ -108,7 +87,7 @@ class DiagonalCurvature(Curvature):
     def dim(self) -> int:
         return len(self.values)
 
-    def scaled(self, factor: float) -> DiagonalCurvature:
+    def scaled(self, factor: float) -> Self:
         return replace(self, values=factor * self.values)
 
     def dense(self) -> Tensor:

@@ -63,11 +63,6 @@ def gradient_norm_in_errors(gradient: GradientEstimate | None, prior_gradient: T
         raise NotPositiveDefinite(f"{error}. {where}") from error
 
 
-def prior_gradient_at(offset: Tensor, precision: Tensor | Covariance) -> Tensor:
-    """Return grad log p(theta) [d] of a Gaussian prior, at ``offset`` [d] from its mean."""
-    return precision.precision_product(-offset) if isinstance(precision, Covariance) else -precision * offset
-
-
 def _root(gradient: GradientEstimate, square: float) -> float | None:
     """Return the root of an unbiased square of the gradient; None if noise makes it negative."""
     if gradient.num_rows == gradient.num_data_rows:  # with all rows, only rounding makes it negative

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.methods.laplace.accumulators import Accumulator, DiagonalSum, Layer, Processes, require_once
-from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.kronecker_curvature import DiagonalFactor, KroneckerCurvature, KroneckerFactors
 
 NULL = 10
 """An eigenvalue below this multiple of the rounding error of the largest one counts as 0.
@@ -76,10 +76,10 @@ class CorrectedSum(DiagonalSum):
         return super()._moments(name, rows)
 
     def result(self) -> KroneckerCurvature:
-        blocks: list[KroneckerFactors | Tensor] = []
+        blocks: list[KroneckerFactors | DiagonalFactor] = []
         for name, values in self.sums.items():
             if name not in self.spectra:
-                blocks.append(values.flatten())
+                blocks.append(DiagonalFactor(values.flatten()))
                 continue
             left, right = self.spectra[name]
             if left.num_null:
@@ -226,14 +226,15 @@ class KroneckerSum(Accumulator):
         """Return the K-FAC curvature. This frees the factors, so it works only once."""
         counts = {name: max(self.counts[source], 1.0) for name, (source, _) in self.sources.items()}
         spectra = self._spectra()
-        blocks: list[KroneckerFactors | Tensor] = []
+        blocks: list[KroneckerFactors | DiagonalFactor] = []
         for name, shape in self.layout.named_shapes.items():
             if name in spectra:
                 left, right = spectra[name]
                 values = left.values[:, None] * right.values / counts[name]
                 blocks.append(KroneckerFactors(left.vectors, right.vectors, values))
             else:  # a matrix that no gradient reached has no factors
-                blocks.append(self.rest.sums.get(name, self.like.new_zeros(shape)).flatten())
+                values = self.rest.sums.get(name, self.like.new_zeros(shape))
+                blocks.append(DiagonalFactor(values.flatten()))
         return KroneckerCurvature(tuple(blocks))
 
     def corrected(self) -> CorrectedSum:

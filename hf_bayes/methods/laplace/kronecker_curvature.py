@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_bayes.distributions.covariance import Covariance, Kronecker, KroneckerBlock, marginal
-from hf_bayes.methods.laplace.curvature import Curvature, require_positive
+from hf_bayes.distributions.covariance import Covariance, DiagonalBlock, Kronecker, KroneckerBlock, marginal
+from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, require_positive
 
 
 @dataclass(frozen=True, eq=False)
-class KroneckerFactors:
+class KroneckerFactors(Curvature):
     """H of one matrix [m, n], flattened row by row: (left (x) right) diag(eigenvalues) (left (x) right)'.
 
     Attributes:
@@ -23,9 +23,28 @@ class KroneckerFactors:
         eigenvalues: [m, n] products of the factors' eigenvalues (K-FAC), or second moments in their basis (EK-FAC).
     """
 
+    kind: ClassVar[str] = "kronecker_factors"
     left: Tensor | None
     right: Tensor | None
     eigenvalues: Tensor
+
+    @property
+    def dim(self) -> int:
+        return self.eigenvalues.numel()
+
+    def scaled(self, factor: float) -> KroneckerFactors:
+        return replace(self, eigenvalues=factor * self.eigenvalues)
+
+    def dense(self) -> Tensor:
+        like = self.eigenvalues
+        eyes = (torch.eye(size, dtype=like.dtype, device=like.device) for size in like.shape)
+        left, right = (eye if b is None else b for eye, b in zip(eyes, (self.left, self.right), strict=True))
+        basis = torch.kron(left.contiguous(), right.contiguous())
+        return basis @ torch.diag(like.flatten()) @ basis.mT
+
+    @property
+    def diagonal(self) -> Tensor:
+        return marginal(self.left, self.right, self.eigenvalues).flatten()
 
     def posterior(self, precision: Tensor) -> Tensor:
         """Return the eigenvalues of H + tau, [m, n].
@@ -39,85 +58,74 @@ class KroneckerFactors:
         tau = tau if self.left is None else self.left.square().mT @ tau
         return self.eigenvalues + (tau if self.right is None else tau @ self.right.square())
 
+    def log_det(self, precision: Tensor) -> Tensor:
+        return self.posterior(precision).log().sum()
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> KroneckerBlock:
+        return KroneckerBlock(self.left, self.right, temperature / require_positive(self.posterior(precision)))
+
+    def plus(self, prior: Covariance) -> tuple[KroneckerFactors, Tensor]:
+        """Return the sum with another Kronecker block as one block (``_merged``)."""
+        if not isinstance(prior, KroneckerBlock):
+            return self, prior.precision_diagonal
+        before = KroneckerFactors(prior.left, prior.right, prior.variances.reciprocal())
+        return _merged(self, before), torch.zeros_like(self.eigenvalues).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalFactor(DiagonalCurvature):
+    """H of a tensor without Kronecker factors: diag(values)."""
+
+    def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> DiagonalBlock:
+        return DiagonalBlock(super().covariance(precision, temperature=temperature).std)
+
+    def plus(self, prior: Covariance) -> tuple[DiagonalFactor, Tensor]:
+        return self, prior.precision_diagonal
+
 
 @dataclass(frozen=True, eq=False)
 class KroneckerCurvature(Curvature):
-    """A curvature with one block per random tensor: Kronecker factors, or a diagonal [n] for a tensor without them."""
+    """A curvature with one block per random tensor: Kronecker factors, or a diagonal for a tensor without them."""
 
     kind: ClassVar[str] = "kronecker"
-    blocks: tuple[KroneckerFactors | Tensor, ...]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(b) if isinstance(b, Tensor) else b.eigenvalues.numel() for b in self.blocks]
+    blocks: tuple[KroneckerFactors | DiagonalFactor, ...]
 
     @property
     def dim(self) -> int:
-        return sum(self.sizes)
+        return sum(block.dim for block in self.blocks)
 
     def scaled(self, factor: float) -> KroneckerCurvature:
-        return KroneckerCurvature(
-            tuple(
-                factor * b if isinstance(b, Tensor) else KroneckerFactors(b.left, b.right, factor * b.eigenvalues)
-                for b in self.blocks
-            )
-        )
+        return KroneckerCurvature(tuple(block.scaled(factor) for block in self.blocks))
 
     def dense(self) -> Tensor:
-        parts = []
-        for block in self.blocks:
-            if isinstance(block, Tensor):
-                parts.append(torch.diag(block))
-                continue
-            like = block.eigenvalues
-            eyes = (torch.eye(size, dtype=like.dtype, device=like.device) for size in like.shape)
-            left, right = (eye if b is None else b for eye, b in zip(eyes, (block.left, block.right), strict=True))
-            basis = torch.kron(left.contiguous(), right.contiguous())
-            parts.append(basis @ torch.diag(block.eigenvalues.flatten()) @ basis.mT)
-        dense: Tensor = torch.block_diag(*parts)
+        dense: Tensor = torch.block_diag(*(block.dense() for block in self.blocks))
         return dense
 
     def plus(self, prior: Covariance) -> tuple[Curvature, Tensor]:
-        """Return the sum, with one Kronecker block in place of two (``_merged``)."""
+        """Return the sum block by block; one Kronecker block takes the place of two."""
         if not isinstance(prior, Kronecker):
             return super().plus(prior)
-        blocks: list[KroneckerFactors | Tensor] = []
-        rest = []
-        for block, before in zip(self.blocks, prior.blocks, strict=True):
-            if isinstance(block, KroneckerFactors) and isinstance(before, KroneckerBlock):
-                blocks.append(
-                    _merged(block, KroneckerFactors(before.left, before.right, before.variances.reciprocal()))
-                )
-                rest.append(torch.zeros_like(block.eigenvalues).flatten())
-            else:
-                blocks.append(block)
-                rest.append(Kronecker((before,)).precision_diagonal)
-        return KroneckerCurvature(tuple(blocks)), torch.cat(rest)
+        sums = [block.plus(before) for block, before in zip(self.blocks, prior.blocks, strict=True)]
+        return KroneckerCurvature(tuple(block for block, _ in sums)), torch.cat([rest for _, rest in sums])
 
     @property
     def diagonal(self) -> Tensor:
-        return torch.cat(
-            [b if isinstance(b, Tensor) else marginal(b.left, b.right, b.eigenvalues).flatten() for b in self.blocks]
-        )
-
-    def _posterior(self, precision: Tensor) -> list[Tensor]:
-        """Return the eigenvalues of H + tau of each block."""
-        parts = [precision] * len(self.blocks) if precision.ndim == 0 else precision.split(self.sizes)
-        pairs = zip(self.blocks, parts, strict=True)
-        return [block + tau if isinstance(block, Tensor) else block.posterior(tau) for block, tau in pairs]
+        return torch.cat([block.diagonal for block in self.blocks])
 
     def log_det(self, precision: Tensor) -> Tensor:
-        return torch.stack([values.log().sum() for values in self._posterior(precision)]).sum()
+        return torch.stack([block.log_det(tau) for block, tau in self._pieces(precision)]).sum()
 
     def covariance(self, precision: Tensor, *, temperature: float = 1.0) -> Kronecker:
-        blocks: list[KroneckerBlock | Tensor] = []
-        for block, values in zip(self.blocks, self._posterior(precision), strict=True):
-            variances = temperature / require_positive(values)
-            if isinstance(block, Tensor):
-                blocks.append(variances.sqrt())
-            else:
-                blocks.append(KroneckerBlock(block.left, block.right, variances))
-        return Kronecker(tuple(blocks))
+        return Kronecker(
+            tuple(block.covariance(tau, temperature=temperature) for block, tau in self._pieces(precision))
+        )
+
+    def _pieces(self, precision: Tensor) -> Iterator[tuple[KroneckerFactors | DiagonalFactor, Tensor]]:
+        """Yield each block with its part of tau."""
+        sizes = [block.dim for block in self.blocks]
+        return zip(
+            self.blocks, [precision] * len(sizes) if precision.ndim == 0 else precision.split(sizes), strict=True
+        )
 
 
 def _merged(one: KroneckerFactors, other: KroneckerFactors) -> KroneckerFactors:

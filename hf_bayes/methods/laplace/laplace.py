@@ -12,7 +12,6 @@ law: the approximation is exact if log p(D | theta) is quadratic.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,15 +35,13 @@ from hf_bayes.core.types import (
     locate_at_theta,
 )
 from hf_bayes.distributions.approximations import Draws, Gaussian
-from hf_bayes.distributions.covariance import Covariance, LowRank, log_normal
+from hf_bayes.distributions.covariance import Covariance, LowRank
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.averaging.map import BETA_1, MAPState, begin, descend
-from hf_bayes.methods.laplace.curvature import temper, temper_draws
 from hf_bayes.methods.laplace.distance_to_map import (
     diagonal_warning,
     gradient_norm_in_errors,
     how_far,
-    prior_gradient_at,
     summary,
 )
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
@@ -53,6 +50,13 @@ from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 from hf_bayes.methods.laplace.heldout_prior import fit_by_heldout, groups_by_expression
 from hf_bayes.methods.laplace.noise_std import with_fitted_noise
 from hf_bayes.methods.laplace.pass_result import PassResult
+from hf_bayes.methods.laplace.prior_precision import (
+    ElementwisePrecision,
+    PriorPrecision,
+    precision_of,
+    temper,
+    temper_draws,
+)
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 
 
@@ -221,9 +225,14 @@ class LaplaceConfig(MethodConfig):
         if self.fit_noise:
             assert problem.noise_std is not None
             assert problem.root_columns is not None  # one column for each number of a label
+
+            def expand(number: int, one: PassResult) -> tuple[Expansion, Tensor]:
+                expansion, precision = self.expand(theta[number], one, problem)
+                return expansion, precision.diagonal
+
             results, noise_std = with_fitted_noise(
                 results,
-                lambda number, one: self.expand(theta[number], one, problem),
+                expand,
                 noise_std=problem.noise_std,
                 count=problem.num_data * problem.root_columns,
             )
@@ -258,7 +267,6 @@ class LaplaceConfig(MethodConfig):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
-        assert isinstance(given, Tensor)
         index = groups(self.prior_scope, _layout(problem))
         if self.prior_scope == "model" and isinstance(self.prior_std, dict):
             index = groups_by_expression(list(self.prior_std), problem.shapes)
@@ -272,7 +280,7 @@ class LaplaceConfig(MethodConfig):
             return nats, found
 
         split = self.requirements.heldout == "split"
-        return fit_by_heldout(theta, given, index, deviations, score, split=split, seed=problem.seed)
+        return fit_by_heldout(theta, given.diagonal, index, deviations, score, split=split, seed=problem.seed)
 
     @property
     def _power(self) -> float:
@@ -283,14 +291,14 @@ class LaplaceConfig(MethodConfig):
         """Return the gradient of the tempered log-likelihood."""
         return None if found.gradient is None else found.gradient.scaled(self._power)
 
-    def expand(self, theta: Tensor, found: PassResult, problem: Problem) -> tuple[Expansion, Tensor | Covariance]:
+    def expand(self, theta: Tensor, found: PassResult, problem: Problem) -> tuple[Expansion, PriorPrecision]:
         """Return the log posterior around ``theta`` [d] and the prior's precision; ``found`` is the pass's result."""
         mean, precision = prior_moments(problem.prior, theta)
         expansion = Expansion(found.curvature.scaled(self._power), self._power * found.log_lik, theta - mean)
         if self.fit_prior == "evidence":
-            assert isinstance(precision, Tensor)
-            with gradient_norm_in_errors(self._gradient(found), prior_gradient_at(expansion.offset, precision)):
-                precision = maximise(expansion, precision, self.prior_scope, _layout(problem))
+            with gradient_norm_in_errors(self._gradient(found), precision.grad_log_prior(expansion.offset)):
+                fitted = maximise(expansion, precision.diagonal, self.prior_scope, _layout(problem))
+            precision = ElementwisePrecision(fitted)
         return expansion, precision
 
     def _around(
@@ -298,22 +306,16 @@ class LaplaceConfig(MethodConfig):
     ) -> tuple[Covariance, dict[str, Any]]:
         """Return the covariance around one row [d] and its report; ``fitted`` is the precision from held-out rows."""
         expansion, precision = self.expand(theta, found, problem)
-        precision = precision if fitted is None else fitted
+        precision = precision if fitted is None else ElementwisePrecision(fitted)
         note: dict[str, Any] = {"log_lik": found.log_lik}
         if self.fit_prior is not None:
-            assert isinstance(precision, Tensor)
-            note["prior_precision"] = summary(precision, self.prior_scope, problem.sizes)
+            note["prior_precision"] = summary(precision.diagonal, self.prior_scope, problem.sizes)
         curvature = found.curvature.scaled(self.strength)
-        gradient, prior_gradient = self._gradient(found), prior_gradient_at(expansion.offset, precision)
+        gradient, prior_gradient = self._gradient(found), precision.grad_log_prior(expansion.offset)
         with gradient_norm_in_errors(gradient, prior_gradient):
             covariance = temper(curvature, precision, temperature=self.temperature, what=self.temper)
         untempered = 1.0 if self.temper == "likelihood" else self.temperature
-        if isinstance(precision, Covariance):
-            log_det = covariance.log_det - len(theta) * math.log(untempered)
-            log_prior = log_normal(precision, expansion.offset) + 0.5 * len(theta) * math.log(2 * math.pi)
-            evidence = expansion.log_lik + log_prior + 0.5 * log_det
-        else:
-            evidence = expansion.log_evidence(precision)
+        evidence = precision.log_evidence(expansion, covariance, untempered)
         if self.strength == 1 and bool(
             evidence.isfinite()
         ):  # a flat prior has no evidence, nor do data that count twice
@@ -332,15 +334,12 @@ def _layout(problem: Problem) -> Layout:
     return Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
 
 
-def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, Tensor | Covariance]:
-    """Return the mean [d] and the precision [d] of an independent prior, or the covariance of another Gaussian.
+def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, PriorPrecision]:
+    """Return the mean [d] and the precision of a Gaussian prior.
 
     Raises:
         ValueError: for any other prior.
     """
-    if isinstance(prior, Gaussian) and len(prior.means) == 1:
-        prior = prior.to(like)
-        return prior.means[0], prior.covariances[0]
-    if not isinstance(prior, GaussianPrior):
-        raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
-    return prior.mean.to(like).expand_as(like), prior.std.to(like).square().reciprocal().expand_as(like)
+    if isinstance(prior, GaussianPrior) or (isinstance(prior, Gaussian) and len(prior.means) == 1):
+        return prior.mean.to(like).expand_as(like), precision_of(prior, like)
+    raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")

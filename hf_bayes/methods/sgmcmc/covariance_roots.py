@@ -95,13 +95,11 @@ class KroneckerRoots:
         assert isinstance(covariance, Kronecker)
         found: list[Tensor] = []
         for shape, block in zip(self._shapes, covariance.blocks, strict=True):
-            stds, bases = (block, (None, None)) if isinstance(block, Tensor) else (
-                block.variances.sqrt(), (block.left, block.right)
-            )  # fmt: skip
+            stds = block.eigenvalues.sqrt()
             found.append(stds.flatten())
             if len(shape) == 2:
-                eyes = (torch.eye(side).to(stds) for side in shape)
-                found += [(eye if basis is None else basis).flatten() for basis, eye in zip(bases, eyes, strict=True)]
+                bases = zip((block.left, block.right), shape, strict=True)
+                found += [(torch.eye(side).to(stds) if basis is None else basis).flatten() for basis, side in bases]
         return torch.cat(found)
 
     def product(self, packed: Tensor, vectors: Tensor) -> Tensor:

@@ -37,11 +37,9 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.rng import spare_generators
-from hf_bayes.core.types import DataPass, Evaluation, Info, Prior, Problem, Rngs, Rule, locate_at_theta
-from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.covariance import Covariance, moved
-from hf_bayes.distributions.energy import FlatPrior, IndependentPrior
-from hf_bayes.methods.laplace.curvature import temper
+from hf_bayes.core.types import DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
+from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
@@ -151,7 +149,7 @@ class WhitenedSampler:
         packed = []
         for theta in state.theta:
             curvature = data_pass(theta, self.spec, gradient=False).curvature
-            precision = _prior_precision(self.problem.prior, curvature.diagonal)
+            precision = precision_of(self.problem.prior, curvature.diagonal)
             packed.append(self.roots.pack(temper(curvature, precision, temperature=1.0, what="posterior")))
         return state._replace(root=torch.stack(packed).to(state.theta))
 
@@ -215,22 +213,12 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     return roots, CurvatureSpec(structure=structure, share=min(1.0, share))
 
 
-def _prior_precision(prior: Prior, like: Tensor) -> Tensor | Covariance:
-    """Return tau: the covariance of a Gaussian prior from an earlier run, else the inverse variances [d]."""
-    if isinstance(prior, Gaussian):
-        covariance: Covariance = moved(prior.covariances[0], like)
-        return covariance
-    assert isinstance(prior, IndependentPrior)
-    return prior.std.to(like).square().reciprocal().expand_as(like)
-
-
 def _mean_of_data(roots: Roots, packed: Tensor, problem: Problem, values: Tensor) -> Tensor:
     """Return the mean [M] of ``values`` [M, d] over the directions in which H > tau: S S' < half the prior's variance.
 
     It is the mean over all directions where there are none.
     """
-    precision = _prior_precision(problem.prior, values[0])
-    variance = precision.variance if isinstance(precision, Covariance) else precision.reciprocal()
+    variance = precision_of(problem.prior, values[0]).variance
     ruled = roots.variances(packed) < roots.of_prior(variance) / 2
     ruled |= ~ruled.any(1, keepdim=True)
     return (values * ruled).sum(1) / ruled.sum(1)

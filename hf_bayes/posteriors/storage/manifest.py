@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_bayes.core.number_checks import is_integer
 from hf_bayes.posteriors.storage.formats import decode_json
-from hf_bayes.posteriors.storage.json_types import is_integer
 from hf_bayes.posteriors.storage.listing import some
 
 MANIFEST = "manifest.json"

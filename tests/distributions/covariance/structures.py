@@ -12,6 +12,7 @@ from hf_bayes.distributions.covariance import (
     COVARIANCES,
     Covariance,
     Diagonal,
+    DiagonalBlock,
     Full,
     Kronecker,
     KroneckerBlock,
@@ -36,11 +37,11 @@ def make(kind: str, seed: int = 0) -> tuple[Covariance, Tensor]:
         return Diagonal(spread), torch.diag(spread**-2)
     if kind == "kronecker":
         first, last = numbers(2, 3, seed=seed).exp(), numbers(3, 2, seed=seed).exp()
-        blocks = (KroneckerBlock(basis(2), basis(3), first), spread[:4], KroneckerBlock(None, basis(2), last))
+        one, other = KroneckerBlock(basis(2), basis(3), first), KroneckerBlock(None, basis(2), last)
         rotations = [torch.kron(basis(2), basis(3)), torch.eye(4).double(), torch.kron(torch.eye(3).double(), basis(2))]
         values = [first.flatten(), spread[:4] ** 2, last.flatten()]
         parts = [r @ torch.diag(1 / v) @ r.T for r, v in zip(rotations, values, strict=True)]
-        return Kronecker(blocks), torch.block_diag(*parts)
+        return Kronecker((one, DiagonalBlock(spread[:4]), other)), torch.block_diag(*parts)
     if kind == "low_rank":
         q, scale = basis(LAYOUT.dim, 3), torch.tensor([5.0, 0.2, 1.0], dtype=torch.float64)
         inner = torch.eye(LAYOUT.dim).double() + q @ torch.diag(1 / scale - 1) @ q.T

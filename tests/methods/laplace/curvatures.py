@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.rng import generator
 from hf_bayes.methods.laplace.curvature import Curvature, DiagonalCurvature, FullCurvature
-from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
+from hf_bayes.methods.laplace.kronecker_curvature import DiagonalFactor, KroneckerCurvature, KroneckerFactors
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
 
 LAYOUT = Layout(("a", "b", "c"), ((2, 3), (4,), (3, 2)))
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[], Curvature]] = {
     "diagonal": lambda: DiagonalCurvature(numbers(DIM).exp()),
     "kronecker": lambda: KroneckerCurvature((
         KroneckerFactors(basis(2), basis(3), numbers(2, 3).exp()),
-        numbers(4).exp(),
+        DiagonalFactor(numbers(4).exp()),
         KroneckerFactors(None, basis(2), numbers(3, 2).exp()),
     )),
     "low_rank": lambda: LowRankCurvature(numbers(DIM, 3)),

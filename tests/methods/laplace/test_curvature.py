@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import COVARIANCES, LowRank, dense
+from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
     FullCurvature,
-    temper,
 )
 from hf_bayes.methods.laplace.evidence import Expansion, maximise
-from tests.distributions.covariance.structures import make
+from hf_bayes.methods.laplace.prior_precision import ElementwisePrecision, temper
 from tests.methods.laplace.curvatures import DIM, KINDS, LAYOUT, numbers
 
 PRECISIONS = {
@@ -40,7 +39,7 @@ def test_covariances_are_tempered_as_documented(kind: str, precision: Tensor, te
     both = {"posterior": temperature * torch.linalg.inv(matrix(curvature, precision)),
             "likelihood": torch.linalg.inv(matrix(curvature.scaled(1 / temperature), precision))}  # fmt: skip
     for what, expected in both.items():
-        covariance = temper(curvature, precision, temperature=temperature, what=what)
+        covariance = temper(curvature, ElementwisePrecision(precision), temperature=temperature, what=what)
         found = dense(covariance, expected)
         assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)  # float64, condition numbers below 1e4
     if temperature != 1:
@@ -102,34 +101,3 @@ def test_an_indefinite_curvature_is_refused_in_words(kind: str) -> None:
         maximise(Expansion(curvature, 0.0, torch.ones(3).double()), torch.ones(3).double(), "model", layout)
     with pytest.raises(ValueError, match="not positive definite"):
         FullCurvature(torch.full((2, 2), torch.nan)).covariance(torch.tensor(1.0))
-
-
-@kinds
-@pytest.mark.parametrize("prior", COVARIANCES)
-def test_the_precision_of_another_gaussian_adds_up(kind: str, prior: str) -> None:
-    curvature, (before, old) = KINDS[kind](), make(prior, seed=3)
-    if isinstance(before, LowRank):  # as a curvature makes them, narrower than their diagonal part
-        before = replace(before, scale=before.scale.clamp(max=0.9))
-        old = torch.linalg.inv(dense(before, old))
-    found = torch.linalg.inv(dense(temper(curvature, before, temperature=1.0, what="posterior"), old))
-    if (kind, prior) == ("kronecker", "kronecker"):
-        expected = curvature.dense() + old  # both have the same eigenbases
-    elif kind in (prior, "full"):
-        expected = curvature.dense() + old
-    else:
-        expected = curvature.dense() + torch.diag(old.diagonal())
-        if kind == "kronecker":  # within a block, of the diagonal what the eigenbasis can hold
-            assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
-            return
-    assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)  # float64, condition numbers below 1e5
-    assert not torch.allclose(found, curvature.dense() + torch.eye(DIM).double(), rtol=0.1)  # twin: the prior forgotten
-
-
-def test_tempering_the_likelihood_keeps_an_inherited_precision() -> None:
-    curvature, (before, old) = KINDS["full"](), make("full", seed=3)
-    for what, expected in (
-        ("posterior", (curvature.dense() + old) / 0.3),
-        ("likelihood", curvature.dense() / 0.3 + old),
-    ):
-        found = torch.linalg.inv(dense(temper(curvature, before, temperature=0.3, what=what), old))
-        assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)

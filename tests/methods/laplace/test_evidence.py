@@ -27,7 +27,7 @@ def projected(tau: Tensor, blocks: tuple[Any, ...]) -> Tensor:
     """Return tau as [d, d]: its diagonal in the eigenbasis of each matrix, and tau itself for other tensors."""
     parts, start = [], 0
     for block in blocks:
-        size = block.variances.numel() if isinstance(block, KroneckerBlock) else len(block)
+        size = block.dim
         own = torch.diag(tau[start : start + size])
         start += size
         if isinstance(block, KroneckerBlock):

@@ -16,11 +16,11 @@ from hf_bayes.methods.laplace.curvature import (
     Curvature,
     DiagonalCurvature,
     FullCurvature,
-    temper_draws,
 )
 from hf_bayes.methods.laplace.heldout_prior import search
 from hf_bayes.methods.laplace.kronecker_curvature import KroneckerCurvature, KroneckerFactors
 from hf_bayes.methods.laplace.low_rank_curvature import LowRankCurvature
+from hf_bayes.methods.laplace.prior_precision import temper_draws
 from hf_bayes.methods.laplace.supported import STRUCTURES
 from hf_bayes.models.attaching import attach
 from tests.fit.fitted import NOISE, STD, regression

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_bayes.distributions.covariance import Kronecker, KroneckerBlock, dense
-from hf_bayes.methods.laplace.curvature import temper
+from hf_bayes.distributions.covariance import DiagonalBlock, Kronecker, KroneckerBlock, dense
+from hf_bayes.methods.laplace.prior_precision import GaussianPrecision, temper
 from tests.methods.laplace.curvatures import DIM, KINDS, basis, numbers
 
 
@@ -22,11 +22,15 @@ def test_merged_kronecker_blocks_keep_the_trace_and_fit_better() -> None:
     turned = torch.linalg.qr(numbers(3, 3).flip(0))[0]
     first = KroneckerBlock(basis(2).flip(0).contiguous(), turned, numbers(2, 3).neg().exp())
     before = Kronecker(
-        (first, numbers(4).exp(), KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()))
+        (
+            first,
+            DiagonalBlock(numbers(4).exp()),
+            KroneckerBlock(None, basis(2).flip(1).contiguous(), numbers(3, 2).exp()),
+        )
     )
     old = torch.linalg.inv(dense(before, numbers(1)))
     expected = one.dense() + old
-    found = torch.linalg.inv(dense(temper(one, before, temperature=1.0, what="posterior"), old))
+    found = torch.linalg.inv(dense(temper(one, GaussianPrecision(before), temperature=1.0, what="posterior"), old))
     assert torch.allclose(found.trace(), expected.trace(), rtol=1e-9)
     # what is not on the diagonal of the sum in a basis is lost: rotate into H's own basis, as if the prior had that one
     sides = (

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.distributions.covariance import Covariance, Diagonal, Kronecker, dense
-from hf_bayes.distributions.covariance.kronecker import KroneckerBlock
+from hf_bayes.distributions.covariance.kronecker import DiagonalBlock, KroneckerBlock
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
 
 SHAPES = ((3, 2), (4,), (2, 3))
@@ -16,7 +16,8 @@ def kronecker() -> Kronecker:
     left, right = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for n in (3, 2))
     variances = torch.rand(3, 2, dtype=torch.float64) + 0.1
     one_sided = KroneckerBlock(None, torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0], variances.T.clone())
-    return Kronecker((KroneckerBlock(left, right, variances), torch.rand(4, dtype=torch.float64) + 0.1, one_sided))
+    stds = DiagonalBlock(torch.rand(4, dtype=torch.float64) + 0.1)
+    return Kronecker((KroneckerBlock(left, right, variances), stds, one_sided))
 
 
 CASES: list[tuple[Roots, Covariance]] = [
