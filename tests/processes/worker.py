@@ -41,7 +41,7 @@ from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.objectives.model_objective import ModelOfUpdate
+from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_tokenizer, with_lora
