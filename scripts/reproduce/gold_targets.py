@@ -236,11 +236,10 @@ def make_gold(name: str, *, num_chains: int = 16, burn_in: int = 120) -> Gold:
     uncertainty = decompose(logits.flatten(0, 1).double())
     probs = logits.flatten(0, 1).double().softmax(-1).mean(0)
     acceptance = float(found.info["acceptance"][burn_in:].mean())
-    about = {
-        "rhat": f"{worst:.4f}", "ess_min": f"{float(sizes.min()):.0f}", "ess_median": f"{float(sizes.median()):.0f}",
-        "acceptance": f"{acceptance:.3f}", "chains": str(num_chains), "draws": str(recipe.num_draws), "burn_in": str(burn_in),
-        "leapfrog": str(recipe.num_leapfrog), "rows": rows.digest(), "parameters": str(posterior.scale.numel()),
-    }  # fmt: skip
+    sizes_of = {"ess_min": f"{float(sizes.min()):.0f}", "ess_median": f"{float(sizes.median()):.0f}"}
+    about = {"rhat": f"{worst:.4f}", **sizes_of, "acceptance": f"{acceptance:.3f}", "rows": rows.digest()}
+    about |= {"parameters": str(posterior.scale.numel()), "chains": str(num_chains), "burn_in": str(burn_in)}
+    about |= {"draws": str(recipe.num_draws), "leapfrog": str(recipe.num_leapfrog)}
     return Gold(probs.float(), uncertainty.epistemic.float(), about)
 
 
