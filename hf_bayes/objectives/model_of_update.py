@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,18 +10,17 @@ from torch import Tensor
 from hf_bayes.core.types import Evaluation, Info
 from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
 
-if TYPE_CHECKING:
-    from hf_bayes.objectives.model_objective import ModelObjective
-
 
 class ModelOfUpdate:
     """A model's log-likelihood on the micro-batches of one update, callable as ``core.types.Evaluate``.
+
+    It is made by a ``ModelObjective``, whose type is not imported here: that module imports this one.
 
     Attributes:
         terms: [M] likelihood terms of the update.
     """
 
-    def __init__(self, objective: ModelObjective, batches: list[Any], step: int, terms: Tensor) -> None:
+    def __init__(self, objective: Any, batches: list[Any], step: int, terms: Tensor) -> None:
         self._objective, self._step, self.terms = objective, step, terms
         mesh = objective.mesh
         if objective.private is None:  # processes that share chains take turns

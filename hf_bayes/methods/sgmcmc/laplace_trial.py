@@ -38,13 +38,13 @@ class Trial(NamedTuple):
         previous: [M, 2, d] g_0 and g_1 of the last minibatch.
         squares: [M, 3] sums over pairs of minibatches, each an estimate of V.
         slope: [M] the sum of slopes.
-        count: [M] int64, minibatches.
+        num_taken: [M] int64, minibatches.
     """
 
     previous: Tensor
     squares: Tensor
     slope: Tensor
-    count: Tensor
+    num_taken: Tensor
 
 
 class Choice(NamedTuple):
@@ -86,7 +86,7 @@ def take(trial: Trial, gradients: Tensor, direction: Tensor, ruled: Tensor) -> T
         direction: [M, d] sqrt(T) v.
         ruled: [M, d] 1 in directions that the data rule, otherwise 0.
     """
-    count, squares = trial.count + 1, trial.squares
+    count, squares = trial.num_taken + 1, trial.squares
     if int(count[0]) % 2 == 0:  # all chains have done the same number of updates
         change = gradients - trial.previous
         pairs = torch.stack([change[:, 0], change[:, 1], change[:, 1] - change[:, 0]], 1).square() / 2
@@ -102,8 +102,8 @@ def choose(trial: Trial, least: float) -> Choice:
     Args:
         least: V below which the step size does not grow any more.
     """
-    at_start, at_draw, beside = (trial.squares / (trial.count // 2)[:, None]).clamp_min(least).unbind(1)
-    slope = trial.slope / trial.count
+    at_start, at_draw, beside = (trial.squares / (trial.num_taken // 2)[:, None]).clamp_min(least).unbind(1)
+    slope = trial.slope / trial.num_taken
     fits = (slope > 1 / MAX_MISFIT) & (slope < MAX_MISFIT) & (at_draw <= MAX_NOISE * at_start)
     anchored = fits & (2 * beside < at_draw)
     choice = Choice(fits, anchored, beside, at_start, at_draw, beside, slope)

@@ -94,8 +94,8 @@ class Whitening(NamedTuple):
     trial_previous: Tensor
     trial_squares: Tensor
     trial_slope: Tensor
-    trial_count: Tensor
-    """A ``laplace_trial.Trial``; ``trial_count`` is one more after the first update that samples."""
+    trial_num_taken: Tensor
+    """A ``laplace_trial.Trial``; ``trial_num_taken`` is one more after the first update that samples."""
 
 
 def num_measured(num_steps: int) -> int:
@@ -169,7 +169,7 @@ class WhitenedSampler:
 
     def anchor(self, state: Any) -> Tensor | None:
         """Return where the next update needs the gradient, too: at the draw on trial, or at the control variate."""
-        if int(state.trial_count[0]) < self.num_measured:  # all chains have done the same number of updates
+        if int(state.trial_num_taken[0]) < self.num_measured:  # all chains have done the same number of updates
             draw: Tensor = state.origin + self.roots.product(state.root, state.direction)
             return draw
         origin: Tensor = state.origin
@@ -196,7 +196,7 @@ class WhitenedSampler:
 
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update that measures, or after one of the sampler."""
-        count = int(state.trial_count[0])  # all chains have done the same number of updates
+        count = int(state.trial_num_taken[0])  # all chains have done the same number of updates
         if count < self.num_measured:
             return self._measure(state, evaluation, rngs), {}
         weight, prior = self.config.prior_weight, self.problem.prior
@@ -209,7 +209,7 @@ class WhitenedSampler:
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
         info = info | {"step_size": own.step_size}
         if count == self.num_measured:
-            own, info = own._replace(trial_count=state.trial_count + 1), info | self._account(state)
+            own, info = own._replace(trial_num_taken=state.trial_num_taken + 1), info | self._account(state)
         return _joined(theta, own, after), info
 
     def _measure(self, state: Any, evaluation: Evaluation, rngs: Rngs) -> Any:
@@ -222,7 +222,7 @@ class WhitenedSampler:
         ruled = _ruled_by_data(self.roots, state.root, self.problem).to(state.theta)
         trial = laplace_trial.take(_trial(state), gradients, state.direction, ruled)
         state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
-        if int(trial.count[0]) < self.num_measured:
+        if int(trial.num_taken[0]) < self.num_measured:
             return state
         return _joined(state.theta, _own(state), self.sampler.init(torch.zeros_like(state.theta), rngs))
 
