@@ -32,4 +32,5 @@ def gradient_of_all_rows(objective: Any, theta: Tensor) -> Tensor | None:
             assert part is not None
             total[members] -= part
     objective.mesh.sum_over_data(total)
-    return total * (scale.num_data / scale.num_terms)
+    gradient: Tensor = total * (scale.num_data / scale.num_terms)
+    return gradient

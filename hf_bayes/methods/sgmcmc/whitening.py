@@ -214,11 +214,12 @@ class WhitenedSampler:
 
     def _measure(self, state: Any, evaluation: Evaluation, rngs: Rngs) -> Any:
         """Take one more minibatch into the trial; after the last one start the sampler."""
-        assert evaluation.anchor_grad is not None
-        draw = self.anchor(state)
+        at_start, at_draw, draw = evaluation.grad_log_lik, evaluation.anchor_grad, self.anchor(state)
+        assert at_start is not None
+        assert at_draw is not None
         assert draw is not None
-        at_both = zip((state.theta, draw), (evaluation.grad_log_lik, evaluation.anchor_grad), strict=True)
-        gradients = -torch.stack([self._whitened(state, *both) for both in at_both], 1)
+        both = self._whitened(state, state.theta, at_start), self._whitened(state, draw, at_draw)
+        gradients = -torch.stack(both, 1)
         ruled = _ruled_by_data(self.roots, state.root, self.problem).to(state.theta)
         trial = laplace_trial.take(_trial(state), gradients, state.direction, ruled)
         state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
