@@ -196,7 +196,13 @@ class EnergyOfUpdate:
         self._refused: Tensor | None = None
 
     def __call__(
-        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, split_rows: bool = False
+        self,
+        theta: Tensor,
+        *,
+        gradient: bool = True,
+        batches: slice | None = None,
+        split_rows: bool = False,
+        anchor: Tensor | None = None,
     ) -> Evaluation:
         """Return minus the energy and its gradient; NaN for chains outside the support."""
         objective, chosen = self._objective, self._batches if batches is None else self._batches[batches]
@@ -213,6 +219,8 @@ class EnergyOfUpdate:
             found = objective.evaluate(self._kept(theta, ~outside), chosen, gradient=gradient)
             self._refused = torch.where(outside[:, None], theta, torch.nan)
             self._raised = outside if self._raised is None else self._raised | outside
+        if anchor is not None:
+            found = found._replace(anchor_grad=objective.evaluate(anchor, chosen).grad_log_lik)
         if self._refused is None:
             return found
         parts = {name: value for name, value in found._asdict().items() if value is not None}

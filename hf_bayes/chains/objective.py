@@ -29,7 +29,13 @@ class UpdateObjective(Protocol):
     """The objective on the batches of one update. It is a ``core.types.Evaluate`` with two additions."""
 
     def __call__(
-        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, split_rows: bool = False
+        self,
+        theta: Tensor,
+        *,
+        gradient: bool = True,
+        batches: slice | None = None,
+        split_rows: bool = False,
+        anchor: Tensor | None = None,
     ) -> Evaluation:
         """Return log-likelihood and gradient at ``theta`` [M, d].
 
@@ -37,6 +43,7 @@ class UpdateObjective(Protocol):
             gradient: compute the gradient, too.
             batches: a part of the update's batches; None takes all of them.
             split_rows: estimate the variance of the gradient of a single batch from two halves of its rows.
+            anchor: [M, d] points at which the gradient on these batches is computed, too.
         """
         ...
 

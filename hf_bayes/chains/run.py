@@ -133,15 +133,18 @@ class Run(Generic[State]):
                 ">= 0: check the schedule and callbacks"
             )
         state = rule.init(self._start.clone(), self.rngs) if self.state is None else self.state
-        if rule.early_pass is not None and self.num_updates == rule.early_pass_after:
-            state = rule.early_pass(state, self.objective.data_pass)
+        if self.num_updates in rule.early_passes:
+            state = rule.early_passes[self.num_updates](state, self.objective.data_pass)
         theta, state = rule.locate(state, self.rngs)
         before = state.theta
         evaluate = self.objective.for_update(batches, step=self.num_updates)
-        evaluation = evaluate(theta, split_rows=self._splits_rows)
+        anchor = rule.anchor(state)
+        evaluation = evaluate(theta, split_rows=self._splits_rows, anchor=anchor)
         assert evaluation.grad_log_lik is not None
         words = self.objective.words
         self._require_finite({words.gradient: evaluation.grad_log_lik, words.value: evaluation.log_lik})
+        if evaluation.anchor_grad is not None:
+            self._require_finite({f"{words.gradient} at the anchor": evaluation.anchor_grad})
         state, info = rule.update(state, evaluation, learning_rate, self.rngs)
         self._require_finite({f"{name} after the update": value for name, value in state._asdict().items()})
         self.loss = evaluation.loss

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Evaluation(NamedTuple):
         batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None if
             every evaluation uses all data.
         loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None if there are no terms.
+        anchor_grad: [M, d] the gradient on the same batches at another point (``Rule.anchor``); None unless requested.
     """
 
     log_lik: Tensor
@@ -40,6 +42,7 @@ class Evaluation(NamedTuple):
     grad_variance: Tensor | None = None
     batch_log_lik: Tensor | None = None
     loss: Tensor | None = None
+    anchor_grad: Tensor | None = None
 
 
 class ChainState(Protocol):
@@ -157,16 +160,29 @@ class HeldOut(NamedTuple):
     part: str
 
 
+class AllRows(NamedTuple):
+    """A request for the gradient of log p(D | theta) [M, d] on all training rows, for theta [M, d].
+
+    The answer is the mean, over random batches, of the gradient that an update computes. It is None where such a mean
+    does not exist: with dropout, or with private rows.
+    """
+
+
 class DataPass(Protocol):
-    """One more pass over the data, for a method that requests it (``Rule.early_pass``, ``Rule.final_pass``)."""
+    """One more pass over the data, for a method that requests it (``Rule.early_passes``, ``Rule.final_pass``)."""
 
     def __call__(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Return the result of the pass that ``what`` describes.
 
         For a ``CurvatureSpec`` at ``theta`` [d] it is the curvature, the log-likelihood and the gradient there. For
-        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient.
+        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient. For ``AllRows`` it is
+        the gradient of all rows.
         """
         ...
+
+
+EarlyPass = Callable[[Any, DataPass], Any]
+"""(state, data_pass) -> state, see ``Rule.early_passes``."""
 
 
 class FinalPassResult(NamedTuple):
@@ -183,6 +199,10 @@ class FinalPassResult(NamedTuple):
     noise_std: float | None = None
 
 
+def no_anchor(state: Any) -> None:
+    """Return no points: the usual ``Rule.anchor``."""
+
+
 class Rule(NamedTuple, Generic[State]):
     """A method with one gradient per update: SG-MCMC, variational inference, MAP.
 
@@ -193,9 +213,10 @@ class Rule(NamedTuple, Generic[State]):
         finish: (state, draws [M, S, d]) -> Approximation.
         final_pass: (state, draws, data_pass) -> FinalPassResult, in place of ``finish`` where a pass over the data
             is possible; None if the method does not need one.
-        early_pass: (state, data_pass) -> state, called once, before the update that follows ``early_pass_after``
-            updates: the method finds settings of its own from a pass over the data. None if it has none to find.
-        early_pass_after: see ``early_pass``.
+        early_passes: number of updates -> (state, data_pass) -> state, called once after so many updates: the method
+            finds settings of its own from passes over the data.
+        anchor: state -> points [M, d] at which the next update needs the gradient, too (``Evaluation.anchor_grad``);
+            None if it needs none.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -203,8 +224,8 @@ class Rule(NamedTuple, Generic[State]):
     update: Callable[[State, Evaluation, float, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
     final_pass: Callable[[State, Tensor, DataPass], FinalPassResult] | None = None
-    early_pass: Callable[[State, DataPass], State] | None = None
-    early_pass_after: int = 0
+    early_passes: Mapping[int, EarlyPass] = MappingProxyType({})
+    anchor: Callable[[State], Tensor | None] = no_anchor
 
 
 class Kernel(NamedTuple, Generic[State]):

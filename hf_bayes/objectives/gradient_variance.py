@@ -50,7 +50,7 @@ def between_halves(
     model: BayesianModel,
     batch: dict[str, Any],
     grad: Tensor,
-    passes: Callable[[dict[str, Any], int], Iterable[tuple[slice, Tensor, Tensor | None]]],
+    passes: Callable[[dict[str, Any], int], Iterable[tuple[slice, Tensor, Tensor | None, Tensor | None]]],
     *,
     num_groups: int,
 ) -> Tensor | None:
@@ -66,7 +66,7 @@ def between_halves(
         model: the model that is sampled.
         batch: prepared.
         grad: [M, d] of minus the log-likelihood of the whole.
-        passes: (a half, its number) -> (members, loss [m], gradient [m, d]), as ``ModelObjective.passes`` yields them.
+        passes: (a half, its number) -> what ``ModelObjective.passes`` yields.
         num_groups: the number of groups of rows in the batch: 1 if chains share rows, else the number of chains.
     Returns:
         None where a chain has a single row.
@@ -82,9 +82,9 @@ def between_halves(
     others = None
     if model.training and model.members.trunk.has_dropout:
         with torch.random.fork_rng(devices=devices):
-            others = [other for _, _, other in passes(halves[1], 1)]
+            others = [other for _, _, other, _ in passes(halves[1], 1)]
     with torch.random.fork_rng(devices=devices):
-        for index, (members, _, one) in enumerate(passes(halves[0], 0)):
+        for index, (members, _, one, _) in enumerate(passes(halves[0], 0)):
             assert one is not None
             if others is None:  # g / b - (whole - g) / c
                 difference = one.mul_(1 / b + 1 / c).sub_(grad[members], alpha=1 / c)

@@ -16,16 +16,17 @@ from torch import Tensor
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.core.types import Evaluation, HeldOut, Info
+from hf_bayes.core.types import AllRows, Evaluation, HeldOut
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.all_rows import gradient_of_all_rows
 from hf_bayes.objectives.curvature_pass import CurvaturePassResult, run_curvature_pass
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
 from hf_bayes.objectives.heldout import HeldOutRows
+from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
@@ -39,11 +40,13 @@ class Pass(NamedTuple):
         members: which chains.
         loss: [m] minus the sum of their log-likelihoods.
         grad: [m, d] its gradient; None if it was not asked for.
+        anchor_grad: [m, d] the gradient at the anchor; None without one.
     """
 
     members: slice
     loss: Tensor
     grad: Tensor | None
+    anchor_grad: Tensor | None
 
 
 class ModelObjective:
@@ -159,6 +162,8 @@ class ModelObjective:
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
+        if isinstance(what, AllRows):
+            return gradient_of_all_rows(self, theta)
         return (self.heldout if isinstance(what, HeldOut) else self.curvature)(theta, what, gradient=gradient)
 
     def close(self) -> None:
@@ -178,6 +183,7 @@ class ModelObjective:
         step: int,
         micro: int,
         chunks: list[slice] | None = None,
+        anchor: Tensor | None = None,
     ) -> Iterator[Pass]:
         """Yield log-likelihood and gradient of a micro-batch, a few members at a time.
 
@@ -186,18 +192,24 @@ class ModelObjective:
             batch: prepared.
             step, micro: numbers of the update and of the micro-batch, for dropout masks.
             chunks: which members go together; None: ``member_chunks`` of the batch.
+            anchor: [M, d], where the gradient is computed, too.
         """
+
+        def at(point: Tensor, rows: dict[str, Any], members: slice) -> tuple[Tensor, Tensor | None]:
+            self._seed_dropout(members, step, micro)
+            leaf = point[members].detach().requires_grad_(gradient)
+            with self.context():
+                loss = self.model(**rows, theta=leaf, folded=not self.shared).loss
+            if gradient:
+                loss.sum().backward()
+            return loss.detach(), leaf.grad
+
         with self._trunk_once(batch, shared=True):
             for members in chunks or self.member_chunks(batch):
-                self._seed_dropout(members, step, micro)
                 rows = self.rows_of(batch, members)
                 with self._trunk_once(rows, shared=False), torch.set_grad_enabled(gradient):
-                    leaf = theta[members].detach().requires_grad_(gradient)
-                    with self.context():
-                        loss = self.model(**rows, theta=leaf, folded=not self.shared).loss
-                    if gradient:
-                        loss.sum().backward()
-                    yield Pass(members, loss.detach(), leaf.grad)
+                    found = at(theta, rows, members)
+                    yield Pass(members, *found, None if anchor is None else at(anchor, rows, members)[1])
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
         """Return which members train together: as many as keep passes small.
@@ -247,91 +259,3 @@ class ModelObjective:
     def _to_device(self, batch: Any) -> Any:
         device = self.model.device
         return with_tensors(batch, lambda tensor: tensor.to(device))
-
-
-class ModelOfUpdate:
-    """A model's log-likelihood on the micro-batches of one update, callable as ``core.types.Evaluate``.
-
-    Attributes:
-        terms: [M] likelihood terms of the update.
-    """
-
-    def __init__(self, objective: ModelObjective, batches: list[Any], step: int, terms: Tensor) -> None:
-        self._objective, self._step, self.terms = objective, step, terms
-        mesh = objective.mesh
-        if objective.private is None:  # processes that share chains take turns
-            self._count = len(batches) * mesh.data_size
-            self._mine = dict(zip(range(mesh.data_rank, self._count, mesh.data_size), batches, strict=True))
-        else:  # each process has a part in every batch
-            self._count, self._mine = len(batches), dict(enumerate(batches))
-
-    def info(self) -> Info:
-        """Return no diagnostics."""
-        return {}
-
-    def __call__(
-        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, split_rows: bool = False
-    ) -> Evaluation:
-        """Return the log-likelihood and its gradient at ``theta`` [M, d], on the scale of all data."""
-        objective, sizes = self._objective, self._objective.model.layout.sizes
-        chosen = range(self._count)[slice(None) if batches is None else batches]
-        log_liks = torch.zeros(len(theta), self._count, dtype=torch.float64, device=theta.device)
-        grad = torch.zeros_like(theta) if gradient else None
-        noise = BetweenBatches(theta, sizes) if objective.measures_noise and self._count > 1 and gradient else None
-        for micro, place in enumerate(place for place in chosen if place in self._mine):
-            batch = objective.prepare(self._mine[place])
-            for members, loss, part in objective.passes(theta, batch, gradient=gradient, step=self._step, micro=micro):
-                log_liks[members, place] -= loss
-                if grad is not None and part is not None:
-                    grad[members] -= part
-                    if noise is not None:
-                        noise.add(members, part)
-        variance = None
-        if split_rows and grad is not None and self._count == 1:
-            variance = self._variance_between_halves(theta, -grad)
-        log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
-        if objective.private is not None:
-            log_liks = objective.private.contribution(log_liks)
-            grad = None if grad is None else objective.private.weight * grad
-        return self._on_all_data(log_liks, grad, noise, variance, len(chosen))
-
-    def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
-        """Return the variance of ``grad`` [M, d], of minus the log-likelihood on the update's single micro-batch."""
-        objective, batch = self._objective, self._objective.prepare(self._mine[0])
-        chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
-        options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
-        return between_halves(
-            objective.model,
-            batch,
-            grad,
-            lambda half, number: objective.passes(theta, half, micro=number, **options),
-            num_groups=1 if objective.shared else len(objective.chains),
-        )
-
-    def _on_all_data(
-        self,
-        log_liks: Tensor,
-        grad: Tensor | None,
-        noise: BetweenBatches | None,
-        variance: Tensor | None,
-        num_chosen: int,
-    ) -> Evaluation:
-        """Sum over the processes that share these chains, and scale the sums to all data."""
-        objective, share, terms = self._objective, num_chosen / self._count, self.terms.double().clamp_min(1)
-        # the only numbers that processes with other rows of these chains exchange: K a chain, and the gradient
-        log_liks = objective.mesh.sum_over_data(log_liks)
-        scale = torch.as_tensor(objective.scale.factor(terms) / share, dtype=torch.float64, device=log_liks.device)
-        scale = scale.view(-1, 1)
-        if grad is not None:
-            objective.mesh.sum_over_data(grad)
-            if noise is not None:
-                variance = noise.of_sum(grad, objective.mesh.sum_over_data)
-            grad *= scale.to(grad.dtype)
-        columns = num_chosen * scale * log_liks if objective.returns_batches else None
-        log_lik = scale[:, 0] * log_liks.sum(1)
-        loss = -log_liks.sum(1) / (share * terms)
-        if variance is not None:
-            variance = scale.to(variance) ** 2 * variance
-        # a kernel accepts by differences of a nat, and float32 counts energies near 1e7 in whole ones
-        log_lik = log_lik if objective.in_float64 or grad is None else log_lik.to(grad.dtype)
-        return Evaluation(log_lik, grad, variance, columns, loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_bayes.chains.run import StepRecord
-from hf_bayes.core.types import Problem
+from hf_bayes.core.types import Info, Problem
 from hf_bayes.objectives.own_settings import Settings
 from hf_bayes.training.compat import TrainerHost
 
@@ -34,6 +34,7 @@ def tell_step_size(
     relaxation = float(record.info["relaxation"].max())
     left = problem.num_steps - max(problem.burn_in, record.step)
     epochs = "" if updates_of_epoch is None else f" ({relaxation / updates_of_epoch:.2g} epochs)"
+    host.say("%s: %s", name, describe_trial(record.info))
     text = (
         "%s: step size %.2g in whitened coordinates (gradient variance %.3g). A chain forgets its past in %.0f "
         "updates%s; the %d updates after burn-in are worth %.2g independent draws of a chain"
@@ -44,3 +45,19 @@ def tell_step_size(
         host.say(text, *values)
     else:
         host.warn(text + ". Train longer: the draws depend on where AdamW ended", *values)
+
+
+def describe_trial(info: Info) -> str:
+    """Return sentences on where chains start, and whether their gradients have a control variate, with the reasons."""
+    means = {name.removeprefix("trial_"): float(value.mean()) for name, value in info.items() if "trial_" in name}
+    chains = len(info["trial_fits"])
+
+    def of_chains(share: float) -> str:
+        return f"{round(share * chains)} of {chains} chains"
+
+    return (
+        f"{of_chains(means['fits'])} start at a draw of the Laplace approximation: on the way to such a draw the "
+        f"gradient grows by {means['slope']:.2g} times what is expected, and its variance there is "
+        f"{means['at_draw']:.3g}, against {means['at_start']:.3g} where AdamW ended. {of_chains(means['anchored'])} "
+        f"use a control variate: the variance with it is {means['beside']:.3g}, and an update then takes two gradients"
+    )

@@ -42,7 +42,7 @@ class OfUpdate:
         return {}
 
     def __call__(
-        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, split_rows: bool = False
+        self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None, **options: Any
     ) -> Evaluation:
         self._objective.last_theta = theta.clone()
         value = sum(-0.5 * theta.square().sum(1) / self._parts for _ in range(self._parts))

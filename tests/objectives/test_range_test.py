@@ -34,7 +34,7 @@ class Valley:
     def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> Any:
         return self
 
-    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: Any = None, split_rows: bool = False) -> Any:
+    def __call__(self, theta: Tensor, *, gradient: bool = True, **options: Any) -> Any:
         away = theta - self.distance
         loss = away.abs().mean(1)
         return Evaluation(-loss, -away.sign() / 3, loss=loss)

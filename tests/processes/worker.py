@@ -42,7 +42,7 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.objectives import own_settings
 from hf_bayes.objectives.curvature_pass import run_curvature_pass
 from hf_bayes.objectives.heldout import HeldOutRows
-from hf_bayes.objectives.model_objective import ModelOfUpdate
+from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from hf_bayes.objectives.range_test import RATES, TrialPlan
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs

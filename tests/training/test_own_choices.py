@@ -51,6 +51,7 @@ def test_a_sampler_finds_its_settings_and_saves_them(
     run.save_model()
     assert "warm start by AdamW: learning rate" in caplog.text
     assert f"from a trial of {len(RATES)} rates over 8 updates" in caplog.text
+    assert "chains start at a draw of the Laplace approximation: on the way" in caplog.text
     assert "sghmc: step size" in caplog.text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run of 32 updates has not converged
@@ -118,9 +119,9 @@ def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
     run = trainer(tmp_path, SGHMCConfig(num_chains=2, warm_start_steps=4, warm_start_learning_rate=0.01))
     run.train()
     logs = {int(log["step"]): log for log in run.state.log_history if "relaxation/chain_0" in log}
-    assert list(logs) == [8]  # four updates of AdamW, four minibatches for the noise
+    assert list(logs) == [9]  # four updates of AdamW, four minibatches for the noise, the first update that samples
     assert not any("learning_rate" in log for log in logs.values())  # it would be 1
-    assert logs[8]["relaxation/chain_0"] == pytest.approx(0.1 / logs[8]["step_size/chain_0"] ** 2, rel=1e-4)
+    assert logs[9]["relaxation/chain_0"] == pytest.approx(0.1 / logs[9]["step_size/chain_0"] ** 2, rel=1e-4)
 
 
 def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.objectives import model_objective, starting
-from hf_bayes.objectives.model_objective import ModelOfUpdate
+from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from tests import runs
 
 COORDINATES, CHAINS = 512, 16

@@ -24,6 +24,7 @@ from hf_bayes.core.rng import spare_generators
 from hf_bayes.core.types import (
     Approximation,
     DataPass,
+    EarlyPass,
     Evaluate,
     Evaluation,
     FinalPassResult,
@@ -179,9 +180,11 @@ def warm_start(
     def finish(state: Any, draws: Tensor) -> Approximation:
         return rule.finish(_inner(state), draws)
 
-    def early_pass(state: Any, data_pass: DataPass) -> Any:
-        assert rule.early_pass is not None
-        return _sampling(state, rule.early_pass(_inner(state), data_pass))
+    def after_warm_start(early_pass: EarlyPass) -> EarlyPass:
+        return lambda state, data_pass: _sampling(state, early_pass(_inner(state), data_pass))
+
+    def anchor(state: Any) -> Tensor | None:
+        return None if _is_warming(state, steps) else rule.anchor(_inner(state))
 
     return Rule(
         init,
@@ -189,8 +192,8 @@ def warm_start(
         update,
         finish,
         None if rule.final_pass is None else final_pass,
-        None if rule.early_pass is None else early_pass,
-        steps + rule.early_pass_after,
+        {steps + number: after_warm_start(each) for number, each in rule.early_passes.items()},
+        anchor,
     )
 
 

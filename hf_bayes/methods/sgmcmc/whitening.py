@@ -5,8 +5,10 @@ The chain stands at theta_0, the end of its warm start. Three things happen ther
 1. A pass over the data gives H, the curvature of -log p(D | theta). With tau the prior's precision and S a root of the
    posterior's covariance, S S' = (H + tau)^-1, the sampler moves v of theta = theta_0 + S v. In v the energy U has a
    curvature of about 1 in every direction. S does not change any more, so exp(-U / T) stays the target.
-2. Some minibatches at theta_0 give V, the variance of an element of S' grad U over minibatches. It is the mean over the
-   directions that the data rule, where H > tau. theta does not move meanwhile.
+2. Some minibatches give V, the variance of an element of S' grad U over minibatches. It is the mean over the
+   directions that the data rule, where H > tau. theta does not move meanwhile. Each minibatch is evaluated at theta_0
+   and at a draw of the Laplace approximation. This decides where the chain starts, and if its gradients have a control
+   variate (``laplace_trial``).
 3. The step size follows from the heating that is allowed. A gradient of variance V adds h^2 V / (2 (1 - beta)) to T
    (``sghmc``), hence
 
@@ -36,13 +38,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.core.rng import spare_generators
-from hf_bayes.core.types import DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
+from hf_bayes.core.rng import randn, spare_generators
+from hf_bayes.core.types import AllRows, DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.methods.sgmcmc import laplace_trial
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 
 MAX_STEP = 0.2
 """The largest h. In a direction of curvature 1 the discretisation then adds h^2 / (2 (1 + beta)) = 1 % to the variance
@@ -60,8 +64,8 @@ PATIENCE = 10
 beta = .9."""
 
 MAX_MEASURED = 24
-"""The largest number of minibatches that V is measured from. They give 12 pairs; in a single direction the standard
-error of V would be sqrt(2 / 12) = 40 %, and V is a mean over all directions that the data rule."""
+"""The largest number of minibatches that V is measured from, at two points each. They give 12 pairs. In a single
+direction the standard error of V would be sqrt(2 / 12) = 40 %; V is a mean over all directions that the data rule."""
 
 MAX_BASIS = 2**22
 """The largest number of elements in the bases of Kronecker factors, for a chain: 16 MiB."""
@@ -77,17 +81,24 @@ class Whitening(NamedTuple):
     """[M, P] S, packed (``covariance_roots``); zero before the curvature pass."""
     step_size: Tensor
     """[M] h; ``MAX_STEP`` before it is known."""
-    previous: Tensor
-    """[M, d] S' grad U of the last minibatch while V is measured, then zero."""
-    squares: Tensor
-    """[M] the sum over pairs of minibatches that V is measured from."""
-    measured: Tensor
-    """[M] int64, minibatches that V was measured from so far."""
+    origin: Tensor
+    """[M, d] theta_0."""
+    direction: Tensor
+    """[M, d] sqrt(T) v of the draw theta_0 + sqrt(T) S v."""
+    all_rows: Tensor
+    """[M, d] grad log p(D | theta_0) on all rows, for the control variate; zero without it."""
+    choices: Tensor
+    """[M, 7] a ``laplace_trial.Choice``; zero before the choice."""
+    trial_previous: Tensor
+    trial_squares: Tensor
+    trial_slope: Tensor
+    trial_num_taken: Tensor
+    """A ``laplace_trial.Trial``; ``trial_num_taken`` is one more after the first update that samples."""
 
 
 def num_measured(num_steps: int) -> int:
-    """Return the number of minibatches that V is measured from: a twenty-fifth of the run, 4 to ``MAX_MEASURED``."""
-    return max(4, min(MAX_MEASURED, num_steps // 25 // 2 * 2))
+    """Return the number of minibatches that V is measured from: a fiftieth of the run, 4 to ``MAX_MEASURED``."""
+    return max(4, min(MAX_MEASURED, num_steps // 50 // 2 * 2))
 
 
 def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], Any]) -> Rule[Any]:
@@ -114,7 +125,8 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     def finish(state: Any, draws: Tensor) -> Any:
         return sampler.finish(_inner(state), draws)
 
-    return Rule(whitened.init, locate_at_theta, whitened.update, finish, None, whitened.early_pass, 0)
+    passes = {0: whitened.find_root, measured: whitened.choose}
+    return Rule(whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor)
 
 
 @dataclass(frozen=True)
@@ -139,12 +151,12 @@ class WhitenedSampler:
     def init(self, theta: Tensor, rngs: Rngs) -> Any:
         """Return the state before the curvature pass."""
         rows, zeros = len(theta), torch.zeros_like(theta)
-        count = torch.zeros(rows, dtype=torch.int64, device=theta.device)
-        numbers = theta.new_full((rows,), MAX_STEP), zeros, theta.new_zeros(rows), count
-        own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers)
+        direction = math.sqrt(self.config.temperature) * randn(rngs, theta)
+        numbers = theta.new_full((rows,), MAX_STEP), theta, direction, zeros, theta.new_zeros(rows, 7)
+        own = Whitening(theta.new_zeros(rows, self.roots.size), *numbers, *laplace_trial.begin(theta))
         return _joined(theta, own, self.sampler.init(zeros, spare_generators(rngs)))
 
-    def early_pass(self, state: Any, data_pass: DataPass) -> Any:
+    def find_root(self, state: Any, data_pass: DataPass) -> Any:
         """Return the state with S of every chain."""
         packed = []
         for theta in state.theta:
@@ -153,37 +165,86 @@ class WhitenedSampler:
             packed.append(self.roots.pack(temper(curvature, precision, temperature=1.0, what="posterior")))
         return state._replace(root=torch.stack(packed).to(state.theta))
 
+    def anchor(self, state: Any) -> Tensor | None:
+        """Return where the next update needs the gradient, too: at the draw on trial, or at the control variate."""
+        if int(state.trial_num_taken[0]) < self.num_measured:  # all chains have done the same number of updates
+            draw: Tensor = state.origin + self.roots.product(state.root, state.direction)
+            return draw
+        origin: Tensor = state.origin
+        return origin if bool(_choice(state).anchored.any()) else None
+
+    def choose(self, state: Any, data_pass: DataPass) -> Any:
+        """Return the state at the start that the trial has chosen, with the step size."""
+        config = self.config
+        friction = 1 - float(getattr(config, "momentum", 0.0))
+        unit = 2 * config.heating * config.temperature * friction
+        found = laplace_trial.choose(_trial(state), unit / MAX_STEP**2)
+        all_rows = None
+        if bool(found.anchored.any()):
+            all_rows = data_pass(state.origin, AllRows(), gradient=True)
+            found = laplace_trial.without_anchor(found) if all_rows is None else found
+        move = self.roots.product(state.root, state.direction)
+        return state._replace(
+            theta=torch.where(found.fits[:, None], state.origin + move, state.origin),
+            step_size=(unit / found.variance).sqrt(),
+            all_rows=state.all_rows if all_rows is None else torch.where(found.anchored[:, None], all_rows, 0.0),
+            choices=torch.stack([part.to(state.theta) for part in found], 1),
+            trial_previous=torch.zeros_like(state.trial_previous),
+        )
+
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update that measures, or after one of the sampler."""
-        assert evaluation.grad_log_lik is not None
-        prior, weight = self.problem.prior, self.config.prior_weight
-        gradient = self.roots.transposed(state.root, evaluation.grad_log_lik + weight * prior.grad(state.theta))
-        if int(state.measured[0]) < self.num_measured:  # all chains have done the same number of updates
-            return self._measure(state, gradient, rngs)
+        count = int(state.trial_num_taken[0])  # all chains have done the same number of updates
+        if count < self.num_measured:
+            return self._measure(state, evaluation, rngs), {}
+        weight, prior = self.config.prior_weight, self.problem.prior
+        gradient = self._whitened(state, state.theta, self._corrected(state, evaluation))
         scale, peak = (state.step_size / MAX_STEP)[:, None], self.problem.num_data * MAX_STEP**2
         log_density = evaluation.log_lik + (weight * prior.log_prob(state.theta)).to(evaluation.log_lik)
         before = _inner(state)
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
         own, after = _cooled(_own(state), before, after, info)
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
-        return _joined(theta, own, after), info | {"step_size": own.step_size}
+        info = info | {"step_size": own.step_size}
+        if count == self.num_measured:
+            own, info = own._replace(trial_num_taken=state.trial_num_taken + 1), info | self._account(state)
+        return _joined(theta, own, after), info
 
-    def _measure(self, state: Any, gradient: Tensor, rngs: Rngs) -> tuple[Any, Info]:
-        """Take one more minibatch into V; after the last one choose h and start the sampler."""
-        config, count, squares = self.config, state.measured + 1, state.squares
-        if int(count[0]) % 2 == 0:
-            pair = self.roots.along_axes(state.root, gradient - state.previous).square() / 2
-            squares = squares + _mean_of_data(self.roots, state.root, self.problem, pair)
-        if int(count[0]) < self.num_measured:
-            own = Whitening(state.root, state.step_size, gradient, squares, count)
-            return _joined(state.theta, own, _inner(state)), {}
-        variance = squares / (self.num_measured // 2)
-        friction = 1 - float(getattr(config, "momentum", 0.0))
-        step_size = (2 * config.heating * config.temperature * friction / variance).sqrt().clamp_max(MAX_STEP)
-        own = Whitening(state.root, step_size, torch.zeros_like(gradient), squares, count)
-        relaxation = friction / step_size.square()
-        info = {"gradient_variance": variance, "step_size": step_size, "relaxation": relaxation}
-        return _joined(state.theta, own, self.sampler.init(torch.zeros_like(state.theta), rngs)), info
+    def _measure(self, state: Any, evaluation: Evaluation, rngs: Rngs) -> Any:
+        """Take one more minibatch into the trial; after the last one start the sampler."""
+        at_start, at_draw, draw = evaluation.grad_log_lik, evaluation.anchor_grad, self.anchor(state)
+        assert at_start is not None
+        assert at_draw is not None
+        assert draw is not None
+        both = self._whitened(state, state.theta, at_start), self._whitened(state, draw, at_draw)
+        axes = functools.partial(self.roots.along_axes, state.root)
+        gradients = torch.stack([-axes(gradient) for gradient in both], 1)
+        ruled = _ruled_by_data(self.roots, state.root, self.problem).to(state.theta)
+        trial = laplace_trial.take(_trial(state), gradients, axes(state.direction), ruled)
+        state = state._replace(**{f"trial_{name}": value for name, value in trial._asdict().items()})
+        if int(trial.num_taken[0]) < self.num_measured:
+            return state
+        return _joined(state.theta, _own(state), self.sampler.init(torch.zeros_like(state.theta), rngs))
+
+    def _whitened(self, state: Any, theta: Tensor, grad_log_lik: Tensor) -> Tensor:
+        """Return minus S' grad U at theta, from the gradient of the log-likelihood."""
+        prior = self.config.prior_weight * self.problem.prior.grad(theta)
+        return self.roots.transposed(state.root, grad_log_lik + prior)
+
+    def _corrected(self, state: Any, evaluation: Evaluation) -> Tensor:
+        """Return the gradient of the log-likelihood, of some chains with a control variate."""
+        gradient, beside = evaluation.grad_log_lik, evaluation.anchor_grad
+        assert gradient is not None
+        if beside is None:
+            return gradient
+        return torch.where(_choice(state).anchored[:, None], gradient - beside + state.all_rows, gradient)
+
+    def _account(self, state: Any) -> Info:
+        """Return what the trial has found, and what follows, for messages."""
+        found = _choice(state)
+        named = {f"trial_{name}": value.to(state.theta) for name, value in found._asdict().items()}
+        relaxation = (1 - float(getattr(self.config, "momentum", 0.0))) / state.step_size.square()
+        return named | {"gradient_variance": found.variance, "relaxation": relaxation}
 
 
 def _cooled(own: Whitening, before: Any, state: Any, info: Info) -> tuple[Whitening, Any]:
@@ -213,15 +274,12 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     return roots, CurvatureSpec(structure=structure, share=min(1.0, share))
 
 
-def _mean_of_data(roots: Roots, packed: Tensor, problem: Problem, values: Tensor) -> Tensor:
-    """Return the mean [M] of ``values`` [M, d] over the directions in which H > tau: S S' < half the prior's variance.
-
-    It is the mean over all directions where there are none.
-    """
-    variance = precision_of(problem.prior, values[0]).variance
-    ruled = roots.variances(packed) < roots.of_prior(variance) / 2
-    ruled |= ~ruled.any(1, keepdim=True)
-    return (values * ruled).sum(1) / ruled.sum(1)
+def _ruled_by_data(roots: Roots, packed: Tensor, problem: Problem) -> Tensor:
+    """Return the directions [M, d] in which H > tau: S S' < half the prior's variance. All where there are none."""
+    variances = roots.variances(packed)
+    variance = precision_of(problem.prior, variances[0]).variance
+    ruled: Tensor = variances < roots.of_prior(variance) / 2
+    return ruled | ~ruled.any(1, keepdim=True)
 
 
 @functools.cache
@@ -240,6 +298,15 @@ def _joined(theta: Tensor, own: Whitening, inner: Any) -> Any:
 
 def _own(state: Any) -> Whitening:
     return Whitening(*(getattr(state, field) for field in Whitening._fields))
+
+
+def _trial(state: Any) -> Trial:
+    return Trial(*(getattr(state, f"trial_{field}") for field in Trial._fields))
+
+
+def _choice(state: Any) -> Choice:
+    fits, anchored, *numbers = state.choices.unbind(1)
+    return Choice(fits > 0, anchored > 0, *numbers)
 
 
 def _inner(state: Any) -> Any:

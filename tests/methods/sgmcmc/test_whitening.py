@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.run import Run
 from hf_bayes.core.rng import chain_generators, generator
-from hf_bayes.core.types import Evaluation, Problem
+from hf_bayes.core.types import AllRows, Evaluation, Problem
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.laplace.curvature import DiagonalCurvature
 from hf_bayes.methods.registry import build
@@ -32,26 +32,34 @@ SAMPLERS = [SGHMCConfig, SGLDConfig, BAOABConfig, SGNHTConfig]
 
 
 class GaussianData:
-    """log p(D | theta) = -sum H theta^2 / 2, with gradient noise of variance ``noise`` H."""
+    """log p(D | theta) = -sum H theta^2 / 2, with gradient noise of variance ``noise`` H.
+
+    The noise at an anchor is the same if ``common``, so that a control variate removes it, otherwise it is independent.
+    """
 
     words = FailureWords("log-likelihood", "gradient", "update", "look")
 
-    def __init__(self, noise: float = 0.0, chains: range = range(4)) -> None:
-        self.noise, self.passes = noise, 0
+    def __init__(self, noise: float = 0.0, chains: range = range(4), *, common: bool = False) -> None:
+        self.noise, self.common, self.passes, self.anchors = noise, common, 0, 0
         self.rngs = [generator("noise", chain) for chain in chains]
 
     def for_update(self, batches: list[Any], *, step: int, inside: Tensor | None = None) -> Any:
         return self
 
-    def __call__(self, theta: Tensor, *, gradient: bool = True, batches: Any = None, split_rows: bool = False) -> Any:
-        noise = torch.stack([torch.randn(len(CURVATURE), generator=rng, dtype=torch.float64) for rng in self.rngs])
-        grad = -CURVATURE * theta + (self.noise * CURVATURE).sqrt() * noise
-        return Evaluation(-0.5 * (CURVATURE * theta.square()).sum(1), grad)
+    def __call__(self, theta: Tensor, *, anchor: Tensor | None = None, **options: Any) -> Any:
+        noise = torch.stack([torch.randn(2, len(CURVATURE), generator=rng, dtype=torch.float64) for rng in self.rngs])
+        noise = (self.noise * CURVATURE).sqrt() * noise
+        grad = -CURVATURE * theta + noise[:, 0]
+        self.anchors += anchor is not None
+        beside = None if anchor is None else -CURVATURE * anchor + noise[:, 0 if self.common else 1]
+        return Evaluation(-0.5 * (CURVATURE * theta.square()).sum(1), grad, anchor_grad=beside)
 
     def info(self) -> dict[str, Tensor]:
         return {}
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
+        if isinstance(what, AllRows):
+            return -CURVATURE * theta
         self.passes += 1
         return SimpleNamespace(curvature=DiagonalCurvature(CURVATURE))
 
@@ -70,8 +78,10 @@ def run_of(config: LangevinConfig, objective: GaussianData, *, steps: int, chain
     return Run(build(config, problem), objective, theta, rngs, problem, chains=chains)
 
 
-def finished(config: LangevinConfig, noise: float = 0.0, *, steps: int = 4000, chains: range = range(4)) -> Run[Any]:
-    run = run_of(config, GaussianData(noise, chains), steps=steps, chains=chains)
+def finished(
+    config: LangevinConfig, noise: float = 0.0, *, steps: int = 4000, chains: range = range(4), common: bool = False
+) -> Run[Any]:
+    run = run_of(config, GaussianData(noise, chains, common=common), steps=steps, chains=chains)
     for _ in range(steps):
         run.update([None], 1.0)
     return run
@@ -116,9 +126,9 @@ def test_the_step_size_is_that_of_the_allowed_heating() -> None:
     for _ in range(30):
         infos.append(run.update([None], 1.0).info)
     (found,) = [info for info in infos if "relaxation" in info]
-    # of directions with H > tau: whitened variances 25 H / (H + tau) = 25, 24.9, 22.7; 12 pairs x 60 directions
+    # of directions with H > tau: whitened variances 25 H / (H + tau) = 25, 24.9, 22.7; 10 pairs x 60 directions
     variance = 25 * (1 + 1 / 1.004 + 1 / 1.1) / 3
-    assert found["gradient_variance"].tolist() == pytest.approx([variance] * 4, rel=4 * math.sqrt(2 / (12 * 60)))
+    assert found["gradient_variance"].tolist() == pytest.approx([variance] * 4, rel=4 * math.sqrt(2 / (10 * 60)))
     expected = (2 * 0.05 * 0.5 * 0.2 / found["gradient_variance"]).sqrt()
     torch.testing.assert_close(found["step_size"], expected)
     torch.testing.assert_close(found["relaxation"], 0.2 / expected.square())
@@ -128,7 +138,7 @@ def test_exact_gradients_get_the_largest_step() -> None:
     run = run_of(SGHMCConfig(), GaussianData(), steps=100)
     for _ in range(30):
         run.update([None], 1.0)
-    assert run.state.step_size.tolist() == [MAX_STEP] * 4
+    assert run.state.step_size.tolist() == pytest.approx([MAX_STEP] * 4)
 
 
 def test_one_pass_per_chain_and_no_movement_while_noise_is_measured() -> None:
@@ -168,7 +178,8 @@ class StiffElsewhere(GaussianData):
     def __call__(self, theta: Tensor, **options: Any) -> Any:
         found = super().__call__(theta, **options)
         stiff = 400 if bool((theta != 0).any()) else 1
-        return found._replace(log_lik=stiff * found.log_lik, grad_log_lik=stiff * found.grad_log_lik)
+        found = found._replace(log_lik=stiff * found.log_lik, grad_log_lik=stiff * found.grad_log_lik)
+        return found._replace(anchor_grad=None if found.anchor_grad is None else 400 * found.anchor_grad)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -193,9 +204,69 @@ def _all(run: Run[Any], steps: int) -> list[dict[str, Tensor]]:
     return [run.update([None], 1.0).info for _ in range(steps)]
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(20, 4), (100, 4), (150, 6), (500, 20), (5000, 24)])
-def test_measuring_takes_a_twenty_fifth_of_a_run(steps: int, measured: int) -> None:
+@pytest.mark.parametrize(("steps", "measured"), [(20, 4), (200, 4), (300, 6), (500, 10), (5000, 24)])
+def test_measuring_takes_a_fiftieth_of_a_run(steps: int, measured: int) -> None:
     assert num_measured(steps) == measured
+
+
+@pytest.mark.statistics
+def test_a_control_variate_leaves_the_target_as_it_is() -> None:
+    """Noise that is the same at the anchor cancels. So the step is the largest one."""
+    run = finished(SGHMCConfig(), noise=30.0, common=True)
+    assert run.state.step_size.tolist() == pytest.approx([MAX_STEP] * 4)
+    assert relative_variances(run) == pytest.approx([1.0] * 4, rel=0.12)  # as without noise
+
+
+@pytest.mark.statistics
+def test_a_control_variate_without_all_rows_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin: chains around 0, where the gradient is as large as that at their warm starts."""
+
+    def without_all_rows(self: Any, state: Any, evaluation: Evaluation) -> Tensor:
+        return evaluation.grad_log_lik - evaluation.anchor_grad
+
+    monkeypatch.setattr(whitening.WhitenedSampler, "_corrected", without_all_rows)
+    run = run_of(SGHMCConfig(), GaussianData(30.0, common=True), steps=400)
+    run._start = torch.ones_like(run.theta)
+    _all(run, 400)
+    assert float(torch.stack(run.draws)[-20:, :, :40].mean()) > 0.5
+
+
+def test_the_anchor_is_evaluated_only_where_it_pays() -> None:
+    for common in (True, False):
+        objective = GaussianData(30.0, common=common)  # the slope's standard error is sqrt(2 * 30 / (20 * 60)) = .22
+        found = _all(run_of(SGHMCConfig(), objective, steps=1000), 60)[num_measured(1000)]
+        assert found["trial_fits"].tolist() == [1.0] * 4
+        assert found["trial_anchored"].tolist() == [float(common)] * 4
+        assert objective.anchors == (60 if common else num_measured(1000))
+
+
+@pytest.mark.parametrize("stop", [2, num_measured(100), 20])
+def test_a_run_resumes_bitwise_in_the_trial_and_after_it(stop: int) -> None:
+    whole, part = (run_of(SGHMCConfig(), GaussianData(30.0, common=True), steps=100) for _ in range(2))
+    _all(whole, 40)
+    _all(part, stop)
+    objective = GaussianData(30.0, common=True)
+    objective.rngs = part.objective.rngs  # the data go on, too
+    resumed = run_of(SGHMCConfig(), objective, steps=100)
+    resumed.load_state_dict(part.state_dict(), stop)
+    _all(resumed, 40 - stop)
+    assert torch.equal(resumed.theta, whole.theta)
+
+
+def test_chains_start_at_draws_of_an_approximation_that_fits() -> None:
+    run = run_of(SGHMCConfig(), GaussianData(), steps=400)
+    _all(run, num_measured(400) + 1)
+    # one step of h = .2 away from the draw, whose whitened distance from theta_0 is about sqrt(80)
+    whitened = run.theta * (CURVATURE + PRIOR_STD**-2).sqrt()
+    assert whitened.square().mean(1).tolist() == pytest.approx([1.0] * 4, abs=6 * math.sqrt(2 / 80))
+
+
+def test_chains_start_at_theta_0_where_the_curvature_is_another() -> None:
+    run = run_of(SGHMCConfig(), StiffElsewhere(), steps=400)
+    found = _all(run, num_measured(400) + 1)[-1]
+    assert bool((found["trial_slope"] > 100).all())
+    assert found["trial_fits"].tolist() == [0.0] * 4
+    assert float(run.theta.abs().max()) < 0.5
 
 
 def test_a_burn_in_too_short_to_measure_is_refused() -> None:

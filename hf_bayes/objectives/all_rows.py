@@ -1,0 +1,36 @@
+"""The gradient on all training rows at given points: the mean of the gradients of random batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradient_of_all_rows(objective: Any, theta: Tensor) -> Tensor | None:
+    """Return grad log p(D | theta) [M, d], on the scale of an update's gradient.
+
+    It is None where the gradients of updates do not have this mean: with dropout they have other masks, and rows that
+    are private to a process are not weighted here.
+
+    Args:
+        objective: a ``ModelObjective``. Its type is not imported: it imports this module.
+        theta: [M, d] of the chains of this process. Processes that share these chains share the rows, too.
+    """
+    model, data, scale = objective.model, objective.data, objective.scale
+    drops = objective.dropout and model.members.trunk.has_dropout
+    if drops or objective.private is not None or data is None or scale.num_terms is None:
+        return None
+    common = copy.copy(objective)
+    common.shared = True  # all chains see each row
+    model.train(objective.dropout)
+    total = torch.zeros_like(theta)
+    for batch in data.batches(range(data.num_rows)[objective.mesh.data_rank :: objective.mesh.data_size]):
+        for members, _, part, _ in common.passes(theta, batch, gradient=True, step=0, micro=0):
+            assert part is not None
+            total[members] -= part
+    objective.mesh.sum_over_data(total)
+    gradient: Tensor = total * (scale.num_data / scale.num_terms)
+    return gradient

@@ -1,0 +1,116 @@
+"""A model's log-likelihood and its gradient on the micro-batches of one update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.types import Evaluation, Info
+from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
+
+
+class ModelOfUpdate:
+    """A model's log-likelihood on the micro-batches of one update, callable as ``core.types.Evaluate``.
+
+    It is made by a ``ModelObjective``, whose type is not imported here: that module imports this one.
+
+    Attributes:
+        terms: [M] likelihood terms of the update.
+    """
+
+    def __init__(self, objective: Any, batches: list[Any], step: int, terms: Tensor) -> None:
+        self._objective, self._step, self.terms = objective, step, terms
+        mesh = objective.mesh
+        if objective.private is None:  # processes that share chains take turns
+            self._count = len(batches) * mesh.data_size
+            self._mine = dict(zip(range(mesh.data_rank, self._count, mesh.data_size), batches, strict=True))
+        else:  # each process has a part in every batch
+            self._count, self._mine = len(batches), dict(enumerate(batches))
+
+    def info(self) -> Info:
+        """Return no diagnostics."""
+        return {}
+
+    def __call__(
+        self,
+        theta: Tensor,
+        *,
+        gradient: bool = True,
+        batches: slice | None = None,
+        split_rows: bool = False,
+        anchor: Tensor | None = None,
+    ) -> Evaluation:
+        """Return the log-likelihood and its gradient at ``theta`` [M, d], on the scale of all data."""
+        objective, sizes = self._objective, self._objective.model.layout.sizes
+        chosen = range(self._count)[slice(None) if batches is None else batches]
+        log_liks = torch.zeros(len(theta), self._count, dtype=torch.float64, device=theta.device)
+        grad = torch.zeros_like(theta) if gradient else None
+        anchor_grad = None if anchor is None else torch.zeros_like(theta)
+        noise = BetweenBatches(theta, sizes) if objective.measures_noise and self._count > 1 and gradient else None
+        for micro, place in enumerate(place for place in chosen if place in self._mine):
+            batch = objective.prepare(self._mine[place])
+            options: dict[str, Any] = {"gradient": gradient, "step": self._step, "micro": micro, "anchor": anchor}
+            for members, loss, part, beside in objective.passes(theta, batch, **options):
+                log_liks[members, place] -= loss
+                if anchor_grad is not None and beside is not None:
+                    anchor_grad[members] -= beside
+                if grad is not None and part is not None:
+                    grad[members] -= part
+                    if noise is not None:
+                        noise.add(members, part)
+        variance = None
+        if split_rows and grad is not None and self._count == 1:
+            variance = self._variance_between_halves(theta, -grad)
+        log_liks = log_liks[:, chosen.start : chosen.stop].contiguous()
+        if objective.private is not None:
+            log_liks = objective.private.contribution(log_liks)
+            grad = None if grad is None else objective.private.weight * grad
+            anchor_grad = None if anchor_grad is None else objective.private.weight * anchor_grad
+        return self._on_all_data(log_liks, grad, anchor_grad, noise, variance, len(chosen))
+
+    def _variance_between_halves(self, theta: Tensor, grad: Tensor) -> Tensor | None:
+        """Return the variance of ``grad`` [M, d], of minus the log-likelihood on the update's single micro-batch."""
+        objective, batch = self._objective, self._objective.prepare(self._mine[0])
+        chunks = objective.member_chunks(batch)  # of the whole: more members of half the rows would need more memory
+        options: dict[str, Any] = {"gradient": True, "step": self._step, "chunks": chunks}
+        return between_halves(
+            objective.model,
+            batch,
+            grad,
+            lambda half, number: objective.passes(theta, half, micro=number, **options),
+            num_groups=1 if objective.shared else len(objective.chains),
+        )
+
+    def _on_all_data(
+        self,
+        log_liks: Tensor,
+        grad: Tensor | None,
+        anchor_grad: Tensor | None,
+        noise: BetweenBatches | None,
+        variance: Tensor | None,
+        num_chosen: int,
+    ) -> Evaluation:
+        """Sum over the processes that share these chains, and scale the sums to all data."""
+        objective, share, terms = self._objective, num_chosen / self._count, self.terms.double().clamp_min(1)
+        # the only numbers that processes with other rows of these chains exchange: K a chain, and the gradient
+        log_liks = objective.mesh.sum_over_data(log_liks)
+        scale = torch.as_tensor(objective.scale.factor(terms) / share, dtype=torch.float64, device=log_liks.device)
+        scale = scale.view(-1, 1)
+        if grad is not None:
+            objective.mesh.sum_over_data(grad)
+            if noise is not None:
+                variance = noise.of_sum(grad, objective.mesh.sum_over_data)
+            grad *= scale.to(grad.dtype)
+        if anchor_grad is not None:
+            objective.mesh.sum_over_data(anchor_grad)
+            anchor_grad *= scale.to(anchor_grad.dtype)
+        columns = num_chosen * scale * log_liks if objective.returns_batches else None
+        log_lik = scale[:, 0] * log_liks.sum(1)
+        loss = -log_liks.sum(1) / (share * terms)
+        if variance is not None:
+            variance = scale.to(variance) ** 2 * variance
+        # a kernel accepts by differences of a nat, and float32 counts energies near 1e7 in whole ones
+        log_lik = log_lik if objective.in_float64 or grad is None else log_lik.to(grad.dtype)
+        return Evaluation(log_lik, grad, variance, columns, loss, anchor_grad)
