@@ -5,7 +5,7 @@
     python scripts/run_classification.py --model_name_or_path bert-base-uncased --dataset reviews.csv \
         --output_dir posterior --method auto                   # compares methods on held-out rows
     python scripts/run_classification.py run.yaml
-    python scripts/run_classification.py --config run.yaml --learning_rate 3e-3
+    python scripts/run_classification.py --config run.yaml --num_train_epochs 5
 
 A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
 ``--noise_std`` a column of numbers gives a regression. ``--pair_column`` names the second text of pairs. Rows are

@@ -4,7 +4,7 @@
         --method sghmc --num_train_epochs 3
     python scripts/run_clm.py --model_name_or_path gpt2 --dataset book.txt --output_dir posterior --method auto
     python scripts/run_clm.py run.yaml
-    python scripts/run_clm.py --config run.yaml --learning_rate 3e-3
+    python scripts/run_clm.py --config run.yaml --num_train_epochs 5
 """
 
 from __future__ import annotations

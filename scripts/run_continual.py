@@ -1,7 +1,7 @@
 """Learn one text after another, each posterior the prior of the next (posteriors section 5.2 and appendix E).
 
     python scripts/run_continual.py --model_name_or_path gpt2 --episodes one.txt "more/*.txt" \
-        --output_dir continual --strength 1 --prior_std 0.1 --learning_rate 1e-3 --num_train_epochs 3
+        --output_dir continual --num_train_epochs 3
 
 The script writes results.json, two figures like 5 and 6 of the paper, and the posterior of every method after every
 episode. The same command continues an interrupted run.
