@@ -195,8 +195,9 @@ def experiment(args: Arguments, path: Path) -> dict[str, Any]:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a table for each task."""
-    return {task: _table([run for run in record["runs"] if run["task"] == task]) for task in TASKS}
+    """Return a table for each task that has runs."""
+    tasks = dict.fromkeys(run["task"] for run in record["runs"])
+    return {task: _table([run for run in record["runs"] if run["task"] == task]) for task in tasks}
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -213,14 +214,18 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> str:
         shifts = next(iter(seeds.values()))["auroc"]
         rows.append([
             name, _spread(seeds, "accuracy"), _spread(seeds, "nll"), difference, _spread(seeds, "ece"),
-            *(spread([run["auroc"][shift].get(by, math.nan) for run in seeds.values()]) for shift in shifts
-              for by in ("total", "epistemic")),
+            *(_detection(seeds, shift, by) for shift in shifts for by in ("total", "epistemic")),
             _spread(seeds, "temperature", 2), len(seeds), round(_mean(seeds, "seconds")),
         ])  # fmt: skip
     shifts = list(next(iter(finished[name].values()))["auroc"]) if (name := next(iter(finished), "")) else []
     heads = [f"{shift}, {by}" for shift in shifts for by in ("TU", "EU")]
     columns = ["method", "accuracy", "NLL", "NLL - plain's", "ECE", *heads, "t", "seeds", "CPU s"]
     return table(columns, rows)
+
+
+def _detection(seeds: Mapping[int, Mapping[str, Any]], shift: str, by: str) -> str:
+    found = [run["auroc"][shift].get(by) for run in seeds.values()]
+    return "-" if None in found else spread(found)  # one member has no epistemic uncertainty
 
 
 def _difference(seeds: Mapping[int, Mapping[str, Any]], plain: Mapping[int, Mapping[str, Any]]) -> str:
