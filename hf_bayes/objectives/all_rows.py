@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_bayes.objectives.passes import PassingObjective
 
-def gradient_of_all_rows(objective: Any, theta: Tensor) -> Tensor | None:
+
+def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor | None:
     """Return grad log p(D | theta) [M, d], on the scale of an update's gradient.
 
     It is None where the gradients of updates do not have this mean: with dropout they have other masks, and rows that
     are private to a process are not weighted here.
 
     Args:
-        objective: a ``ModelObjective``. Its type is not imported: it imports this module.
+        objective: of the model.
         theta: [M, d] of the chains of this process. Processes that share these chains share the rows, too.
     """
     model, data, scale = objective.model, objective.data, objective.scale

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.passes import Pass
 
 
 class BetweenBatches:
@@ -50,7 +51,7 @@ def between_halves(
     model: BayesianModel,
     batch: dict[str, Any],
     grad: Tensor,
-    passes: Callable[[dict[str, Any], int], Iterable[tuple[slice, Tensor, Tensor | None, Tensor | None]]],
+    passes: Callable[[dict[str, Any], int], Iterable[Pass]],
     *,
     num_groups: int,
 ) -> Tensor | None:

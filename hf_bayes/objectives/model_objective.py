@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,26 +27,11 @@ from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.heldout import HeldOutRows
 from hf_bayes.objectives.model_of_update import ModelOfUpdate
+from hf_bayes.objectives.passes import Pass
 from hf_bayes.objectives.private_rows import Stratum
 
 SMALL_PASS_ROWS = 512
 """Rows (members x sequences x positions) up to which members are folded in training."""
-
-
-class Pass(NamedTuple):
-    """One pass of some members over a micro-batch.
-
-    Attributes:
-        members: which chains.
-        loss: [m] minus the sum of their log-likelihoods.
-        grad: [m, d] its gradient; None if it was not asked for.
-        anchor_grad: [m, d] the gradient at the anchor; None without one.
-    """
-
-    members: slice
-    loss: Tensor
-    grad: Tensor | None
-    anchor_grad: Tensor | None
 
 
 class ModelObjective:

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from hf_bayes.core.types import Evaluation, Info
 from hf_bayes.objectives.gradient_variance import BetweenBatches, between_halves
+from hf_bayes.objectives.passes import PassingObjective
 
 
 class ModelOfUpdate:
     """A model's log-likelihood on the micro-batches of one update, callable as ``core.types.Evaluate``.
 
-    It is made by a ``ModelObjective``, whose type is not imported here: that module imports this one.
-
     Attributes:
         terms: [M] likelihood terms of the update.
     """
 
-    def __init__(self, objective: Any, batches: list[Any], step: int, terms: Tensor) -> None:
+    def __init__(self, objective: PassingObjective, batches: list[Any], step: int, terms: Tensor) -> None:
         self._objective, self._step, self.terms = objective, step, terms
         mesh = objective.mesh
         if objective.private is None:  # processes that share chains take turns

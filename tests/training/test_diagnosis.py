@@ -26,7 +26,8 @@ from hf_bayes import (
 from hf_bayes.cli.diagnosis_table import table
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.objectives.model_objective import ModelObjective, Pass
+from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.passes import Pass
 from hf_bayes.training import evaluation
 from tests import runs
 from tests.runs import token_rows

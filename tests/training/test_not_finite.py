@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_bayes.chains.run import Run
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.objectives.model_objective import Pass
+from hf_bayes.objectives.passes import Pass
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -39,14 +39,14 @@ def _spoil_loss(trainer: Any, value: float, chain: int | None, *, micro: int = 0
 
     def spoiled(*args: Any, **kwargs: Any) -> Iterator[Pass]:
         begun[0] += 1
-        for members, loss, grad in passes(*args, **kwargs):
+        for members, loss, grad, anchor_grad in passes(*args, **kwargs):
             for row in range(members.start, members.stop):
                 if begun[0] > micro and chain in (None, row):
                     if gradient is None:
                         loss[row - members.start] = value
                     else:
                         layout.unflatten(grad[row - members.start])[gradient].view(-1)[1] = value
-            yield Pass(members, loss, grad)
+            yield Pass(members, loss, grad, anchor_grad)
 
     objective.passes = spoiled
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.objectives import model_objective, starting
+from hf_bayes.objectives import model_of_update, starting
 from hf_bayes.objectives.model_of_update import ModelOfUpdate
 from tests import runs
 
@@ -275,12 +275,12 @@ def test_gradient_noise_is_measured_by_halves_of_a_micro_batch(tmp_path, batch, 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
 def test_a_variance_of_halves_and_not_of_the_batch_is_caught(tmp_path, monkeypatch, factor):
-    right = model_objective.between_halves
+    right = model_of_update.between_halves
 
     def wrong(*args: Any, **options: Any) -> Any:
         return factor * right(*args, **options)
 
-    monkeypatch.setattr(model_objective, "between_halves", wrong)
+    monkeypatch.setattr(model_of_update, "between_halves", wrong)
     expected = gradient_variance(192, 8) / (2 * (1 - MOMENTUM) * 192 / LEARNING_RATE)
     assert abs(inverse_ratio(tmp_path, 8, "shared") / expected - 1) > 4 * math.sqrt(2 / COORDINATES)
 

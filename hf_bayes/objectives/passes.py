@@ -1,0 +1,71 @@
+"""What the parts of a ``ModelObjective`` see of it. They are used by its module, and so cannot import its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hf_bayes.distributed.mesh import ChainMesh
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_access import DataAccess
+from hf_bayes.objectives.data_scale import DataScale
+from hf_bayes.objectives.private_rows import Stratum
+
+
+class Pass(NamedTuple):
+    """One pass of some members over a micro-batch.
+
+    Attributes:
+        members: which chains.
+        loss: [m] minus the sum of their log-likelihoods.
+        grad: [m, d] its gradient; None if it was not asked for.
+        anchor_grad: [m, d] the gradient at the anchor; None without one.
+    """
+
+    members: slice
+    loss: Tensor
+    grad: Tensor | None
+    anchor_grad: Tensor | None
+
+
+class PassingObjective(Protocol):
+    """A log-likelihood that yields its gradient on a micro-batch, a few chains at a time.
+
+    The attributes are arguments of ``ModelObjective``, where they are explained.
+    """
+
+    model: BayesianModel
+    scale: DataScale
+    mesh: ChainMesh
+    chains: range
+    shared: bool
+    dropout: bool
+    in_float64: bool
+    returns_batches: bool
+    measures_noise: bool
+    private: Stratum | None
+    data: DataAccess | None
+
+    def prepare(self, batch: Any) -> Any:
+        """Return a batch on the device."""
+        ...
+
+    def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
+        """Return which members train together."""
+        ...
+
+    def passes(
+        self,
+        theta: Tensor,
+        batch: Any,
+        *,
+        gradient: bool,
+        step: int,
+        micro: int,
+        chunks: list[slice] | None = None,
+        anchor: Tensor | None = None,
+    ) -> Iterator[Pass]:
+        """Yield log-likelihood and gradient of a prepared micro-batch at ``theta`` [M, d]."""
+        ...
