@@ -44,12 +44,12 @@ class CurrentMembers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the current members at the end of the block."""
-        before = self.shown, self.shown_spread, self.shown_temperature
+        """Restore the current members and the temperatures at the end of the block."""
+        before = self.shown, self.shown_spread, self.shown_temperature, self.own_temperature
         try:
             yield
         finally:
-            self.shown, self.shown_spread, self.shown_temperature = before
+            self.shown, self.shown_spread, self.shown_temperature, self.own_temperature = before
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class Outcome:
     """
 
     def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self.evaluator = Evaluator(setup)
         self.sidecars = Sidecars()
         self.card: CardFields | None = None
@@ -119,6 +121,13 @@ class Outcome:
         self.posterior = dataclasses.replace(posterior, config=config)
         if found.prediction == "members":
             model.show(model.current, model.spread, found.temperature)
+
+    def predicting(self) -> AbstractContextManager[None]:
+        """Return the context in which the trainer's model predicts as one that is loaded from the posterior."""
+        posterior = self.posterior
+        if posterior is None or posterior.config.prediction == "members":  # they are shown already
+            return nullcontext()
+        return predicting_as_loaded(self._setup.model, posterior)
 
     def required(self) -> Posterior:
         """Return the posterior.
@@ -181,7 +190,8 @@ class Outcome:
     def _with_metrics(self, posterior: Posterior, active: ActiveRun) -> Posterior:
         """Add the held-out metrics of the posterior and the NLL of a MAP estimate."""
         if self.heldout is None:
-            self.keep_evaluation(active.host.measure("eval"))
+            with self.predicting():
+                self.keep_evaluation(active.host.measure("eval"))
         assert self.heldout is not None
         metrics, several = self.heldout.metrics, active.host.eval_dataset
         sets = [f"{name}_" for name in several] if isinstance(several, dict) else [""]

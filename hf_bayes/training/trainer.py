@@ -15,7 +15,7 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
@@ -208,10 +208,17 @@ class BayesianTrainerMixin(_Host):
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        """Trainer's ``evaluate``; after training, as a model that is loaded from the posterior predicts."""
+        with self.outcome.predicting():
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None and self.outcome.posterior is not None and not args and not kwargs:
             self.outcome.keep_evaluation(metrics)
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """Trainer's ``predict``; after training, as a model that is loaded from the posterior predicts."""
+        with self.outcome.predicting():
+            return super().predict(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         loop = partial(super().evaluation_loop, *args, **{**kwargs, "metric_key_prefix": metric_key_prefix})

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
 from hf_bayes import BayesianModelForSequenceClassification, Posterior
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
 from tests.tiny_models import tiny_bert
@@ -92,3 +94,31 @@ def test_of_several_sets_the_one_named_heldout_calibrates(tmp_path: Path) -> Non
     run, alone = trainer(tmp_path, rows=sets), trainer(tmp_path / "alone")
     run.train(), alone.train()
     assert run.posterior.config.calibration == alone.posterior.config.calibration
+
+
+@pytest.mark.parametrize("calibrate", [False, None])
+def test_a_laplace_run_is_evaluated_as_it_predicts_when_loaded(tmp_path: Path, calibrate: bool | None) -> None:
+    """Linearised, not by draws from the Gaussian."""
+    held = runs.label_rows(80, seed=5)
+    run = trainer(tmp_path, LaplaceConfig(prior_std=3.0), rows=Dataset.from_list(held), calibrate=calibrate)
+    run.train()
+    members = run.bayesian.current
+    assert run.posterior.config.prediction.startswith("linearised")
+    found = run.evaluate()["eval_nll"]
+    with run.bayesian.showing(members):
+        by_draws = float(run.bayesian(**batch_of(held)).loss)
+    run.save_model()
+    with BayesianModelForSequenceClassification.from_pretrained(tmp_path, base_model=tiny_bert()) as model:
+        as_loaded = float(model(**batch_of(held)).loss)
+    assert found == pytest.approx(as_loaded, rel=1e-5)  # float32
+    assert run.posterior.config.metrics["nll"] == pytest.approx(found)
+    assert abs(by_draws - as_loaded) > 1e-3  # the twin: what an evaluation by draws would find
+    assert run.bayesian.current is members
+
+
+def batch_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.tensor([row[key] for row in rows])
+        for name, key in (("input_ids", "input_ids"), ("attention_mask", "attention_mask"), ("labels", "label"))
+        if key in rows[0]
+    }
