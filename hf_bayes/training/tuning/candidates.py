@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.priors import lora_stds
-from hf_bayes.methods.averaging.ensemble import EnsembleConfig
-from hf_bayes.methods.averaging.map import MAPConfig
-from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
-from hf_bayes.methods.averaging.swa import SWAConfig
-from hf_bayes.methods.averaging.swag import SWAGConfig
-from hf_bayes.methods.laplace.laplace import LaplaceConfig
-from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 
 PLAIN = "plain fine-tuning"
@@ -24,8 +16,6 @@ PLAIN = "plain fine-tuning"
 
 WIDE = 4.0
 """The standard deviation of the wider prior, in units of the default one."""
-
-Stds = dict[str, float] | None
 
 
 class Candidate(NamedTuple):
@@ -54,33 +44,31 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     """
     wide = wider_prior(model, WIDE)
     members = num_chains * draws_per_chain
-    rows: dict[str, tuple[Callable[[Stds], MethodConfig], int]] = {
-        PLAIN: (lambda stds: MAPConfig(prior_std=stds), 1),
-        "deep ensemble": (lambda stds: EnsembleConfig(num_chains=num_chains, prior_std=stds), num_chains),
-        "mean-field VI": (lambda stds: MeanFieldConfig(num_chains=num_chains, prior_std=stds), 10),
-        "SGHMC": (
-            lambda stds: SGHMCConfig(num_chains=num_chains, draws_per_chain=draws_per_chain, prior_std=stds), members,
-        ),
-        "SGHMC at T = 0.1": (
-            lambda stds: SGHMCConfig(
-                num_chains=num_chains, draws_per_chain=draws_per_chain, temperature=0.1, prior_std=stds
-            ),
-            members,
-        ),
-    }  # fmt: skip
-    found = [Candidate(name, make(None), None, cost) for name, (make, cost) in rows.items()]
-    if wide is not None:
-        found += [Candidate(f"{name}, wide prior", make(wide), None, cost) for name, (make, cost) in rows.items()]
+    draws = {"num_chains": num_chains, "draws_per_chain": draws_per_chain}
+    rows: dict[str, tuple[str, dict[str, Any], int]] = {
+        PLAIN: ("map", {}, 1),
+        "deep ensemble": ("ensemble", {"num_chains": num_chains}, num_chains),
+        "mean-field VI": ("mean_field", {"num_chains": num_chains}, 10),
+        "SGHMC": ("sghmc", draws, members),
+        "SGHMC at T = 0.1": ("sghmc", {**draws, "temperature": 0.1}, members),
+    }
+    priors = {"": None} if wide is None else {"": None, ", wide prior": wide}
+    found = [
+        Candidate(name + words, _config(method, **settings, prior_std=stds), None, cost)
+        for words, stds in priors.items()
+        for name, (method, settings, cost) in rows.items()
+    ]
     warm: dict[str, Any] = {"warm_start_learning_rate": 3e-3, "burn_in": 0.5}
     found += [
-        Candidate(f"{name}, rate {rate:g}", kind(prior_std=wide, **warm), rate, cost)
-        for name, kind, cost in (("SWA", SWAConfig, 1), ("SWAG", SWAGConfig, 10))
+        Candidate(f"{name}, rate {rate:g}", _config(method, prior_std=wide, **warm), rate, cost)
+        for name, method, cost in (("SWA", "swa", 1), ("SWAG", "swag", 10))
         for rate in (1e-2, 3e-2)
     ]
-    found.append(Candidate("Laplace, linearised", LaplaceConfig(structure="kronecker", fit_prior="evidence"), None, 3))
+    laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
+    found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
-        dropped = MCDropoutConfig(num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain, prior_std=wide)
-        found.append(Candidate("MC dropout", dropped, None, members))
+        dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain, prior_std=wide)
+        found.append(Candidate("MC dropout", dropout, None, members))
     return tuple(found)
 
 
@@ -96,6 +84,10 @@ def wider_prior(model: BayesianModel, factor: float) -> dict[str, float] | None:
         f"^{re.escape(name)}$": default[name] if ".lora_A." in name else factor * default.get(name, 1.0)
         for name in model.layout.names
     }
+
+
+def _config(method: str, **settings: Any) -> MethodConfig:
+    return METHODS[method](**settings)
 
 
 def _has_lora(layout: Layout) -> bool:

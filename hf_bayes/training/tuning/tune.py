@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from tqdm import tqdm
+from transformers import PrinterCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.attaching import attach
@@ -78,7 +79,7 @@ def tune(
     a call that was interrupted goes on where it was.
 
     Args:
-        model: a transformers or peft model, as for ``BayesianTrainer``. It is given back as it was.
+        model: a transformers or peft model. Each run attaches it, and it is given back as it was.
         args: as for ``BayesianTrainer``. Their number of updates is not used if ``budget`` is given.
         train_dataset, data_collator, processing_class, subspace: as for ``BayesianTrainer``.
         eval_dataset: at least 200 held-out rows with a length. They decide, so test rows must be others.
@@ -86,22 +87,21 @@ def tune(
             four chains.
         candidates: methods and settings; a function of the attached model, or a list.
     Raises:
-        ValueError: before the first run: for a budget or held-out rows that are too few, several processes, or a
-            record of another tuning in ``output_dir``.
+        ValueError: before the first run: for an attached model, a budget or held-out rows that are too few, several
+            processes, or a record of another tuning in ``output_dir``.
     """
-    _check(args, eval_dataset)
-    if not isinstance(model, BayesianModel):
-        with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
-            rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
-    else:
-        rows = tuple(candidates(model)) if callable(candidates) else tuple(candidates)
+    _check(model, args, eval_dataset)
+    with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
+        rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
     names = [candidate.name for candidate in rows]
     if not rows or len(set(names)) < len(names):
         raise ValueError(f"tune needs candidates with names of their own, got {names}")
     per_trial = _first_budget(rows, args, budget, len(train_dataset))
+    collate = data_collator or (lambda rows: rows)
     identity = {
-        "rows": describe_rows(train_dataset, data_collator or (lambda rows: rows), seed=args.seed),
-        "num_heldout": len(eval_dataset), "seed": args.seed, "batch": args.per_device_train_batch_size,
+        "rows": describe_rows(train_dataset, collate, seed=args.seed), "num_rows": len(train_dataset),
+        "held-out rows": describe_rows(eval_dataset, collate, seed=args.seed), "num_heldout": len(eval_dataset),
+        "seed": args.seed, "batch": args.per_device_train_batch_size, "subspace": subspace,
         "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
     }  # fmt: skip
     record = TuningRecord.open(str(args.output_dir), identity)
@@ -112,9 +112,9 @@ def tune(
     trials = _Trials(model, args, given, record)
     total = len(rows) * per_trial + min(NUM_FINALISTS, len(rows)) * SHARE * per_trial
     with tqdm(total=total, unit="gradient", desc="tuning", disable=args.disable_tqdm) as bar:
-        first = tuple(trials.run(candidate, per_trial, bar) for candidate in rows)
+        first = tuple(trials.run(candidate, per_trial, bar, keep=False) for candidate in rows)
         finalists = _finalists(rows, first)
-        second = tuple(trials.run(candidate, SHARE * per_trial, bar) for candidate in finalists)
+        second = tuple(trials.run(candidate, SHARE * per_trial, bar, keep=True) for candidate in finalists)
     chosen = best_of(second)
     posterior = Posterior.from_pretrained(trials.folder(chosen.name))
     posterior.save_pretrained(str(args.output_dir))
@@ -137,14 +137,14 @@ class _Trials:
         """Return the folder of a finalist's posterior."""
         return Path(str(self._args.output_dir)) / "finalists" / "".join(c if c.isalnum() else "_" for c in name)
 
-    def run(self, candidate: Candidate, gradients: int, bar: Any) -> Trial:
-        """Return the trial of a candidate, finished now or by an earlier call."""
+    def run(self, candidate: Candidate, gradients: int, bar: Any, *, keep: bool) -> Trial:
+        """Return the trial of a candidate, finished now or by an earlier call; ``keep`` saves its posterior."""
         bar.set_postfix_str(candidate.name)
         found = self._record.find(candidate.name, gradients)
         if found is None:
             begin = time.perf_counter()
             try:
-                metrics, nll, terms = self._train(candidate, gradients)
+                metrics, nll, terms = self._train(candidate, gradients, keep=keep)
                 failure = ""
             except (ValueError, FloatingPointError) as error:  # one candidate must not end the others
                 metrics, nll, terms, failure = {}, [], [], str(error)
@@ -154,7 +154,9 @@ class _Trials:
         bar.update(gradients)
         return found
 
-    def _train(self, candidate: Candidate, gradients: int) -> tuple[dict[str, float], list[float], list[int]]:
+    def _train(
+        self, candidate: Candidate, gradients: int, *, keep: bool
+    ) -> tuple[dict[str, float], list[float], list[int]]:
         args = copy.copy(self._args)
         folder = self.folder(candidate.name)
         changes: dict[str, Any] = {
@@ -167,9 +169,12 @@ class _Trials:
             setattr(args, name, value)
         with _quiet():
             trainer = BayesianTrainer(model=self._model, method=candidate.method, args=args, **self._given)
+            trainer.remove_callback(PrinterCallback)  # the table has the figures of single runs
             try:
                 trainer.train()
-                trainer.save_model()
+                trainer.evaluate()
+                if keep:
+                    trainer.save_model()
                 evaluation = trainer.outcome.evaluator.last["eval"]
                 assert evaluation.rows is not None
                 metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
@@ -182,8 +187,13 @@ class _Trials:
                 trainer.bayesian.detach()
 
 
-def _check(args: BayesianTrainingArguments, eval_dataset: Any) -> None:
+def _check(model: Any, args: BayesianTrainingArguments, eval_dataset: Any) -> None:
     """Check what can be checked before a model is attached."""
+    if isinstance(model, BayesianModel):
+        raise ValueError(
+            f"tune attaches the model anew for each run, got an attached {type(model).__name__}: give the model that "
+            "its detach() returns"
+        )
     if args.world_size > 1:
         raise ValueError(
             f"tune runs in one process, and there are {args.world_size}: tune in one, and train the method that it "

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import default_data_collator
 
-from hf_bayes import Posterior
+from hf_bayes import Posterior, attach
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
@@ -112,6 +112,29 @@ def test_bad_input_is_refused_before_the_first_run(tmp_path: Path, changes: dict
     with pytest.raises(ValueError, match=message):
         call(tmp_path, **changes)
     assert not (tmp_path / "tuning.json").exists()
+
+
+def test_an_attached_model_is_refused(tmp_path: Path) -> None:
+    model = attach(tiny_bert(), subspace="last_layer")
+    with pytest.raises(ValueError, match="got an attached BayesianModelForSeq"):
+        tune(model, runs.arguments(tmp_path), train_dataset=learnable(80, 0), eval_dataset=learnable(200, 1))
+
+
+def test_other_heldout_rows_are_another_tuning(tuned: tuple[Path, Tuning]) -> None:
+    with pytest.raises(ValueError, match="record of a tuning with other held-out rows: choose"):
+        call(tuned[0], eval_dataset=learnable(200, 2))
+
+
+def test_single_runs_print_nothing_and_only_finalists_are_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NUM_FINALISTS", 1)
+    result = call(tmp_path, CANDIDATES[:2], budget=2400)
+    printed = capsys.readouterr().out
+    assert "train_runtime" not in printed
+    assert "eval_nll" not in printed
+    assert result.sentence in " ".join(printed.split())
+    assert [path.name for path in (tmp_path / "finalists").glob("*/manifest.json")] == ["manifest.json"]
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
