@@ -15,9 +15,9 @@ from peft import TaskType
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 from transformers.utils import logging
 
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments, tune
+from hf_bayes import BayesianTrainingArguments
 from hf_bayes.cli.arguments import DataArguments, MethodArguments, ModelArguments, parse_arguments
-from hf_bayes.cli.scripts import end_process_group, train_and_save
+from hf_bayes.cli.scripts import end_process_group, train_or_tune
 from hf_bayes.cli.token_windows import check_window, token_windows
 
 
@@ -69,10 +69,7 @@ def main() -> None:
         "data_collator": DataCollatorForSeq2Seq(tokenizer),
         "processing_class": tokenizer, "subspace": method_args.subspace,
     }  # fmt: skip
-    if method is None:
-        tune(model, args, budget=method_args.budget, **given)
-    else:
-        train_and_save(BayesianTrainer(model=model, method=method, args=args, **given))
+    train_or_tune(model, args, method, budget=method_args.budget, **given)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,30 @@
-"""The last steps of a training script: train, evaluate, save, push, and end the process group."""
+"""The last steps of a training script: train or tune, evaluate, save, push, and end the process group."""
 
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 from accelerate import PartialState
 
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.tuning.tune import tune
+
+
+def train_or_tune(
+    model: Any, args: BayesianTrainingArguments, method: MethodConfig | None, *, budget: int | None, **given: Any
+) -> None:
+    """Train and save; without a method (``--method auto``) compare methods within a budget and save the best.
+
+    Args:
+        given: arguments that ``BayesianTrainer`` and ``tune`` have in common.
+    """
+    if method is None:
+        tune(model, args, budget=budget, **given)
+    else:
+        train_and_save(BayesianTrainer(model=model, method=method, args=args, **given))
 
 
 def train_and_save(trainer: BayesianTrainer) -> None:
