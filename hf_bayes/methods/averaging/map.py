@@ -9,8 +9,6 @@ optimisation, at T = 0.
 
 from __future__ import annotations
 
-import functools
-from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import spare_generators
 from hf_bayes.core.types import (
@@ -161,30 +160,33 @@ def warm_start(
     def locate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
         if _is_warming(state, steps):
             return state.theta, state
-        theta, inner = rule.locate(_inner(state), rngs)
-        return theta, _sampling(state, inner)
+        theta, inner = rule.locate(inner_state(state), rngs)
+        return theta, with_inner(state, inner)
 
     def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         if not _is_warming(state, steps):
-            inner, info = rule.update(_inner(state), evaluation, lr, rngs)
-            return _sampling(state, inner), info
+            inner, info = rule.update(inner_state(state), evaluation, lr, rngs)
+            return with_inner(state, inner), info
         rate = learning_rate * (1 - int(state.warm_step[0]) / steps) if decays else learning_rate
         warm, info = descend(_optimiser(state), evaluation, problem, rate, momentum=BETA_1, prior_weight=prior_weight)
-        state = _warming(warm, _inner(state))
-        return (_sampling(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
+        state = _warming(warm, inner_state(state))
+        return (with_inner(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
 
     def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
         assert rule.final_pass is not None
-        return rule.final_pass(_inner(state), draws, data_pass)
+        return rule.final_pass(inner_state(state), draws, data_pass)
 
     def finish(state: Any, draws: Tensor) -> Approximation:
-        return rule.finish(_inner(state), draws)
+        return rule.finish(inner_state(state), draws)
 
     def after_warm_start(early_pass: EarlyPass) -> EarlyPass:
-        return lambda state, data_pass: _sampling(state, early_pass(_inner(state), data_pass))
+        return lambda state, data_pass: with_inner(state, early_pass(inner_state(state), data_pass))
+
+    def rescale(state: Any, ratio: float) -> Any:
+        return state if _is_warming(state, steps) else with_inner(state, rule.rescale(inner_state(state), ratio))
 
     def anchor(state: Any) -> Tensor | None:
-        return None if _is_warming(state, steps) else rule.anchor(_inner(state))
+        return None if _is_warming(state, steps) else rule.anchor(inner_state(state))
 
     return Rule(
         init,
@@ -194,6 +196,7 @@ def warm_start(
         None if rule.final_pass is None else final_pass,
         {steps + number: after_warm_start(each) for number, each in rule.early_passes.items()},
         anchor,
+        rescale,
     )
 
 
@@ -207,8 +210,8 @@ def warm_start_kernel(
 
     def step(state: Any, evaluate: Evaluate, rngs: Rngs) -> tuple[Any, Info]:
         if not _is_warming(state, steps):
-            inner, info = kernel.step(_inner(state), evaluate, rngs)
-            return _sampling(state, inner), info
+            inner, info = kernel.step(inner_state(state), evaluate, rngs)
+            return with_inner(state, inner), info
         warm, info = descend(
             _optimiser(state),
             evaluate(state.theta),
@@ -217,34 +220,21 @@ def warm_start_kernel(
             momentum=BETA_1,
             prior_weight=prior_weight,
         )
-        state = _warming(warm, _inner(state))
+        state = _warming(warm, inner_state(state))
         if not _is_warming(state, steps):
-            state = _sampling(state, kernel.init(warm.theta, evaluate, rngs))
+            state = with_inner(state, kernel.init(warm.theta, evaluate, rngs))
         return state, info
 
-    return Kernel(init, step, lambda state, draws: kernel.finish(_inner(state), draws))
-
-
-@functools.cache
-def _state_type(inner: Any) -> Any:
-    """Return the flat state type of a warm-started method whose own state is the NamedTuple ``inner``."""
-    own = [field for field in inner._fields if field != "theta"]
-    flat = namedtuple("WarmStartState", ["theta", "warm_first_moment", "warm_second_moment", "warm_step", *own])  # type: ignore[misc]
-    return type("WarmStartState", (flat,), {"__slots__": (), "inner": inner})
+    return Kernel(init, step, lambda state, draws: kernel.finish(inner_state(state), draws))
 
 
 def _warming(warm: MAPState, inner: Any) -> Any:
     """Return the state during the warm start, with the optimiser's theta."""
-    own = {**inner._asdict(), "theta": warm.theta}
-    kind: Any = type(inner)
-    return _state_type(kind)(
-        warm_first_moment=warm.first_moment, warm_second_moment=warm.second_moment, warm_step=warm.step, **own
-    )
-
-
-def _sampling(state: Any, inner: Any) -> Any:
-    """Return the state with new fields of the method; the optimiser's tensors do not change any more."""
-    return state._replace(**inner._asdict())
+    own = {
+        "theta": warm.theta, "warm_first_moment": warm.first_moment, "warm_second_moment": warm.second_moment,
+        "warm_step": warm.step,
+    }  # fmt: skip
+    return joined_state(own, inner)
 
 
 def _is_warming(state: Any, steps: int) -> bool:
@@ -253,8 +243,3 @@ def _is_warming(state: Any, steps: int) -> bool:
 
 def _optimiser(state: Any) -> MAPState:
     return MAPState(state.theta, state.warm_first_moment, state.warm_second_moment, state.warm_step)
-
-
-def _inner(state: Any) -> Any:
-    kind = type(state).inner
-    return kind(**{field: getattr(state, field) for field in kind._fields})

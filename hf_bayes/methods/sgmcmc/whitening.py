@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_bayes.core.joined_states import inner_state, joined_state
 from hf_bayes.core.rng import randn, spare_generators
 from hf_bayes.core.types import AllRows, DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.energy import FlatPrior
@@ -123,10 +123,12 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     whitened = WhitenedSampler(config, problem, sampler, measured, *_roots(config, problem))
 
     def finish(state: Any, draws: Tensor) -> Any:
-        return sampler.finish(_inner(state), draws)
+        return sampler.finish(inner_state(state), draws)
 
     passes = {0: whitened.find_root, measured: whitened.choose}
-    return Rule(whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor)
+    return Rule(
+        whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale
+    )
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,13 @@ class WhitenedSampler:
             trial_previous=torch.zeros_like(state.trial_previous),
         )
 
+    def rescale(self, state: Any, ratio: float) -> Any:
+        """Return the state of the same chains at ``ratio`` times the temperature: in v, a Gaussian around theta_0."""
+        factor = math.sqrt(ratio)
+        own = _own(state)._replace(step_size=(factor * state.step_size).clamp_max(MAX_STEP))
+        theta = state.origin + factor * (state.theta - state.origin)
+        return _joined(theta, own, self.sampler.rescale(inner_state(state), ratio))
+
     def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
         """Return the state after an update that measures, or after one of the sampler."""
         count = int(state.trial_num_taken[0])  # all chains have done the same number of updates
@@ -201,7 +210,7 @@ class WhitenedSampler:
         gradient = self._whitened(state, state.theta, self._corrected(state, evaluation))
         scale, peak = (state.step_size / MAX_STEP)[:, None], self.problem.num_data * MAX_STEP**2
         log_density = evaluation.log_lik + (weight * prior.log_prob(state.theta)).to(evaluation.log_lik)
-        before = _inner(state)
+        before = inner_state(state)
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
         own, after = _cooled(_own(state), before, after, info)
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
@@ -282,18 +291,8 @@ def _ruled_by_data(roots: Roots, packed: Tensor, problem: Problem) -> Tensor:
     return ruled | ~ruled.any(1, keepdim=True)
 
 
-@functools.cache
-def _state_type(inner: Any) -> Any:
-    """Return the flat state type of a whitened sampler whose own state is the NamedTuple ``inner``."""
-    own = [f"whitened_{field}" for field in inner._fields]
-    flat = namedtuple("WhitenedState", ["theta", *Whitening._fields, *own])  # type: ignore[misc]
-    return type("WhitenedState", (flat,), {"__slots__": (), "inner": inner})
-
-
 def _joined(theta: Tensor, own: Whitening, inner: Any) -> Any:
-    fields = {f"whitened_{name}": value for name, value in inner._asdict().items()}
-    kind: Any = type(inner)
-    return _state_type(kind)(theta=theta, **own._asdict(), **fields)
+    return joined_state({"theta": theta, **own._asdict()}, inner, prefix="whitened_")
 
 
 def _own(state: Any) -> Whitening:
@@ -307,8 +306,3 @@ def _trial(state: Any) -> Trial:
 def _choice(state: Any) -> Choice:
     fits, anchored, *numbers = state.choices.unbind(1)
     return Choice(fits > 0, anchored > 0, *numbers)
-
-
-def _inner(state: Any) -> Any:
-    kind = type(state).inner
-    return kind(**{field: getattr(state, f"whitened_{field}") for field in kind._fields})

@@ -1,0 +1,44 @@
+"""The state of a method around another one: the fields of both in one flat NamedTuple of tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def joined_state(own: Mapping[str, Tensor], inner: Any, *, prefix: str = "") -> Any:
+    """Return the state with the fields ``own`` and those of ``inner``.
+
+    Args:
+        own: name -> tensor. A field of ``inner`` of the same name is left out, so it must hold the same values.
+        inner: the state of the inner method, a NamedTuple.
+        prefix: of the names of the inner fields.
+    """
+    inner_kind: Any = type(inner)
+    kind = _joined_type(tuple(own), inner_kind, prefix)
+    fields = {f"{prefix}{name}": value for name, value in inner._asdict().items()}
+    return kind(**{**fields, **own})
+
+
+def inner_state(state: Any) -> Any:
+    """Return the state of the inner method that ``joined_state`` was given, with the current values."""
+    kind, prefix = type(state).inner, type(state).prefix
+    return kind(**{name: getattr(state, f"{prefix}{name}") for name in kind._fields})
+
+
+def with_inner(state: Any, inner: Any) -> Any:
+    """Return the state with the values of another state of the inner method."""
+    prefix = type(state).prefix
+    return state._replace(**{f"{prefix}{name}": value for name, value in inner._asdict().items()})
+
+
+@functools.cache
+def _joined_type(own: tuple[str, ...], inner: Hashable, prefix: str) -> Any:
+    fields: tuple[str, ...] = inner._fields  # type: ignore[attr-defined]
+    names = [f"{prefix}{name}" for name in fields]
+    flat = namedtuple("JoinedState", [*own, *(name for name in names if name not in own)])  # type: ignore[misc]
+    return type("JoinedState", (flat,), {"__slots__": (), "inner": inner, "prefix": prefix})
