@@ -93,6 +93,11 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
             f"into the energy and leave {setting} out"
         )
     needs = method.requirements
+    if needs.compares_chains:
+        raise ValueError(
+            f"{needs.heldout_setting} of {method.name} needs held-out rows, which sample does not have: use "
+            "BayesianTrainer, or leave it out"
+        )
     if needs.gradient_variance == "needed":
         raise ValueError(
             f"sample takes one gradient per update and cannot measure its noise, which {method.name} needs for "

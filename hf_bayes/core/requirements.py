@@ -36,6 +36,8 @@ class Requirements:
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
             the other half. "none": it uses none.
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
+        least_heldout: the smallest number of held-out rows.
+        compares_chains: chains are compared with each other during the run, so one process needs all of them.
         draws_are_chain_states: the stored draws are states that the chains visited.
         ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
         predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
@@ -56,6 +58,8 @@ class Requirements:
     all_chains_in_one_pass: bool = False
     heldout: Literal["none", "whole", "split"] = "none"
     heldout_setting: str = ""
+    least_heldout: int = 2
+    compares_chains: bool = False
     draws_are_chain_states: bool = True
     ends_at_map: bool = False
     predicts_linearised: bool = False

@@ -192,15 +192,24 @@ class FinalPassResult(NamedTuple):
         approximation: the result of the run.
         report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
         noise_std: the fitted noise of a regression; None leaves it as it is.
+        fields: fields of the method's config that the run has found; they replace those it began with.
+        prior_scale: the factor of the prior's standard deviations that the run has found.
     """
 
     approximation: Approximation
     report: dict[str, list[Any]]
     noise_std: float | None = None
+    fields: Mapping[str, Any] = MappingProxyType({})
+    prior_scale: float = 1.0
 
 
 def no_anchor(state: Any) -> None:
     """Return no points: the usual ``Rule.anchor``."""
+
+
+def scale_momentum(state: Any, ratio: float) -> Any:
+    """Return the state with its momentum, if it has one, at ``ratio`` times its temperature: the usual ``rescale``."""
+    return state._replace(momentum=math.sqrt(ratio) * state.momentum) if hasattr(state, "momentum") else state
 
 
 class Rule(NamedTuple, Generic[State]):
@@ -217,6 +226,7 @@ class Rule(NamedTuple, Generic[State]):
             finds settings of its own from passes over the data.
         anchor: state -> points [M, d] at which the next update needs the gradient, too (``Evaluation.anchor_grad``);
             None if it needs none.
+        rescale: (state, ratio) -> state of the same chains at ``ratio`` times the temperature, for another rule.
     """
 
     init: Callable[[Tensor, Rngs], State]
@@ -226,6 +236,7 @@ class Rule(NamedTuple, Generic[State]):
     final_pass: Callable[[State, Tensor, DataPass], FinalPassResult] | None = None
     early_passes: Mapping[int, EarlyPass] = MappingProxyType({})
     anchor: Callable[[State], Tensor | None] = no_anchor
+    rescale: Callable[[State, float], State] = scale_momentum
 
 
 class Kernel(NamedTuple, Generic[State]):

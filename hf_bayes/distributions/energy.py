@@ -43,6 +43,10 @@ class IndependentPrior(ABC):
     def _standard(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Fill ``like`` with draws of mean 0 and variance 1, and return it."""
 
+    def scaled(self, factor: float) -> Self:
+        """Return the same prior with ``factor`` times the standard deviations."""
+        return type(self)(self.mean, factor * self.std)
+
     def to(self, like: Tensor) -> Self:
         """Return the same prior in the dtype and on the device of ``like``."""
         return type(self)(self.mean.to(like), self.std.to(like))

@@ -67,6 +67,15 @@ def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
     return {name: default.get(name, 1.0) for name in layout.names} if default else 1.0
 
 
+def scaled_stds(config: MethodConfig, layout: Layout, model: nn.Module, factor: float) -> float | dict[str, float]:
+    """Return the ``prior_std`` of a prior whose standard deviations are ``factor`` times those of the config's."""
+    stds = prior_stds(config, layout, model)
+    if not isinstance(stds, dict):
+        return factor * float(stds)
+    exact = config.prior_std is None  # its keys are names, and not expressions
+    return {f"^{re.escape(name)}$" if exact else name: factor * std for name, std in stds.items()}
+
+
 def he_scale(model: nn.Module, name: str, shape: tuple[int, ...]) -> float:
     """Return sqrt(2 / fan-in) for a matrix or kernel [out, in, ...] and 1 for a bias or norm.
 

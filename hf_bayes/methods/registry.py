@@ -20,6 +20,7 @@ from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
 from hf_bayes.methods.averaging.snapshot import SnapshotConfig
 from hf_bayes.methods.averaging.swa import SWAConfig
 from hf_bayes.methods.averaging.swag import SWAGConfig
+from hf_bayes.methods.ladder import with_ladder
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.mcmc.gps import GPSConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
@@ -86,6 +87,8 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
         ValueError: if the method cannot run on it.
     """
     _check(config, problem)
+    if isinstance(config, LangevinConfig) and config.ladder is not None:
+        return with_ladder(config, problem, build)
     steps = config.num_warm_start_steps
     if not steps:
         return _build(config, problem)

@@ -29,7 +29,9 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor |
     model.train(objective.dropout)
     total = torch.zeros_like(theta)
     for batch in data.batches(range(data.num_rows)[objective.mesh.data_rank :: objective.mesh.data_size]):
-        for members, _, part, _ in common.passes(theta, batch, gradient=True, step=0, micro=0):
+        chunks = [slice(part.start, min(part.stop, len(theta))) for part in common.member_chunks(batch)]
+        some = [part for part in chunks if part.start < len(theta)]
+        for members, _, part, _ in common.passes(theta, batch, gradient=True, step=0, micro=0, chunks=some):
             assert part is not None
             total[members] -= part
     objective.mesh.sum_over_data(total)

@@ -44,7 +44,7 @@ class HeldOutRows:
             raise ValueError("held-out rows judge draws, and a linearised model has none: call linearise(None) first")
         self.model, self.batches, self.num_rows = model, batches, num_rows
         self.mesh, self.context = mesh, context
-        self._bar = tqdm(desc="prior by held-out rows", unit="pass", disable=hide, leave=False)
+        self._bar = tqdm(desc="held-out rows", unit="pass", disable=hide, leave=False)
 
     def close(self) -> None:
         """End what shows the progress."""

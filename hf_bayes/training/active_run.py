@@ -24,7 +24,7 @@ from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.monitor import Monitor
-from hf_bayes.training.own_choices import tell_step_size
+from hf_bayes.training.own_choices import settled, tell_ladder, tell_step_size
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, place_chains
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -105,7 +105,7 @@ class ActiveRun:
         """Return rows by number, for a method that passes over the data once more."""
         host, needs = self.host, self.rows.requirements
         whitens = needs.learning_rate == "whitening" and host.args.learning_rate is None
-        if self.rows.stream is not None or not (needs.final_pass or whitens):
+        if self.rows.stream is not None or not (needs.final_pass or whitens or needs.compares_chains):
             return None
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
         if needs.heldout == "none":
@@ -189,6 +189,10 @@ class ActiveRun:
             self.objective.close()
         if parts[0].noise_std is not None:
             self.setup.model.likelihood = Normal(parts[0].noise_std)
+        self.method = settled(self.method, parts[0], self.setup.model)
         names = parts[0].report
         report = {name: [value for part in parts for value in part.report[name]] for name in names}
-        return Finished(joined([part.approximation for part in parts]), report, LocalMembers())
+        tell_ladder(self.method.name, report, self.host)
+        approximations = [part.approximation for part in parts]
+        whole = approximations[0] if len(parts) == 1 else joined(approximations)
+        return Finished(whole, report, LocalMembers())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hf_bayes.chains.run import StepRecord
-from hf_bayes.core.types import Info, Problem
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import FinalPassResult, Info, Problem
+from hf_bayes.distributions.priors import scaled_stds
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.own_settings import Settings
 from hf_bayes.training.compat import TrainerHost
 
@@ -15,6 +20,26 @@ def tell_trial(settings: Settings, host: TrainerHost) -> None:
     if settings.trial is not None:
         what = settings.method.name if settings.learning_rate is not None else "warm start by AdamW"
         host.say("%s: %s", what, settings.trial.describe())
+
+
+def settled(method: MethodConfig, result: FinalPassResult, model: BayesianModel) -> MethodConfig:
+    """Return the config with what the run has found in place of what it began with."""
+    fields = dict(result.fields)
+    if result.prior_scale != 1:
+        fields["prior_std"] = scaled_stds(method, model.layout, model.model, result.prior_scale)
+    return replace(method, **fields) if fields else method
+
+
+def tell_ladder(name: str, report: Mapping[str, list[Any]], host: TrainerHost) -> None:
+    """Say which rung of a ladder the held-out rows have chosen."""
+    if "ladder_nll" not in report:
+        return
+    rungs = list(zip(report["ladder_temperature"], report["ladder_prior_scale"], report["ladder_nll"], strict=True))
+    temperature, scale, _ = min(rungs, key=lambda rung: rung[2])
+    scores = ", ".join(f"T = {t:g} and prior scale {s:g}: {nll:.4f}" for t, s, nll in rungs)
+    host.say("%s: held-out nats of the ladder's rungs: %s", name, scores)
+    words = "the posterior" if temperature == 1 else f"the posterior tempered at T = {temperature:g}, not the posterior"
+    host.say("%s: the draws are of %s, under %g times the prior's standard deviations", name, words, scale)
 
 
 def tell_step_size(

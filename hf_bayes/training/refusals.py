@@ -34,6 +34,7 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
                 (args.max_steps <= 0, "set max_steps: it has no epochs"),
                 (args.minibatch != "shared", "set minibatch='shared': it has no rows for every chain to permute"),
                 (needs.all_data_in_every_update, f"{method.name} needs all rows in every move: materialise it"),
+                (needs.compares_chains, f"{needs.heldout_setting} needs rows by number: materialise it"),
                 (needs.final_pass, f"{method.name} passes over all rows once more at the end: materialise it"),
                 (needs.batch_order != "epochs", f"{method.name} draws rows anew for every move: materialise it"),
             )
@@ -58,8 +59,19 @@ def require_heldout(dataset: Any, method: MethodConfig) -> None:
         raise ValueError(f"{what}, got None: give eval_dataset=, or leave {setting} out")
     if is_stream(dataset):
         raise ValueError(f"{what}, and {type(dataset).__name__} has no length: materialise it")
-    if len(dataset) < 2:
-        raise ValueError(f"{what} and needs at least 2, got {len(dataset)}: half of them may decide for the others")
+    least = method.requirements.least_heldout
+    if len(dataset) < least:
+        reason = "half of them may decide for the others" if least == 2 else "fewer could not tell settings apart"
+        raise ValueError(f"{what} and needs at least {least}, got {len(dataset)}: {reason}")
+
+
+def require_all_chains(method: MethodConfig, mesh: ChainMesh) -> None:
+    """Require that this process has all chains, for a method that compares them during the run."""
+    if method.requirements.compares_chains and mesh.chain_size > 1:
+        raise ValueError(
+            f"{method.name} with {method.requirements.heldout_setting} compares its chains in one process, and they "
+            f"are spread over {mesh.chain_size}: launch one process to choose the settings, and the others with them"
+        )
 
 
 def require_batches(method: MethodConfig, count: int) -> None:

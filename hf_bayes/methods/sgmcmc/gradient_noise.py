@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,27 +37,75 @@ class LangevinConfig(MethodConfig):
             finds its step size (``whitening``).
         whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal" or
             "kronecker". None takes "kronecker" where its bases hold at most ``MAX_BASIS`` numbers a chain.
+        ladder: settings of which held-out rows choose one during burn-in, as {"temperature": [1, 0.3, 0.1]},
+            {"prior_scale": [0.25, 1, 4]}, or both with lists of one length (``methods.ladder``). ``prior_scale`` is a
+            factor of the prior's standard deviations. Chains begin with the settings in turn.
     """
 
     measure_gradient_noise: bool | None = None
     heating: float = 0.1
     whitening: Literal["diagonal", "kronecker"] | None = None
+    ladder: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ladder is not None:
+            self._check_ladder(self.ladder)
+            object.__setattr__(self, "ladder", {name: list(values) for name, values in self.ladder.items()})
         if self.measure_gradient_noise is not None:
             self._check_flag("measure_gradient_noise", self.measure_gradient_noise)
         self._check_number("heating", self.heating, minimum=0.0, strict=True)
         self._check_choice("whitening", self.whitening, (None, "diagonal", "kronecker"))
 
     @property
+    def rungs(self) -> list[dict[str, float]]:
+        """The settings of each rung of the ladder; none without one."""
+        ladder = self.ladder or {}
+        return [dict(zip(ladder, values, strict=True)) for values in zip(*ladder.values(), strict=True)]
+
+    def _check_ladder(self, ladder: Any) -> None:
+        known = ("temperature", "prior_scale")
+        if not isinstance(ladder, Mapping) or not ladder or not set(ladder) <= set(known):
+            raise ValueError(
+                f"{self.name}: ladder must map {' or '.join(known)} to lists of numbers, got {ladder!r:.100}"
+            )
+        lengths = set()
+        for name, values in ladder.items():
+            if not isinstance(values, list | tuple):
+                raise ValueError(f"{self.name}: ladder[{name!r}] must be a list of numbers, got {values!r:.100}")
+            for value in values:
+                self._check_number(f"ladder[{name!r}]", value, minimum=0.0, strict=True)
+            lengths.add(len(values))
+        if len(lengths) > 1:
+            raise ValueError(f"{self.name}: the lists of a ladder must have one length, got {ladder!r:.200}")
+        (count,) = lengths
+        if count < 2:
+            raise ValueError(
+                f"{self.name}: a ladder needs at least 2 rungs to choose from, got {count}: add settings, or give the "
+                "one as an argument of its own"
+            )
+        if self.num_chains < count:
+            raise ValueError(
+                f"{self.name}: a ladder of {count} rungs needs a chain for each, got num_chains={self.num_chains}: "
+                "raise num_chains, or leave rungs out"
+            )
+        if "temperature" in ladder and self.temperature != type(self).temperature:
+            raise ValueError(
+                f"{self.name}: the ladder chooses the temperature, got temperature={self.temperature!r} as well: leave "
+                "one of the two out"
+            )
+
+    @property
     def requirements(self) -> Requirements:
-        return Requirements(
+        needs = Requirements(
             # a whitened chain has no use for the variance of each tensor
             learning_rate="whitening" if self.temperature > 0 and not self.measure_gradient_noise else "given",
             gradient_variance=need_of_gradient_variance(self.measure_gradient_noise),
             gradient_variance_setting="measure_gradient_noise=True" if self.measure_gradient_noise else "",
         )
+        if self.ladder is None:
+            return needs
+        return replace(needs, heldout="whole", heldout_setting="ladder", least_heldout=200, compares_chains=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,230 @@
+"""A ladder: chains with settings of their own in one run, of which held-out rows choose one for all.
+
+Chain k begins on rung k mod R. A rung is the method with the temperature and the scale of the prior of this rung. Its
+chains are bit by bit those of a run that has these settings alone. In the last part of burn-in the chains are looked at
+``NUM_LOOKS`` times. After the last look the held-out rows choose: the rung whose looks, as one mixture, have the lowest
+negative log-likelihood. From then on all chains have the settings of this rung.
+
+No chain is thrown away, because chains that began at other modes are worth more than copies. A chain that moves to
+another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw at T becomes a draw at T' if its
+distance from the mode is multiplied by sqrt(T' / T). The rest of burn-in is for what is not Gaussian.
+
+Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
+from hf_bayes.core.types import DataPass, Evaluation, FinalPassResult, HeldOut, Info, Problem, Rngs, Rule
+from hf_bayes.distributions.energy import IndependentPrior
+from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
+
+NUM_LOOKS = 4
+"""Looks at every chain before the choice."""
+
+LEAST_BURN_IN = 16
+"""The smallest number of updates of burn-in, after the warm start, with a ladder: four quarters of a look each."""
+
+
+class Rung(NamedTuple):
+    """A rung of a ladder.
+
+    Attributes:
+        temperature: T.
+        prior_scale: the factor of the prior's standard deviations.
+        rule: the method with these settings.
+    """
+
+    temperature: float
+    prior_scale: float
+    rule: Rule[Any]
+
+
+def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[LangevinConfig, Problem], Any]) -> Rule[Any]:
+    """Return the rule of a method whose chains begin on the rungs of ``config.ladder``.
+
+    Args:
+        config: of the sampler, with a ladder.
+        problem: the run.
+        build: (config without a ladder, problem) -> the rule of one rung.
+    Raises:
+        ValueError: if burn-in is too short, or the prior is an inherited posterior and is to be scaled.
+    """
+    begin, end = config.num_warm_start_steps, problem.burn_in
+    if end - begin < LEAST_BURN_IN:
+        raise ValueError(
+            f"{config.name}: a ladder is climbed in burn-in, which has {end - begin} updates after the warm start, and "
+            f"{LEAST_BURN_IN} are needed: train longer, or raise burn_in"
+        )
+    rungs = tuple(_rung(config, problem, build, settings) for settings in config.rungs)
+    quarter = (end - begin) // 4
+    choice = begin + 3 * quarter
+    ladder = _Ladder(config, rungs, tuple(choice - quarter * look // NUM_LOOKS for look in reversed(range(NUM_LOOKS))))
+    passes = {step for rung in rungs for step in rung.rule.early_passes} | set(ladder.looks)
+    return Rule(
+        ladder.init,
+        ladder.locate,
+        ladder.update,
+        ladder.finish,
+        ladder.final_pass,
+        {step: ladder.pass_after(step) for step in sorted(passes)},
+        ladder.anchor,
+    )
+
+
+def _rung(
+    config: LangevinConfig,
+    problem: Problem,
+    build: Callable[[LangevinConfig, Problem], Any],
+    settings: dict[str, float],
+) -> Rung:
+    temperature, scale = settings.get("temperature", config.temperature), settings.get("prior_scale", 1.0)
+    prior = problem.prior
+    if scale != 1:
+        if not isinstance(prior, IndependentPrior):
+            raise ValueError(
+                f"{config.name}: the prior is an inherited posterior, which a ladder of prior_scale cannot scale: "
+                "leave prior_scale out of the ladder"
+            )
+        prior = prior.scaled(scale)
+    rule = build(replace(config, ladder=None, temperature=temperature), problem._replace(prior=prior))
+    return Rung(temperature, scale, rule)
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    """The parts of the rule.
+
+    Attributes:
+        config: of the sampler, with its ladder.
+        rungs: the rungs.
+        looks: the numbers of updates after which the chains are looked at; the choice follows the last one.
+    """
+
+    config: LangevinConfig
+    rungs: tuple[Rung, ...]
+    looks: tuple[int, ...]
+
+    def init(self, theta: Tensor, rngs: Rngs) -> Any:
+        """Return the state before the first update."""
+        on = torch.arange(len(theta), device=theta.device) % len(self.rungs)
+        looks = theta.new_zeros(len(theta), NUM_LOOKS, theta.shape[1])
+        nll = torch.zeros(len(theta), len(self.rungs), dtype=torch.float64, device=theta.device)
+        parts = [
+            (rows, self.rungs[index].rule.init(theta[rows], [rngs[row] for row in rows])) for index, rows in _groups(on)
+        ]
+        own = {"ladder_rung": on, "ladder_looks": looks, "ladder_nll": nll}
+        return joined_state(own, _merged(parts))
+
+    def locate(self, state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
+        """Return where the gradients are needed."""
+        found = [(rows, rung.rule.locate(part, [rngs[row] for row in rows])) for rows, rung, part in self._parts(state)]
+        theta = _scattered([(rows, theta) for rows, (theta, _) in found])
+        return theta, with_inner(state, _merged([(rows, part) for rows, (_, part) in found]))
+
+    def anchor(self, state: Any) -> Tensor | None:
+        """Return where some rungs need the gradient, too; the others get it at theta, and do not use it."""
+        found = [(rows, rung.rule.anchor(part), part.theta) for rows, rung, part in self._parts(state)]
+        if all(points is None for _, points, _ in found):
+            return None
+        return _scattered([(rows, theta if points is None else points) for rows, points, theta in found])
+
+    def update(self, state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+        """Return the state after an update of every chain by the rule of its rung."""
+        states, infos = [], []
+        for rows, rung, part in self._parts(state):
+            seen = _rows_of(evaluation, rows)
+            if seen.anchor_grad is not None and rung.rule.anchor(part) is None:
+                seen = seen._replace(anchor_grad=None)
+            after, info = rung.rule.update(part, seen, lr, [rngs[row] for row in rows])
+            states.append((rows, after))
+            infos.append((rows, info))
+        common = set.intersection(*(set(info) for _, info in infos))
+        figures = {name: _scattered([(rows, info[name]) for rows, info in infos]) for name in sorted(common)}
+        return with_inner(state, _merged(states)), figures
+
+    def pass_after(self, step: int) -> Callable[[Any, DataPass], Any]:
+        """Return the pass after update ``step``: those of the rungs, then a look, and after the last one the choice."""
+
+        def early_pass(state: Any, data_pass: DataPass) -> Any:
+            parts = []
+            for rows, rung, part in self._parts(state):
+                own = rung.rule.early_passes.get(step)
+                parts.append((rows, part if own is None else own(part, data_pass)))
+            state = with_inner(state, _merged(parts))
+            if step in self.looks:
+                looks = state.ladder_looks.clone()
+                looks[:, self.looks.index(step)] = state.theta
+                state = state._replace(ladder_looks=looks)
+            return self._choose(state, data_pass) if step == self.looks[-1] else state
+
+        return early_pass
+
+    def _choose(self, state: Any, data_pass: DataPass) -> Any:
+        """Return the state with all chains on the best rung."""
+        nll = torch.empty(len(self.rungs), dtype=torch.float64)
+        for index, rows in _groups(state.ladder_rung):
+            looks = state.ladder_looks[rows].flatten(0, 1)
+            nll[index] = data_pass(looks, HeldOut("all"), gradient=False)[0]
+        best = int(nll.argmin())
+        parts = []
+        for rows, rung, part in self._parts(state):
+            ratio = self.rungs[best].temperature / rung.temperature
+            parts.append((rows, part if ratio == 1 else rung.rule.rescale(part, ratio)))
+        state = with_inner(state, _merged(parts))
+        return state._replace(
+            ladder_rung=torch.full_like(state.ladder_rung, best),
+            ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone(),
+            ladder_looks=torch.zeros_like(state.ladder_looks),
+        )
+
+    def finish(self, state: Any, draws: Tensor) -> Any:
+        """Return the draws of all chains."""
+        return self.rungs[int(state.ladder_rung[0])].rule.finish(inner_state(state), draws)
+
+    def final_pass(self, state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+        """Return the draws, the held-out scores of the rungs, and the settings that were chosen."""
+        chosen = self.rungs[int(state.ladder_rung[0])]
+        report = {
+            "ladder_temperature": [rung.temperature for rung in self.rungs],
+            "ladder_prior_scale": [rung.prior_scale for rung in self.rungs],
+            "ladder_nll": state.ladder_nll[0].tolist(),
+        }
+        fields = {"ladder": None, "temperature": chosen.temperature}
+        return FinalPassResult(self.finish(state, draws), report, None, fields, chosen.prior_scale)
+
+    def _parts(self, state: Any) -> list[tuple[list[int], Rung, Any]]:
+        """Return the rows of each rung that has chains, the rung, and the state of its method."""
+        whole = inner_state(state)
+        return [(rows, self.rungs[index], _rows_of(whole, rows)) for index, rows in _groups(state.ladder_rung)]
+
+
+def _groups(on: Tensor) -> list[tuple[int, list[int]]]:
+    """Return the rungs that have chains, with these chains."""
+    return [(int(index), (on == index).nonzero()[:, 0].tolist()) for index in on.unique()]
+
+
+def _rows_of(values: Any, rows: list[int]) -> Any:
+    """Return some rows of a NamedTuple of tensors; None stays."""
+    return type(values)(*(value if value is None or value.ndim == 0 else value[rows] for value in values))
+
+
+def _merged(parts: list[tuple[list[int], Any]]) -> Any:
+    """Return the state of all chains."""
+    kind: Any = type(parts[0][1])
+    return kind(*(_scattered([(rows, part[place]) for rows, part in parts]) for place in range(len(kind._fields))))
+
+
+def _scattered(parts: list[tuple[list[int], Tensor]]) -> Tensor:
+    """Return the tensors of groups of rows as one, each row at its place."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = torch.tensor([row for rows, _ in parts for row in rows], device=parts[0][1].device)
+    return torch.cat([value for _, value in parts])[order.argsort()]

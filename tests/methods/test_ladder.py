@@ -1,0 +1,235 @@
+"""A ladder of settings: chains as in runs of their own, one choice by held-out rows, and the same chains afterwards."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from hf_bayes import LaplaceConfig, MAPConfig, SGHMCConfig, sample
+from hf_bayes.core.types import HeldOut
+from hf_bayes.methods import ladder
+from hf_bayes.methods.registry import METHODS, from_dict
+from hf_bayes.training.refusals import require_all_chains
+from tests import runs
+from tests.tiny_models import tiny_bert
+
+STEPS = 48
+LADDER = {"temperature": [1.0, 0.01], "prior_scale": [1.0, 0.5]}
+WARM = {"warm_start_steps": 4, "warm_start_learning_rate": 1e-2}
+CHOICE = 18
+"""The update after which a run of ``STEPS`` updates with a given learning rate chooses: three quarters of burn-in."""
+
+
+class Watch(TrainerCallback):
+    """Keep theta after every update."""
+
+    def __init__(self) -> None:
+        self.theta: list[Tensor] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.theta.append(self.trainer.run.theta.clone())
+
+
+def trainer(directory: Path, method: Any, watch: Watch | None = None, *, heldout: int = 200, **changes: Any) -> Any:
+    """Return a run of the last layer of a tiny Bert on labels that can be learnt."""
+    found = runs.trainer(
+        directory, method, model=tiny_bert(), subspace="last_layer", train=runs.label_rows(40, num_labels=3),
+        eval_dataset=runs.label_rows(heldout, num_labels=3, seed=7), callbacks=[watch] if watch else None,
+        **{"max_steps": STEPS, "per_device_eval_batch_size": 100, "logging_strategy": "no", **changes},
+    )  # fmt: skip
+    if watch is not None:
+        watch.trainer = found
+    return found
+
+
+def config(name: str = "sghmc", **fields: Any) -> Any:
+    return METHODS[name](**{"num_chains": 4, "draws_per_chain": 2, "prior_std": 1.0, "ladder": LADDER, **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sghmc", {}),
+        ("sghmc", {"learning_rate": None}),
+        ("sgld", {}),
+        ("sgld", {"learning_rate": None, "gradient_accumulation_steps": 2}),
+        ("baoab", {"learning_rate": None}),
+        ("sgnht", {}),
+    ],
+)
+def test_the_chains_of_a_rung_are_those_of_a_run_with_its_settings(
+    tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
+    watch = Watch()
+    trainer(tmp_path / "ladder", config(name, **WARM), watch, **changes).train()
+    for rung, (temperature, scale) in enumerate(zip(*LADDER.values(), strict=True)):
+        alone = Watch()
+        settings = {"ladder": None, "temperature": temperature, "prior_std": scale, **WARM}
+        trainer(tmp_path / f"alone{rung}", config(name, **settings), alone, **changes).train()
+        for ours, theirs in zip(watch.theta[: CHOICE - 1], alone.theta, strict=False):
+            if changes:  # whitened coordinates: products with the roots of 2 and of 4 chains round differently
+                torch.testing.assert_close(ours[rung::2], theirs[rung::2], rtol=1e-3, atol=1e-4)
+            else:
+                assert torch.equal(ours[rung::2], theirs[rung::2])
+        last = CHOICE - 2
+        assert (watch.theta[last][1 - rung :: 2] - alone.theta[last][1 - rung :: 2]).abs().max() > 0.01
+
+
+def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: Path) -> None:
+    watch = Watch()
+    run = trainer(tmp_path, config(), watch)
+    run.train()
+    found = run.posterior.config.diagnostics
+    no_passes = SimpleNamespace(early_passes={})
+    looks = ladder.with_ladder(config(), run.active.problem, lambda *args: no_passes).early_passes
+    assert (len(looks), max(looks)) == (ladder.NUM_LOOKS, CHOICE)
+    assert min(looks) > CHOICE - STEPS // 8
+    batch = {
+        "input_ids": torch.tensor(run.eval_dataset["input_ids"]), "labels": torch.tensor(run.eval_dataset["label"]),
+        "attention_mask": torch.tensor(run.eval_dataset["attention_mask"]),
+    }  # fmt: skip
+    for rung in range(2):
+        draws = torch.cat([watch.theta[step - 1][rung::2] for step in looks])
+        with run.bayesian.showing(draws), torch.no_grad():
+            log_lik = run.bayesian.evaluate_batch(batch)[0]["member_log_lik"].double()
+        expected = -(log_lik.logsumexp(1) - math.log(len(draws))).mean()
+        assert found["ladder_nll"][rung] == pytest.approx(float(expected), rel=1e-6)  # float32 logits
+    best = int(torch.tensor(found["ladder_nll"]).argmin())
+    assert run.posterior.config.method["temperature"] == LADDER["temperature"][best]
+    assert set(run.run.state.ladder_rung.tolist()) == {best}
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
+) -> None:
+    """The held-out score is planted: another one chooses another rung."""
+    asked = []
+
+    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        asked.append((len(theta), what.part))
+        return (0.0 if len(asked) - 1 == best else 1.0), None
+
+    monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
+    run = trainer(tmp_path, config(), max_steps=400)
+    run.train()
+    assert asked == [(2 * ladder.NUM_LOOKS, "all")] * 2
+    temperature, scale = (values[best] for values in LADDER.values())
+    assert (run.method.temperature, run.method.prior_std, run.method.ladder) == (temperature, scale, None)
+    assert run.posterior.config.method == run.method.to_dict()
+    law = run.posterior.config.diagnostics["kinetic_temperature_law"]
+    assert law == pytest.approx(2 * temperature / 1.9, rel=0.05)  # beta = 0.9, and the learning rate falls
+
+
+def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(tmp_path: Path) -> None:
+    run = trainer(tmp_path, config(ladder=None, temperature=1.0), learning_rate=None)
+    run.train()
+    state, rule = run.run.state, run.run.method
+    moved = rule.rescale(state, 0.25)
+    assert torch.equal(moved.theta, state.origin + 0.5 * (state.theta - state.origin))
+    assert torch.equal(moved.whitened_momentum, 0.5 * state.whitened_momentum)
+    assert torch.equal(moved.step_size, 0.5 * state.step_size)
+    assert torch.equal(moved.root, state.root)
+    hotter = rule.rescale(state, 1e4)
+    assert torch.all(hotter.step_size == 0.2)  # the largest step that discretises well
+
+
+def test_a_run_resumes_on_both_sides_of_the_choice(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", config(**WARM), learning_rate=None)
+    whole.train()
+    for steps in (14, 30):
+        settings = {"learning_rate": None, "save_strategy": "steps", "save_steps": steps}
+        stopped = trainer(tmp_path / str(steps), config(**WARM), **settings)
+        stopped.add_callback(StopAfter(steps))
+        stopped.train()
+        resumed = trainer(tmp_path / str(steps), config(**WARM), **settings)
+        resumed.train(resume_from_checkpoint=True)
+        assert runs.equal(resumed.posterior.approximation, whole.posterior.approximation)
+        assert resumed.method == whole.method
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize(
+    ("ladder", "message"),
+    [
+        ({"temperature": [1.0]}, "at least 2 rungs to choose from, got 1"),
+        ({"temperature": [1, 0.5, 0.3, 0.2, 0.1]}, "5 rungs needs a chain for each, got num_chains=4"),
+        ({"temperature": [1, 0.5], "prior_scale": [1, 2, 3]}, "must have one length"),
+        ({"momentum": [0.5, 0.9]}, "must map temperature or prior_scale to lists"),
+        ({}, "must map temperature or prior_scale to lists"),
+        ([1, 0.5], "must map temperature or prior_scale to lists"),
+        ({"temperature": 0.5}, r"ladder\['temperature'\] must be a list of numbers, got 0.5"),
+        ({"temperature": [1, 0]}, r"ladder\['temperature'\] must be a finite number > 0, got 0"),
+        ({"prior_scale": [1, float("nan")]}, r"ladder\['prior_scale'\] must be a finite number > 0, got nan"),
+    ],
+)
+def test_bad_ladders_are_refused(ladder: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SGHMCConfig(num_chains=4, ladder=ladder)
+
+
+def test_a_ladder_replaces_the_temperature_and_needs_a_sampler() -> None:
+    with pytest.raises(ValueError, match=r"got temperature=0.5 as well"):
+        config(temperature=0.5)
+    for name in (MAPConfig.name, LaplaceConfig.name):
+        with pytest.raises(ValueError, match=f"{name} has no field 'ladder'"):
+            from_dict({"name": name, "ladder": LADDER})
+    assert from_dict(config().to_dict()) == config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heldout": 199}, "needs at least 200, got 199: fewer could not tell settings apart"),
+        ({"max_steps": 30}, "burn-in, which has 15 updates after the warm start, and 16 are needed"),
+    ],
+)
+def test_too_little_to_choose_by_is_refused_before_the_first_step(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, config(), **changes).train()
+
+
+def test_a_ladder_needs_heldout_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sghmc with ladder fits by the rows of eval_dataset, got None"):
+        runs.trainer(tmp_path, config(), model=tiny_bert(), subspace="last_layer", train=runs.label_rows(40))
+    with pytest.raises(ValueError, match="ladder of sghmc needs held-out rows, which sample does not have"):
+        sample(lambda theta, batch: theta.square().sum(), torch.zeros(2), config(prior_std=None), num_steps=50,
+               learning_rate=0.1, num_data=1)  # fmt: skip
+
+
+def test_chains_in_several_processes_are_refused() -> None:
+    """Two processes with two chains each: the check itself, because a launch takes long."""
+    with pytest.raises(ValueError, match="compares its chains in one process, and they are spread over 2"):
+        require_all_chains(config(), SimpleNamespace(chain_size=2))
+    require_all_chains(config(), SimpleNamespace(chain_size=1))
+    require_all_chains(config(ladder=None), SimpleNamespace(chain_size=2))
+
+
+def test_an_inherited_posterior_cannot_be_scaled(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", LaplaceConfig(prior_std=1.0))
+    first.train()
+    first.save_model()
+    run = runs.trainer(
+        tmp_path / "second", config(prior_std=None), model=tiny_bert(), subspace="last_layer",
+        train=runs.label_rows(40), eval_dataset=runs.label_rows(200, seed=7), prior=str(tmp_path / "first"),
+        max_steps=STEPS,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the prior is an inherited posterior, which a ladder of prior_scale cannot"):
+        run.train()
