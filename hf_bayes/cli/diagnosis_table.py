@@ -19,6 +19,7 @@ ROWS = (
     ("distance_in_noise", "distance moved, over the reach of noise alone", ""),
     ("unmoved", "weights that rounding held at the first update", "below 0.01"),
     ("kinetic_temperature", "kinetic temperature", "kinetic_temperature_law"),
+    ("kinetic_temperature_ruled", "kinetic temperature where the data rule", "kinetic_temperature_law"),
     ("kinetic_share", "tensors within their 99 % interval, or 10 %", "above 0.99"),
     ("kinetic_inside", "tensors within it, update by update", "0.99"),
     ("configurational_temperature", "configurational temperature", "temperature"),

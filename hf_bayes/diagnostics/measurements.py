@@ -19,6 +19,9 @@ class Measurements:
         strayed: ``plausibility.strayed`` of each chain: the loss of prior log-density over the largest plausible loss.
         kinetic_temperature: kinetic temperature of each chain, over all coordinates.
         kinetic_temperature_law: the expected kinetic temperature under the discretisation.
+        kinetic_temperature_ruled: the same along the directions that the data rule, where minibatches heat. Only
+            samplers that find their own step size know these directions.
+        heating: the share of the temperature that minibatches were allowed to add along these directions.
         kinetic_share: ``share_within_interval`` of each chain, for means after burn-in and with ``KINETIC_TOLERANCE``.
             It is at least 99 % in a correct run.
         kinetic_inside: the share of tensors inside their 99 % interval at single updates, without tolerance, averaged
@@ -58,6 +61,8 @@ class Measurements:
     strayed: Sequence[float] | None = None
     kinetic_temperature: Sequence[float] | None = None
     kinetic_temperature_law: float | None = None
+    kinetic_temperature_ruled: Sequence[float] | None = None
+    heating: float = 0.0
     kinetic_share: Sequence[float] | None = None
     kinetic_inside: Sequence[float] | None = None
     num_tensors: int = 1

@@ -43,6 +43,10 @@ MAX_CAPPED = 0.05
 """The largest tolerated share of an adaptive proposal's coordinates at its cap. Above it the width of the draws is
 determined by the cap and not by the data."""
 
+RULED_FACTOR = 1.25
+"""The factor above the allowed heating at which the directions that the data rule count as too hot. Epistemic
+uncertainty grows by about as much."""
+
 MIN_NOISE_RATIO = 1.0
 """The smallest tolerated ratio of the injected variance to the variance of the minibatch gradient. Below it a chain is
 more than twice as hot as intended, unless the sampler subtracts the gradient's variance."""
@@ -68,6 +72,7 @@ class Diagnostics(Measurements):
             self._check_proposal_cap,
             self._check_divergences,
             self._check_kinetic_temperature,
+            self._check_kinetic_temperature_ruled,
             self._check_kinetic_temperature_of_tensors,
             self._check_configurational_temperature,
             self._check_gradient_noise,
@@ -180,6 +185,20 @@ class Diagnostics(Measurements):
         return (
             f"kinetic temperature {worst:.3g} where {law:.3g} is expected "
             f"({len(outside)} of {self.num_chains} chains): {cause}"
+        )
+
+    def _check_kinetic_temperature_ruled(self) -> str | None:
+        law = self.kinetic_temperature_law
+        if self.kinetic_temperature_ruled is None or not law:
+            return None
+        allowed = (1 + self.heating) * law
+        hot = [value for value in self.kinetic_temperature_ruled if value > RULED_FACTOR * allowed]
+        if not hot:
+            return None
+        return (
+            f"kinetic temperature {max(hot):.3g} along the directions that the data rule, where {allowed:.3g} is "
+            f"allowed ({len(hot)} of {self.num_chains} chains): epistemic uncertainty is too large by about as much; "
+            "larger batch, or lower heating"
         )
 
     def _check_kinetic_temperature_of_tensors(self) -> str | None:

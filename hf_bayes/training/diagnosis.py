@@ -17,8 +17,9 @@ from hf_bayes.training.trace import logged_convergence, logged_of_chains, rounde
 from hf_bayes.uncertainty.likelihoods import Normal
 
 _AS_FOUND = (
-    "strayed", "kinetic_temperature", "kinetic_share", "kinetic_inside", "configurational_temperature",
-    "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped", "noise_ratio",
+    "strayed", "kinetic_temperature", "kinetic_temperature_ruled", "kinetic_share", "kinetic_inside",
+    "configurational_temperature", "distance_in_noise", "unmoved", "acceptance", "penalty", "beyond_series", "capped",
+    "noise_ratio",
 )  # fmt: skip
 """Fields of ``Diagnostics`` that are means over the run, chain by chain."""
 
@@ -89,6 +90,7 @@ class Diagnosis:
             num_tensors=len(monitor.sizes),
             distance=means["distance_moved"],
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
+            heating=float(getattr(method, "heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
             temperature=method.temperature if "configurational_temperature" in means else None,
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,

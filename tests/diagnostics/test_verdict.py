@@ -126,6 +126,16 @@ def test_tensor_and_position_temperatures_may_vary_by_chance() -> None:
         assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
 
 
+def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
+    ruled = {"kinetic_temperature_law": 1.0, "heating": 0.1}
+    assert dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.37] * 4).verdict == "converged"
+    verdict = dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.38, 1.1, 1.1, 1.1]).verdict
+    assert verdict.startswith(
+        "kinetic temperature 1.38 along the directions that the data rule, where 1.1 is allowed (1 of 4 chains): "
+        "epistemic uncertainty is too large by about as much"
+    )
+
+
 def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
     cold = dataclasses.replace(GOOD, kinetic_temperature=[0.5] * 4, ramped=True)
     cold = dataclasses.replace(cold, temperature=1.0, configurational_temperature=[0.3] * 4)

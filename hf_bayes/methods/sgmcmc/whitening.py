@@ -67,6 +67,9 @@ MAX_MEASURED = 24
 """The largest number of minibatches that V is measured from, at two points each. They give 12 pairs. In a single
 direction the standard error of V would be sqrt(2 / 12) = 40 %; V is a mean over all directions that the data rule."""
 
+RULED_PERIOD = 8
+"""Updates between two measurements of the temperature along the directions that the data rule."""
+
 MAX_BASIS = 2**22
 """The largest number of elements in the bases of Kronecker factors, for a chain: 16 MiB."""
 
@@ -212,6 +215,8 @@ class WhitenedSampler:
         log_density = evaluation.log_lik + (weight * prior.log_prob(state.theta)).to(evaluation.log_lik)
         before = inner_state(state)
         after, info = self.sampler.update(before, Evaluation(log_density, scale * gradient), lr * peak, rngs)
+        if hasattr(after, "momentum") and int(after.step[0]) % RULED_PERIOD == 0:  # the same for all chains
+            info = info | {"kinetic_temperature_ruled": self._ruled_temperature(state, after.momentum)}
         own, after = _cooled(_own(state), before, after, info)
         theta = state.theta + self.roots.product(state.root, scale * (after.theta - before.theta))
         info = info | {"step_size": own.step_size}
@@ -234,6 +239,12 @@ class WhitenedSampler:
         if int(trial.num_taken[0]) < self.num_measured:
             return state
         return _joined(state.theta, _own(state), self.sampler.init(torch.zeros_like(state.theta), rngs))
+
+    def _ruled_temperature(self, state: Any, momentum: Tensor) -> Tensor:
+        """Return [M] the kinetic temperature along the directions that the data rule, where minibatches heat."""
+        ruled = _ruled_by_data(self.roots, state.root, self.problem)
+        along = self.roots.along_axes(state.root, momentum)
+        return torch.where(ruled, along.square(), 0.0).sum(1) / ruled.sum(1)
 
     def _whitened(self, state: Any, theta: Tensor, grad_log_lik: Tensor) -> Tensor:
         """Return minus S' grad U at theta, from the gradient of the log-likelihood."""

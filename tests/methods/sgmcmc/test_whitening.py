@@ -120,6 +120,33 @@ def test_gradient_noise_heats_as_much_as_it_was_allowed_to() -> None:
     assert softer == pytest.approx(1.2, rel=0.06)
 
 
+def temperatures(run: Run[Any], steps: int) -> dict[str, float]:
+    """Return means of the two kinetic temperatures over their law, over further updates."""
+    found: dict[str, list[Tensor]] = {"kinetic_temperature": [], "kinetic_temperature_ruled": []}
+    for _ in range(steps):
+        info = run.update([None], 1.0).info
+        for name, values in found.items():
+            if name in info:
+                values.append(info[name] / info["kinetic_temperature_law"])
+    assert len(found["kinetic_temperature_ruled"]) == steps // whitening.RULED_PERIOD
+    return {name: float(torch.stack(values).mean()) for name, values in found.items()}
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("heating", [0.2, 1.5])
+def test_heat_is_measured_where_the_data_rule(heating: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the directions have no gradient noise, and H = 40 has 9 % less: the mean over all is too low."""
+    monkeypatch.setattr(whitening, "MAX_HEAT", 100.0)  # the guard would shrink the step
+    run = run_of(SGHMCConfig(heating=heating, whitening="diagonal"), GaussianData(30.0), steps=5000)
+    for _ in range(1000):
+        run.update([None], 1.0)
+    found = temperatures(run, 4000)
+    # 4 chains x 500 looks x 60 directions, correlated over 10 updates: 0.5 %; V is measured to 8 % of the heating
+    ruled = 1 + heating * (1 + 1 / 1.004 + 1 / 1.1) / 3
+    assert found["kinetic_temperature_ruled"] == pytest.approx(ruled, rel=0.02 + 0.08 * heating)
+    assert found["kinetic_temperature"] < 1 + 0.85 * (found["kinetic_temperature_ruled"] - 1)
+
+
 def test_the_step_size_is_that_of_the_allowed_heating() -> None:
     config = SGHMCConfig(heating=0.05, momentum=0.8, temperature=0.5, whitening="diagonal")
     run, infos = run_of(config, GaussianData(25.0), steps=1000), []
