@@ -30,7 +30,9 @@ class MethodConfig:
     Attributes:
         num_chains: number of independent chains (members), K.
         draws_per_chain: number of draws kept from each chain, S. The posterior has K * S members.
-        burn_in: updates before the first draw: a fraction of the run if below 1, otherwise a number of updates.
+        burn_in: updates before the first draw: a fraction of the run if below 1, otherwise a number of updates. None
+            means half of the run; where a sampler finds its own step size, it is at least the warm start and 15 % of
+            the run.
         thin: updates between two draws; None spreads the draws evenly over the updates after burn-in.
         prior: "gaussian"; "he", the same with ``prior_std`` times sqrt(2 / fan-in) for every matrix or kernel; or
             "laplace" (double exponential).
@@ -46,7 +48,8 @@ class MethodConfig:
         schedule: the schedule of learning rate and temperature (``hf_bayes.core.schedules``), or a mapping such as
             {"name": "cyclical", "ramp_up": 0.2}. None leaves the learning rate to lr_scheduler_type and T constant.
         warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in). None means 0,
-            and a quarter of the run where a sampler finds its own step size (``learning_rate=None``).
+            and where a sampler finds its own step size (``learning_rate=None``) 500, between a quarter and a half of
+            the run.
         warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3, and where the run has no learning
             rate the result of a range test. There it falls linearly to 0.
     """
@@ -54,7 +57,7 @@ class MethodConfig:
     name: ClassVar[str]
     num_chains: int = 4
     draws_per_chain: int = 1
-    burn_in: float = 0.5
+    burn_in: float | None = None
     thin: int | None = None
     prior: PriorName = "gaussian"
     prior_std: float | dict[str, float] | None = None
@@ -82,7 +85,8 @@ class MethodConfig:
             self._check_count("warm_start_steps", self.warm_start_steps, minimum=0)
         if self.thin is not None:
             self._check_count("thin", self.thin, minimum=1)
-        self._check_number("burn_in", self.burn_in, minimum=0.0)
+        if self.burn_in is not None:
+            self._check_number("burn_in", self.burn_in, minimum=0.0)
         self._check_number("temperature", self.temperature, minimum=0.0)
         self._check_number("init_jitter", self.init_jitter, minimum=0.0)
         if self.warm_start_learning_rate is not None:

@@ -11,8 +11,10 @@ from typing import Any
 from hf_bayes.core.number_checks import is_number
 
 
-def burn_in_steps(burn_in: float, num_steps: int) -> int:
-    """Return ``burn_in`` as a number of updates; below 1 it is a fraction of the run."""
+def burn_in_steps(burn_in: float | None, num_steps: int) -> int:
+    """Return ``burn_in`` as a number of updates; below 1 it is a fraction of the run. None means a half."""
+    if burn_in is None:
+        return num_steps // 2
     return int(burn_in * num_steps) if burn_in < 1 else int(burn_in)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.number_checks import is_finite_number
-from hf_bayes.core.schedules import Linear
+from hf_bayes.core.schedules import Linear, burn_in_steps
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import BETA_1, MAPConfig, descend, warm_start, warm_start_kernel
@@ -33,7 +33,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
-from hf_bayes.methods.sgmcmc.whitening import whiten
+from hf_bayes.methods.sgmcmc.whitening import num_measured, whiten
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
@@ -59,8 +59,12 @@ METHODS: dict[str, type[MethodConfig]] = {
 }
 
 
-WARM_SHARE = 0.25
-"""The share of a run that AdamW gets before a sampler that finds its own step size."""
+WARM_STEPS = 500
+"""The updates of AdamW before a sampler that finds its own step size. In a short run they are at most half of it:
+with less, chains start far from a mode, and noise does not bring them there. In a long run they are a quarter."""
+
+SETTLING_SHARE = 0.15
+"""The least share of a run between such a warm start and the first draw."""
 
 
 def from_dict(values: Mapping[str, Any]) -> MethodConfig:
@@ -108,7 +112,7 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
 def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = True) -> MethodConfig:
     """Return the config of a run without a learning rate, with the settings that the method chooses for it.
 
-    A sampler that whitens its coordinates begins with AdamW, for a quarter of the run unless ``warm_start_steps`` says
+    A sampler that whitens its coordinates begins with AdamW, for ``WARM_STEPS`` unless ``warm_start_steps`` says
     otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule or ``falls`` is False.
 
     Raises:
@@ -131,9 +135,20 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
         return config
     if own == "range_test":
         return replace(config, schedule=Linear()) if falls and config.schedule is None else config
-    if config.warm_start_steps is not None:
-        return config
-    return replace(config, warm_start_steps=int(WARM_SHARE * num_steps))
+    return _with_warm_start(config, num_steps)
+
+
+def _with_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
+    """Return the config of a sampler that whitens, with the lengths of warm start and burn-in."""
+    warm, burn_in = config.warm_start_steps, config.burn_in
+    if warm is None:
+        warm = max(num_steps // 4, min(num_steps // 2, WARM_STEPS))
+        if burn_in is not None:
+            warm = min(warm, burn_in_steps(burn_in, num_steps) // 2)
+    if burn_in is None:
+        settling = max(int(SETTLING_SHARE * num_steps), num_measured(num_steps - warm) + 1)
+        burn_in = max(num_steps // 2, warm + settling)
+    return replace(config, warm_start_steps=warm, burn_in=burn_in)
 
 
 def map_rule(config: MethodConfig, problem: Problem) -> Rule[Any]:

@@ -57,17 +57,32 @@ def test_a_schedule_of_the_users_stays() -> None:
 
 
 @pytest.mark.parametrize("method", [SGHMCConfig(), SGLDConfig()])
-def test_samplers_begin_with_adamw_for_a_quarter_of_the_run(method: MethodConfig) -> None:
-    found = settle(method, None, 1000, trial)
+@pytest.mark.parametrize(
+    ("num_steps", "warm", "burn_in"), [(1000, 500, 650), (300, 150, 195), (2400, 600, 1200), (1200, 500, 680)]
+)
+def test_samplers_begin_with_five_hundred_updates_of_adamw(
+    method: MethodConfig, num_steps: int, warm: int, burn_in: int
+) -> None:
+    """They are at most half of a short run, and at least a quarter of a long one."""
+    found = settle(method, None, num_steps, trial)
     assert found.learning_rate is None
-    assert found.method == replace(method, warm_start_steps=250, warm_start_learning_rate=0.02)
-    assert ASKED == [(6, 40, 250)]
+    settings = {"warm_start_steps": warm, "burn_in": burn_in, "warm_start_learning_rate": 0.02}
+    assert found.method == replace(method, **settings)
+    ((_, _, adamw_steps),) = ASKED
+    assert adamw_steps == warm
 
 
-def test_a_warm_start_of_the_users_stays() -> None:
-    method = SGHMCConfig(warm_start_steps=30, warm_start_learning_rate=0.5)
+def test_a_warm_start_and_a_burn_in_of_the_users_stay() -> None:
+    method = SGHMCConfig(warm_start_steps=30, warm_start_learning_rate=0.5, burn_in=0.2)
     assert settle(method, None, 1000, None) == (method, None, None)
-    assert settle(SGHMCConfig(warm_start_steps=0), None, 1000, None).method == SGHMCConfig(warm_start_steps=0)
+    assert settle(SGHMCConfig(warm_start_steps=0), None, 1000, None).method.num_warm_start_steps == 0
+    short = settle(SGHMCConfig(burn_in=0.2), None, 1000, trial).method
+    assert (short.warm_start_steps, short.burn_in) == (100, 0.2)
+
+
+def test_the_shortest_run_can_measure_its_noise_before_the_first_draw() -> None:
+    found = settle(SGHMCConfig(warm_start_learning_rate=0.1), None, 20, None).method
+    assert (found.warm_start_steps, found.burn_in) == (10, 15)
 
 
 def test_a_resumed_run_takes_the_rate_that_was_found() -> None:

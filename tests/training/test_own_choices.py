@@ -56,7 +56,7 @@ def test_a_sampler_finds_its_settings_and_saves_them(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run of 32 updates has not converged
         saved = Posterior.from_pretrained(tmp_path).config.method
-    assert saved["warm_start_steps"] == 8
+    assert (saved["warm_start_steps"], saved["burn_in"]) == (16, 21)
     assert saved["warm_start_learning_rate"] == run.active.settings.trial.learning_rate
     assert bool((run.run.state.step_size > 0).all())
     assert bool(torch.stack(run.run.draws).isfinite().all())
