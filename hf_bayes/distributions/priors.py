@@ -64,7 +64,9 @@ def prior_stds(config: MethodConfig, layout: Layout, model: nn.Module) -> Any:
     if config.prior_std is not None:
         return config.prior_std
     default = {} if config.prior == "he" else lora_stds(model, layout)
-    return {name: default.get(name, 1.0) for name in layout.names} if default else 1.0
+    scale = config.mode_prior_scale
+    stds = {name: (1.0 if ".lora_A." in name else scale) * default.get(name, 1.0) for name in layout.names}
+    return stds if default else 1.0
 
 
 def scaled_stds(config: MethodConfig, layout: Layout, model: nn.Module, factor: float) -> float | dict[str, float]:

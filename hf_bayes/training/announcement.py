@@ -68,7 +68,7 @@ def _announce_prior(active: ActiveRun) -> None:
         )  # fmt: skip
         return  # the ratio below is of a prior around 0
     ratio = lora_prior_ratio(active.setup.model.model, active.setup.model.layout, active.prior)
-    if ratio is not None and ratio <= 1.001:  # the default is 1, up to rounding
+    if ratio is not None and (ratio <= 1.001 or config.prior_std is None):  # up to rounding
         active.host.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
     elif ratio is not None:
         given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from hf_bayes.core.config import PriorName
+from hf_bayes.core.config import MethodConfig, PriorName
 from hf_bayes.core.layout import Layout, select
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import LaplacePrior
 from hf_bayes.distributions.priors import PRIORS, build_prior, lora_prior_ratio, prior_stds
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
+from hf_bayes.methods.averaging.swag import SWAGConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
@@ -176,6 +180,16 @@ def test_tensors_that_are_no_lora_have_a_default_std_of_one() -> None:
     he = build_prior(SGHMCConfig(prior="he"), layout, torch.zeros(layout.dim), model)
     given = build_prior(SGHMCConfig(prior="he", prior_std=1.0), layout, torch.zeros(layout.dim), model)
     assert torch.equal(he.std, given.std)
+
+
+@pytest.mark.parametrize("method", [MAPConfig(), EnsembleConfig(), SWAGConfig(), MCDropoutConfig(dropout=0.1)])
+def test_modes_have_a_wider_default_prior_beside_lora(method: MethodConfig) -> None:
+    model = with_lora(tiny_llama())
+    layout = select(model)
+    narrow, wide = prior_stds(SGHMCConfig(), layout, model), prior_stds(method, layout, model)
+    for name in layout.names:
+        assert wide[name] == pytest.approx((1 if "lora_A" in name else 4) * narrow[name])
+    assert prior_stds(method, select(tiny_llama(), "last_layer"), tiny_llama()) == 1.0
 
 
 def test_the_default_of_lora_is_recorded_tensor_by_tensor() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
-from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
 from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import spare_generators
@@ -66,6 +66,7 @@ class MAPConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "map"
+    mode_prior_scale: ClassVar[float] = MODE_PRIOR_SCALE
     num_chains: int = 1
     temperature: float = 0.0
     init_jitter: float = 0.0

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
 from hf_bayes.core.requirements import Requirements, need_of_gradient_variance
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.approximations import Draws
@@ -50,6 +50,7 @@ class SGDMCConfig(MethodConfig):
     """
 
     name: ClassVar[str] = "sgd_mc"
+    mode_prior_scale: ClassVar[float] = MODE_PRIOR_SCALE
     num_chains: int = 1
     draws_per_chain: int = 20
     temperature: float = 0.0

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.priors import lora_stds
+from hf_bayes.distributions.priors import scaled_stds
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 
 PLAIN = "plain fine-tuning"
 """The rival of every other candidate: one set of weights, with a temperature."""
-
-WIDE = 4.0
-"""The standard deviation of the wider prior, in units of the default one."""
 
 
 class Candidate(NamedTuple):
@@ -35,55 +31,40 @@ class Candidate(NamedTuple):
 
 
 def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_chain: int = 4) -> tuple[Candidate, ...]:
-    """Return the candidates for an attached model: each method under the default prior, and most under a wider one.
+    """Return the candidates for an attached model.
 
     Args:
-        model: its LoRA layers decide on the default prior.
+        model: only LoRA has dropout to sample.
         num_chains: the number of chains of every method.
         draws_per_chain: the number of draws that a sampler keeps of each chain.
     """
-    wide = wider_prior(model, WIDE)
     members = num_chains * draws_per_chain
     draws = {"num_chains": num_chains, "draws_per_chain": draws_per_chain}
-    rows: dict[str, tuple[str, dict[str, Any], int]] = {
-        PLAIN: ("map", {}, 1),
-        "deep ensemble": ("ensemble", {"num_chains": num_chains}, num_chains),
-        "mean-field VI": ("mean_field", {"num_chains": num_chains}, 10),
-        "SGHMC": ("sghmc", draws, members),
-        "SGHMC at T = 0.1": ("sghmc", {**draws, "temperature": 0.1}, members),
-    }
-    priors = {"": None} if wide is None else {"": None, ", wide prior": wide}
     found = [
-        Candidate(name + words, _config(method, **settings, prior_std=stds), None, cost)
-        for words, stds in priors.items()
-        for name, (method, settings, cost) in rows.items()
+        Candidate(PLAIN, _config("map"), None, 1),
+        Candidate("deep ensemble", _config("ensemble", num_chains=num_chains), None, num_chains),
+        Candidate("mean-field VI", _config("mean_field", num_chains=num_chains), None, 10),
+        Candidate("SGHMC", _config("sghmc", **draws), None, members),
+        Candidate("SGHMC, tempered", _config("sghmc", **draws, **_tempered(model)), None, members),
     ]
     warm: dict[str, Any] = {"warm_start_learning_rate": 3e-3, "burn_in": 0.5}
     found += [
-        Candidate(f"{name}, rate {rate:g}", _config(method, prior_std=wide, **warm), rate, cost)
+        Candidate(f"{name}, rate {rate:g}", _config(method, **warm), rate, cost)
         for name, method, cost in (("SWA", "swa", 1), ("SWAG", "swag", 10))
         for rate in (1e-2, 3e-2)
     ]
     laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
     found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
-        dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain, prior_std=wide)
+        dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)
         found.append(Candidate("MC dropout", dropout, None, members))
     return tuple(found)
 
 
-def wider_prior(model: BayesianModel, factor: float) -> dict[str, float] | None:
-    """Return a prior with ``factor`` times the default std of LoRA's B and of other tensors; None without LoRA.
-
-    A keeps its scale: the effect of the product grows by the factor.
-    """
-    default = lora_stds(model.model, model.layout)
-    if not default:
-        return None
-    return {
-        f"^{re.escape(name)}$": default[name] if ".lora_A." in name else factor * default.get(name, 1.0)
-        for name in model.layout.names
-    }
+def _tempered(model: BayesianModel) -> dict[str, Any]:
+    """Return the settings of a sampler that stays near modes: T = 0.1, under the prior of modes."""
+    stds = scaled_stds(METHODS["map"](), model.layout, model.model, 1.0)
+    return {"temperature": 0.1, "prior_std": stds}
 
 
 def _config(method: str, **settings: Any) -> MethodConfig:

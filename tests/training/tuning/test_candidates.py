@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
 
 from hf_bayes import attach
+from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import METHODS
-from hf_bayes.training.tuning.candidates import PLAIN, default_candidates, wider_prior
+from hf_bayes.training.tuning.candidates import PLAIN, default_candidates
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
 
@@ -19,16 +20,15 @@ def test_candidates_have_names_of_their_own_and_plain_comes_first() -> None:
     assert methods <= set(METHODS)
 
 
-def test_a_wider_prior_widens_everything_but_a() -> None:
+def test_a_tempered_sampler_has_the_prior_of_modes() -> None:
     model = attach(with_lora(tiny_llama()))
-    narrow, wide = wider_prior(model, 1.0), wider_prior(model, 4.0)
-    for pattern in narrow:
-        factor = 1 if "lora_A" in pattern else 4
-        assert wide[pattern] == pytest.approx(factor * narrow[pattern])
+    (tempered,) = [row.method for row in default_candidates(model) if row.name == "SGHMC, tempered"]
+    assert tempered.temperature == 0.1
+    start = model.theta.detach()[0]
+    ours, theirs = (build_prior(method, model.layout, start, model.model) for method in (tempered, METHODS["map"]()))
+    assert torch.equal(ours.std, theirs.std)
 
 
-def test_without_lora_there_is_one_prior_and_no_dropout() -> None:
+def test_without_lora_there_is_no_dropout() -> None:
     model = attach(tiny_bert(), subspace="last_layer")
-    assert wider_prior(model, 4.0) is None
-    names = [row.name for row in default_candidates(model)]
-    assert not any("wide" in name or "dropout" in name for name in names)
+    assert not any("dropout" in row.name for row in default_candidates(model))
