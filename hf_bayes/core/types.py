@@ -192,14 +192,15 @@ class FinalPassResult(NamedTuple):
         approximation: the result of the run.
         report: {name: a JSON-ready value for each chain}, for the posterior's diagnostics.
         noise_std: the fitted noise of a regression; None leaves it as it is.
-        fields: fields of the method's config that the run has found; they replace those it began with.
+        fields: fields of the method's config that the run has found; they replace those it began with. None if there
+            are none.
         prior_scale: the factor of the prior's standard deviations that the run has found.
     """
 
     approximation: Approximation
     report: dict[str, list[Any]]
     noise_std: float | None = None
-    fields: Mapping[str, Any] = MappingProxyType({})
+    fields: Mapping[str, Any] | None = None
     prior_scale: float = 1.0
 
 

@@ -24,7 +24,7 @@ def tell_trial(settings: Settings, host: TrainerHost) -> None:
 
 def settled(method: MethodConfig, result: FinalPassResult, model: BayesianModel) -> MethodConfig:
     """Return the config with what the run has found in place of what it began with."""
-    fields = dict(result.fields)
+    fields = dict(result.fields or {})
     if result.prior_scale != 1:
         fields["prior_std"] = scaled_stds(method, model.layout, model.model, result.prior_scale)
     return replace(method, **fields) if fields else method

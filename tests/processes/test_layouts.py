@@ -179,6 +179,18 @@ def test_held_out_prior_and_learnt_noise_equal_one_process(launches, processes, 
 
 
 @pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("chains", [4, 2])
+def test_the_temperature_of_the_mixture_equals_that_of_one_process(launches, processes, chains):
+    name = f"calibrated{chains}"
+    expected = launches[1].numbers[0][name]
+    assert expected["temperature"] != 1  # it was fitted
+    assert (expected["num_members"], expected["num_terms"]) == (chains, 45 * 7)
+    for numbers in launches[processes].numbers:
+        assert_close(numbers[name], expected, 1e-6, name)  # AdamW, as above
+        assert numbers[f"{name}/shown"] == numbers[name]["temperature"]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
 def test_partial_held_out_rows_would_give_another_prior(launches, processes):
     """The twins: processes without sums over the rows of all, and chains that are not gathered."""
     (expected,) = launches[1].numbers[0]["heldout1"]

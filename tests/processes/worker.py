@@ -36,6 +36,7 @@ from hf_bayes.core.types import Evaluation
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.covariance import dense
 from hf_bayes.fit import laplace as laplace_fit
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace import gradient_estimate
 from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
 from hf_bayes.models.attaching import attach
@@ -302,6 +303,18 @@ class Worker:
             trainer.train()
             self.numbers[f"noise{chains}"] = trainer.posterior.config.head["noise_std"]
 
+    def calibrated(self) -> None:
+        """The temperature of a mixture, of chains of their own and of chains that processes share."""
+        for chains in (4, 2):
+            trainer = self.trainer(
+                f"calibrated{chains}", EnsembleConfig(num_chains=chains, prior_std=1.0, init_jitter=0.1),
+                data_size=max(1, dist.get_world_size() // chains), learning_rate=0.1,
+                eval_dataset=runs.token_rows(45, seed=5), max_steps=12,
+            )  # fmt: skip
+            trainer.train()
+            self.numbers[f"calibrated{chains}"] = trainer.posterior.config.calibration
+            self.numbers[f"calibrated{chains}/shown"] = trainer.bayesian.mixture_temperature
+
     def look(self) -> None:
         """The Laplace pass, its nine rows shared; and, for the twin, without a word between processes."""
         rows = runs.token_rows([8, 5, 7, 8, 3, 8, 6, 4, 7])
@@ -423,6 +436,7 @@ def main() -> None:
     worker.gaussian()
     worker.laplace()
     worker.fitted()
+    worker.calibrated()
     worker.look()
     worker.generate()
     worker.refuse()
