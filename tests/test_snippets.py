@@ -239,6 +239,25 @@ def test_a_table_that_is_copied_equals_its_source(copied: tuple[str, ...], sourc
     assert {place: cells.get(place) for place in shown} == shown
 
 
+def rows_by_heading(text: str) -> list[dict[str, str]]:
+    """{heading of a column: cell} of every row of every table of a page."""
+    rows = []
+    for block in re.findall(r"^\|.*?\n(?!\|)", text, flags=re.DOTALL | re.MULTILINE):
+        heading, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        rows += [dict(zip(heading, row, strict=True)) for row in cells]
+    return rows
+
+
+def test_the_figures_of_the_chooser_are_those_of_the_results() -> None:
+    """Each is a part of a row of a page that is made from JSON."""
+    results = ("recommend", "golds", "encoder_table")
+    sources = (*(f"docs/results/{name}.md" for name in results), "docs/benchmarks.md")
+    known = [row.items() for page in sources for row in rows_by_heading(part(page))]
+    shown = [row for row in rows_by_heading(part("docs/choose.md")) if "you need" not in row]
+    assert len(shown) > 20
+    assert [row for row in shown if not any(row.items() <= of for of in known)] == []
+
+
 NEW_FILE = "shared_noise.py"
 """The example of CONTRIBUTING.md, which the reader makes."""
 

@@ -120,6 +120,13 @@ class ActiveRun:
         choose = partial(self.rows.first_terms, most_rows=most)
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
 
+    @property
+    def adamw_learning_rate(self) -> float | None:
+        """The peak learning rate of AdamW: of a warm start, or of an optimiser; None where there is no AdamW."""
+        if self.method.num_warm_start_steps:
+            return self.method.adamw_learning_rate
+        return self.problem.learning_rate if self.method.requirements.learning_rate == "range_test" else None
+
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def update(self, learning_rate: float) -> Tensor:

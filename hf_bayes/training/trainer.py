@@ -112,6 +112,11 @@ class BayesianTrainerMixin(_Host):
         return self.setup.method if self.rows is None else self.rows.method
 
     @property
+    def adamw_learning_rate(self) -> float | None:
+        """The peak learning rate of AdamW in the last ``train``, given or found; None if there was no AdamW."""
+        return _required(self.active).adamw_learning_rate
+
+    @property
     def num_data(self) -> float:
         """N, the number of likelihood terms."""
         return _required(self.rows).num_data

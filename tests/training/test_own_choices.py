@@ -58,6 +58,7 @@ def test_a_sampler_finds_its_settings_and_saves_them(
         saved = Posterior.from_pretrained(tmp_path).config.method
     assert (saved["warm_start_steps"], saved["burn_in"]) == (16, 21)
     assert saved["warm_start_learning_rate"] == run.active.settings.trial.learning_rate
+    assert run.adamw_learning_rate == saved["warm_start_learning_rate"]
     assert bool((run.run.state.step_size > 0).all())
     assert bool(torch.stack(run.run.draws).isfinite().all())
 
@@ -71,6 +72,7 @@ def test_an_optimiser_runs_at_the_rate_it_found(tmp_path: Path, always_tries: No
     rates = [log["learning_rate"] for log in run.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([found * (1 - step / 32) for step in range(32)], abs=1e-12)
     assert run.method.schedule == Linear()
+    assert run.adamw_learning_rate == found
 
 
 def test_a_schedule_of_trainers_takes_the_place_of_the_linear_one(tmp_path: Path, always_tries: None) -> None:
