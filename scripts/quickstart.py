@@ -3,10 +3,10 @@
     python scripts/quickstart.py
 
 The script trains a tokenizer and a small Llama on the docstrings in CPython's standard library. It fine-tunes LoRA on
-the language reference into a MAP estimate, a deep ensemble, and SGHMC posteriors (serial and parallel), with the same
-number of updates for every member. It loads each posterior in a new process and generates text. Then it compares them
-on held-out text, on source code (near out of distribution) and on ROT13 (far). No setting is chosen on the evaluation
-sets.
+the language reference: plain fine-tuning, a deep ensemble, and SGHMC with parallel chains and with one chain, all with
+the same number of gradients. No learning rate and no prior is given: every run finds its own, prints it, and ends by
+fitting one temperature of its predictions on validation text. The script loads each posterior in a new process and
+compares them on test text, on source code (near out of distribution) and on ROT13 (far). Nothing is chosen on these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from peft import LoraConfig, get_peft_model
 from quickstart_base import pretrain_base, train_tokenizer, windows
@@ -30,46 +31,61 @@ from hf_bayes import METHODS, BayesianTrainer, BayesianTrainingArguments, pipeli
 from hf_bayes.cli.arguments import parse_arguments
 
 SCRIPTS = Path(__file__).parent
+COLUMNS = ("method", "members", "rate", "t", "NLL", "ECE", "code TU", "code EU", "rot13 TU", "rot13 EU", "seconds")
+"""rate: AdamW's learning rate; t: the temperature of the mixture; TU and EU: AUROCs of the two uncertainties."""
 PROMPTS = ["The following statement", "A class definition"]
 
 
 @dataclass
 class Arguments:
-    """The sizes of the run. A few settings were tried by NLL on the validation text, without a systematic search."""
+    """The sizes of the run."""
 
     output_dir: str = field(default="quickstart-output", metadata={"help": "Parent folder of all output."})
-    updates: int = field(default=60, metadata={"help": "Updates of every member, warm start included."})
-    members: int = field(default=8, metadata={"help": "Chains, or draws of the serial chain."})
+    updates: int = field(default=60, metadata={"help": "Updates of a member; one set of weights gets those of all."})
+    members: int = field(default=8, metadata={"help": "Chains, or draws of the only chain."})
     batch_size: int = field(default=4, metadata={"help": "Windows in a minibatch of each chain."})
-    learning_rate: float = field(default=0.1, metadata={"help": "Learning rate of SGHMC, in units of SGD."})
-    adam_learning_rate: float = field(default=3e-3, metadata={"help": "The same for MAP, ensemble and warm start."})
-    prior_std: float = field(default=0.05, metadata={"help": "Std of the prior of every LoRA parameter."})
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
     seed: int = field(default=0, metadata={"help": "Seed of the whole run."})
     show: str | None = field(default=None, metadata={"help": "Only generate from this posterior and render."})
 
 
-def contenders(args: Arguments) -> dict[str, tuple[str, dict, int]]:
-    """Return name -> (method, its fields, updates of a chain). Every member costs ``args.updates`` updates."""
-    warm = {"warm_start_steps": args.updates // 2, "warm_start_learning_rate": args.adam_learning_rate}
-    serial = {
-        **warm,
-        "num_chains": 1,
-        "draws_per_chain": args.members,
-        "thin": args.updates,
-        "burn_in": args.updates // 2,
-    }
+class Contender(NamedTuple):
+    """A way to fine-tune. All of them cost the same number of gradients.
+
+    Attributes:
+        method: a name of ``METHODS``.
+        fields: of its config.
+        updates: of each chain.
+    """
+
+    method: str
+    fields: dict[str, int]
+    updates: int
+
+
+def contenders(args: Arguments) -> dict[str, Contender]:
+    """Return name -> contender. The last one is shown."""
+    alone = args.updates * args.members
     return {
-        "MAP": ("map", {}, args.updates),
-        "deep ensemble": ("ensemble", {"num_chains": args.members}, args.updates),
-        "SGHMC serial": ("sghmc", serial, args.updates * args.members),
-        "SGHMC parallel": ("sghmc", {**warm, "num_chains": args.members}, args.updates),
+        "plain fine-tuning": Contender("map", {}, alone),
+        "deep ensemble": Contender("ensemble", {"num_chains": args.members}, args.updates),
+        "SGHMC parallel": Contender("sghmc", {"num_chains": args.members}, args.updates),
+        "SGHMC one chain": Contender("sghmc", {"num_chains": 1, "draws_per_chain": args.members}, alone),
     }
 
 
-def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]]) -> Path:
-    """Train one contender, save its posterior, and return the directory."""
-    method, fields, updates = contenders(args)[name]
+class Trained(NamedTuple):
+    """A saved posterior, the learning rate that AdamW had in its run, and the seconds of the run."""
+
+    directory: Path
+    learning_rate: float
+    seconds: float
+
+
+def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]]) -> Trained:
+    """Train one contender, and save its posterior."""
+    begin = time.perf_counter()
+    contender = contenders(args)[name]
     directory = Path(args.output_dir) / name.lower().replace(" ", "-")
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -77,12 +93,13 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     trainer = BayesianTrainer(
         model=get_peft_model(model, lora),
-        method=METHODS[method](prior_std=args.prior_std, **fields),
+        method=METHODS[contender.method](**contender.fields),
         args=BayesianTrainingArguments(
             output_dir=str(directory),
-            learning_rate=args.learning_rate if method == "sghmc" else args.adam_learning_rate,
-            max_steps=updates,
+            max_steps=contender.updates,
             per_device_train_batch_size=args.batch_size,
+            map_updates=0,  # the first row of the table is the comparison
+            disable_tqdm=False,  # the lines that say what was chosen stand beside the progress bar
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
@@ -95,16 +112,30 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
     )
     trainer.train()
     trainer.save_model()
-    return directory
+    # a sampler's own learning rate is that of its warm start
+    own = getattr(trainer.method, "warm_start_learning_rate", None)
+    rate = trainer.active.problem.learning_rate if own is None else own
+    return Trained(directory, rate, time.perf_counter() - begin)
 
 
-def evaluate(directory: Path, output: Path, args: Arguments) -> dict:
-    """Score held-out and other text in a new process."""
+def evaluate(directory: Path, output: Path, args: Arguments, *, calibrated: bool = True) -> dict:
+    """Score test text and other text in a new process."""
+    results = directory / ("evaluation" if calibrated else "evaluation-without-temperature")
     command = [sys.executable, SCRIPTS / "evaluate_uncertainty.py", "--posterior", directory]
     command += ["--test", output / "test.txt", "--length", str(args.length), "--max_windows", "120"]
     command += ["--ood", *(f"{text}={output / text}.txt" for text in ("code", "rot13"))]
-    subprocess.run([*command, "--output_dir", directory / "evaluation"], check=True)
-    return json.loads((directory / "evaluation" / "results.json").read_text())
+    command += ["--calibrated", str(calibrated), "--output_dir", results]
+    subprocess.run(command, check=True)
+    return json.loads((results / "results.json").read_text())
+
+
+def cells(found: dict, trained: Trained) -> list[str]:
+    """Return a row of the table, without its name."""
+    areas = [found["auroc"][text].get(kind) for text in ("code", "rot13") for kind in ("total", "epistemic")]
+    chosen = [f"{trained.learning_rate:.2g}", f"{found['temperature']:.3f}"]
+    scores = [f"{found['nll']:.4f}", f"{found['ece']:.4f}"]
+    seconds = f"{trained.seconds:.0f}"
+    return [f"{found['members']}", *chosen, *scores, *("-" if a is None else f"{a:.3f}" for a in areas), seconds]
 
 
 def show(directory: str, output_dir: str) -> None:
@@ -121,7 +152,7 @@ def main() -> None:
     (args,) = parse_arguments(Arguments)
     if args.show:
         return show(args.show, args.output_dir)
-    start, console, output = time.perf_counter(), Console(width=100), Path(args.output_dir)
+    start, console, output = time.perf_counter(), Console(width=120), Path(args.output_dir)
     logging.set_verbosity_error()
     texts, base = corpora(), output / "base"
     tokenizer = train_tokenizer(texts["pretrain"])
@@ -129,19 +160,17 @@ def main() -> None:
     console.print(pretrain_base(texts["pretrain"], tokenizer, base, length=args.length, seed=args.seed))
     for name in ("test", "code", "rot13"):
         (output / f"{name}.txt").write_text("\n".join(texts[name]), encoding="utf-8")
-    table = Table(title="Held-out text, and telling other text from it (AUROC)")
-    for column in ("method", "members", "NLL", "ECE", "code TU", "code EU", "rot13 TU", "rot13 EU", "seconds"):
+    table = Table(title="Test text, and telling other text from it (AUROC)")
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right")
     for name in contenders(args):
         console.rule(name)
-        begin = time.perf_counter()
-        directory = fine_tune(name, args, base, texts)
-        seconds = time.perf_counter() - begin
-        found = evaluate(directory, output, args)
-        areas = [found["auroc"][text].get(m) for text in ("code", "rot13") for m in ("total", "epistemic")]
-        cells = ["-" if area is None else f"{area:.3f}" for area in areas]
-        numbers = f"{found['members']}", f"{found['nll']:.4f}", f"{found['ece']:.4f}"
-        table.add_row(name, *numbers, *cells, f"{seconds:.0f}")
+        trained = fine_tune(name, args, base, texts)
+        directory = trained.directory
+        if name == "plain fine-tuning":
+            table.add_row(name, *cells(evaluate(directory, output, args, calibrated=False), trained))
+            name += ", temperature"
+        table.add_row(name, *cells(evaluate(directory, output, args), trained))
     console.rule("Loaded in a new process")
     subprocess.run([sys.executable, __file__, "--show", directory, "--output_dir", output], check=True)
     console.print(table)
