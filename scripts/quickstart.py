@@ -112,10 +112,7 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
     )
     trainer.train()
     trainer.save_model()
-    # a sampler's own learning rate is that of its warm start
-    own = getattr(trainer.method, "warm_start_learning_rate", None)
-    rate = trainer.active.problem.learning_rate if own is None else own
-    return Trained(directory, rate, time.perf_counter() - begin)
+    return Trained(directory, trainer.adamw_learning_rate, time.perf_counter() - begin)
 
 
 def evaluate(directory: Path, output: Path, args: Arguments, *, calibrated: bool = True) -> dict:

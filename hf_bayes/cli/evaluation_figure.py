@@ -104,4 +104,4 @@ def _risk_coverage(axis: Axes, test: Statistics, results: Mapping[str, Any]) -> 
         title=f"test set, accuracy {results['accuracy']:.4f}",
     )
     axis.set_ylim(bottom=0)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.legend(frameon=False, fontsize=8, loc="best")  # the free corner depends on the accuracy
