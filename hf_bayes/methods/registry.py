@@ -138,6 +138,13 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
     return _with_warm_start(config, num_steps)
 
 
+def with_stated_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
+    """Return the config of a run with a learning rate. A warm start that has a rate and no length lasts for burn-in."""
+    if config.warm_start_learning_rate is None or config.warm_start_steps is not None:
+        return config
+    return replace(config, warm_start_steps=burn_in_steps(config.burn_in, num_steps))
+
+
 def _with_warm_start(config: MethodConfig, num_steps: int) -> MethodConfig:
     """Return the config of a sampler that whitens, with the lengths of warm start and burn-in."""
     warm, burn_in = config.warm_start_steps, config.burn_in

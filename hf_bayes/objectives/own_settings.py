@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.methods.registry import with_own_settings
+from hf_bayes.methods.registry import with_own_settings, with_stated_warm_start
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, plan_trial
 
 Trial = Callable[[TrialPlan, int], RangeTest]
@@ -50,7 +50,7 @@ def settle(
         ValueError: if the method needs a learning rate, or a trial that is not possible here.
     """
     if learning_rate is not None:
-        return Settings(method, learning_rate)
+        return Settings(with_stated_warm_start(method, num_steps), learning_rate)
     method = with_own_settings(method, num_steps, falls=falls)
     if method.requirements.learning_rate == "unused":
         return Settings(method, 1.0)
