@@ -53,7 +53,7 @@ class MethodConfig:
             {"name": "cyclical", "ramp_up": 0.2}. None leaves the learning rate to lr_scheduler_type and T constant.
         warm_start_steps: number of AdamW updates on U before the method starts (they count as burn-in). None means 0,
             or all of burn-in if ``warm_start_learning_rate`` is given. Where a sampler finds its own step size
-            (``learning_rate=None``) it means 500, between a quarter and a half of the run.
+            (``learning_rate=None``) it means 240, between a quarter and a half of the run.
         warm_start_learning_rate: AdamW's step size in these updates. None means 1e-3, and where the run has no learning
             rate the result of a range test. There it falls linearly to 0.
     """

@@ -59,9 +59,9 @@ METHODS: dict[str, type[MethodConfig]] = {
 }
 
 
-WARM_STEPS = 500
-"""The updates of AdamW before a sampler that finds its own step size. In a short run they are at most half of it:
-with less, chains start far from a mode, and noise does not bring them there. In a long run they are a quarter."""
+WARM_STEPS = 240
+"""The updates of AdamW before a sampler that finds its own step size. In a run below 480 updates they are half of it:
+with less, chains start far from a mode, and noise does not bring them there. In one above 960 they are a quarter."""
 
 SETTLING_SHARE = 0.15
 """The least share of a run between such a warm start and the first draw."""
