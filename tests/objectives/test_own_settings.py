@@ -60,9 +60,7 @@ def test_a_schedule_of_the_users_stays() -> None:
 @pytest.mark.parametrize(
     ("num_steps", "warm", "burn_in"), [(300, 150, 195), (600, 240, 330), (800, 240, 400), (2400, 600, 1200)]
 )
-def test_samplers_begin_with_adamw(
-    method: MethodConfig, num_steps: int, warm: int, burn_in: int
-) -> None:
+def test_samplers_begin_with_adamw(method: MethodConfig, num_steps: int, warm: int, burn_in: int) -> None:
     """It has 240 updates, at most half of a short run, and at least a quarter of a long one."""
     found = settle(method, None, num_steps, trial)
     assert found.learning_rate is None
