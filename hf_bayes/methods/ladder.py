@@ -67,7 +67,13 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
     quarter = (end - begin) // 4
     choice = begin + 3 * quarter
     ladder = _Ladder(config, rungs, tuple(choice - quarter * look // NUM_LOOKS for look in reversed(range(NUM_LOOKS))))
-    passes = {step for rung in rungs for step in rung.rule.early_passes} | set(ladder.looks)
+    own = {step for rung in rungs for step in rung.rule.early_passes}
+    if own and max(own) >= ladder.looks[0]:
+        raise ValueError(
+            f"{config.name}: the chains measure their noise until update {max(own)}, and the ladder looks at them from "
+            f"update {ladder.looks[0]}: raise burn_in, or lower warm_start_steps"
+        )
+    passes = own | set(ladder.looks)
     return Rule(
         ladder.init,
         ladder.locate,

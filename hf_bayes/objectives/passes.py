@@ -1,4 +1,4 @@
-"""What the parts of a ``ModelObjective`` see of it. They are used by its module, and so cannot import its type."""
+"""This module describes a ``ModelObjective`` for its parts. Its own module imports them, so they cannot import it."""
 
 from __future__ import annotations
 

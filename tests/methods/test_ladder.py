@@ -197,13 +197,17 @@ def test_a_ladder_replaces_the_temperature_and_needs_a_sampler() -> None:
     [
         ({"heldout": 199}, "needs at least 200, got 199: fewer could not tell settings apart"),
         ({"max_steps": 30}, "burn-in, which has 15 updates after the warm start, and 16 are needed"),
+        (
+            {"max_steps": 1200, "learning_rate": None, "method": config(**WARM, burn_in=30)},
+            r"measure their noise until update 26, and the ladder looks at them from update 18",
+        ),
     ],
 )
 def test_too_little_to_choose_by_is_refused_before_the_first_step(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, config(), **changes).train()
+        trainer(tmp_path, **{"method": config(), **changes}).train()
 
 
 def test_a_ladder_needs_heldout_rows(tmp_path: Path) -> None:
