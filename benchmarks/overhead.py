@@ -7,6 +7,7 @@ On the last layer, where a step is shortest; every step is logged and every four
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,16 @@ def _noise(settings: Settings, trainer: BayesianTrainer, gradients: list[float])
     trainer.bayesian.train()
     objective, theta = trainer.active.objective, trainer.run.theta
     batch = objective.prepare(next(iter(trainer.get_train_dataloader())))
-    grad = torch.zeros_like(theta)
-    for members, _, part in objective.passes(theta, batch, gradient=True, step=0, micro=0):
-        grad[members] += part
-    seconds = [timed(lambda: between_halves(objective, theta, batch, grad, step=0), settings.device) for _ in gradients]
+    grad, whole = torch.zeros_like(theta), {"gradient": True, "step": 0, "chunks": objective.member_chunks(batch)}
+    for some in objective.passes(theta, batch, micro=0, **whole):
+        grad[some.members] += some.grad
+
+    def half(rows: dict[str, Any], number: int) -> Any:
+        return objective.passes(theta, rows, micro=number, **whole)
+
+    groups = 1 if objective.shared else len(objective.chains)
+    noise = partial(between_halves, objective.model, batch, grad, half, num_groups=groups)
+    seconds = [timed(noise, settings.device) for _ in gradients]
     work = f"the noise of the gradient every {NOISE_PERIOD} steps, LoRA on the last layer, M={settings.num_members}"
     times = {"ours": seconds, "single": gradients}
     return compare("overhead", work, times, unit="% of a step", limit=1.0, times=100 / NOISE_PERIOD)
