@@ -48,8 +48,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gps": {"max_std": 1.0},
     "sgd_mc": {"momentum": 0.5},
     "snapshot": {"momentum": 0.8, "schedule": None},
-    "swa": {"momentum": 0.0},
-    "swag": {"momentum": 0.0, "rank": 3},
+    "swa": {"momentum": 0.0, "optimizer": "sgd"},
+    "swag": {"momentum": 0.0, "rank": 3, "optimizer": "sgd"},
     "mc_dropout": {"dropout": 0.3, "num_masks": 2},
 }
 """Fields of every method's config."""

@@ -31,6 +31,7 @@ class Requirements:
         learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its
             own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates. "unused":
             another setting takes its place. "given": it does not find one, so the user has to give one.
+        rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
@@ -54,6 +55,7 @@ class Requirements:
     tensor_names_setting: str = ""
     tensor_scales_setting: str = ""
     learning_rate: OwnRate = "given"
+    rate_falls: bool = True
     final_pass: bool = False
     all_chains_in_one_pass: bool = False
     heldout: Literal["none", "whole", "split"] = "none"

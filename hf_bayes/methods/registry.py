@@ -113,7 +113,8 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
     """Return the config of a run without a learning rate, with the settings that the method chooses for it.
 
     A sampler that whitens its coordinates begins with AdamW, for ``WARM_STEPS`` unless ``warm_start_steps`` says
-    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule or ``falls`` is False.
+    otherwise. The step size of an optimiser falls linearly to 0, unless it has a schedule, averages its iterates, or
+    ``falls`` is False.
 
     Raises:
         ValueError: if the method needs a learning rate.
@@ -134,7 +135,8 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
     if own == "unused":
         return config
     if own == "range_test":
-        return replace(config, schedule=Linear()) if falls and config.schedule is None else config
+        falls = falls and config.requirements.rate_falls and config.schedule is None
+        return replace(config, schedule=Linear()) if falls else config
     return _with_warm_start(config, num_steps)
 
 

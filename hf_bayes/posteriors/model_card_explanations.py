@@ -21,7 +21,7 @@ METHODS = {
     "sgnht": "the stochastic-gradient Nosé-Hoover thermostat",
     "snapshot": "a snapshot ensemble",
     "swa": "stochastic weight averaging, a point estimate",
-    "swag": "a Gaussian through iterates of SGD (SWAG)",
+    "swag": "a Gaussian through an optimiser's iterates (SWAG)",
 }
 """The name of a method -> its full name in the literature."""
 

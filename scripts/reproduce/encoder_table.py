@@ -164,11 +164,11 @@ def methods(scale: Scale) -> dict[str, Method]:
             serial=False,
         ),
         "swa": Method(
-            lambda std: SWAConfig(prior_std=prior(std), **warm),
+            lambda std: SWAConfig(prior_std=prior(std), optimizer="sgd", **warm),
             {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWA": None},
         ),
         "swag": Method(
-            lambda std: SWAGConfig(prior_std=prior(std), **warm),
+            lambda std: SWAGConfig(prior_std=prior(std), optimizer="sgd", **warm),
             {"learning_rate": (1e-2, 3e-2), "std": wide}, {"SWAG": None},
         ),
         "sgd_mc": Method(

@@ -135,8 +135,10 @@ ROWS = {
     "snapshot": Row(
         config=SnapshotConfig(momentum=0.8, schedule=None), learning_rate=0.1, law=None, noise=False, cold=True
     ),
-    "swa": Row(config=SWAConfig(momentum=0.0), learning_rate=0.5, law=None, noise=False, cold=True),
-    "swag": Row(config=SWAGConfig(momentum=0.0, rank=3), learning_rate=0.5, law=None, noise=False, cold=True),
+    "swa": Row(config=SWAConfig(momentum=0.0, optimizer="sgd"), learning_rate=0.5, law=None, noise=False, cold=True),
+    "swag": Row(
+        config=SWAGConfig(momentum=0.0, rank=3, optimizer="sgd"), learning_rate=0.5, law=None, noise=False, cold=True
+    ),
     "mc_dropout": Row(config=MCDropoutConfig(dropout=0.3, num_masks=2), learning_rate=0.01, law=None),
 }
 

@@ -90,6 +90,12 @@ def test_the_shortest_run_can_measure_its_noise_before_the_first_draw() -> None:
     assert (found.warm_start_steps, found.burn_in) == (10, 15)
 
 
+def test_an_average_of_iterates_keeps_the_rate_that_was_found() -> None:
+    found = settle(SWAConfig(), None, 1000, trial)
+    assert found.method == SWAConfig()  # no schedule
+    assert found.learning_rate == settle(MAPConfig(), None, 1000, trial).learning_rate
+
+
 def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
     assert settle(MAPConfig(), None, 1000, trial, found=0.3).learning_rate == 0.3
     assert settle(SGHMCConfig(), None, 1000, trial, found=0.3).method.warm_start_learning_rate == 0.3
@@ -99,7 +105,7 @@ def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        AGPSConfig(), HMCConfig(), SWAConfig(), SGHMCConfig(temperature=0.0), SGHMCConfig(preconditioner="layerwise"),
+        AGPSConfig(), HMCConfig(), SWAConfig(optimizer="sgd"), SGHMCConfig(temperature=0.0), SGHMCConfig(preconditioner="layerwise"),
         SGHMCConfig(correct_gradient_noise=True), SGHMCConfig(measure_gradient_noise=True),
     ],
 )  # fmt: skip

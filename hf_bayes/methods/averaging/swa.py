@@ -1,41 +1,34 @@
-"""Stochastic weight averaging: the mean of SGD's iterates at a constant rate (Izmailov et al. 2018).
+"""Stochastic weight averaging: the mean of an optimiser's iterates at a constant rate (Izmailov et al. 2018).
 
     theta_SWA = (1 / n) sum_i theta_i,   theta_i every c-th iterate after burn-in         (their Algorithm 1)
 
-The update is the update of ``sgd_mc``. There is no stationary law: the mean converges to the mode as n grows.
+Their optimiser is SGD, here ``sgd_mc``. Transformers are fine-tuned with AdamW, here ``map``, which is the default.
+There is no stationary law: the mean converges to the mode as n grows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.joined_states import inner_state, joined_state, with_inner
+from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Draws
-from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig, SGDState, begin, descend
-
-
-class SWAState(NamedTuple):
-    """The average, and the state of SGD."""
-
-    theta: Tensor
-    """[M, d] mean of the collected iterates; before the first one is collected, the current iterate of SGD."""
-    iterate: Tensor
-    """[M, d] the current iterate of SGD."""
-    velocity: Tensor
-    """[M, d] SGD's momentum buffer."""
-    step: Tensor
-    """[M] int64, number of updates done."""
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.averaging.sgd_mc import SGDMCConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class SWAConfig(SGDMCConfig):
-    """The average of SGD's iterates after burn-in. A chain ends in one draw.
+    """The average of an optimiser's iterates after burn-in. A chain ends in one draw.
 
     Attributes:
+        optimizer: "adamw", which finds its learning rate if there is none; or the paper's "sgd".
+        momentum: SGD's beta, or AdamW's beta_1.
         collect_every: number of updates from one averaged iterate to the next (in the paper: one epoch); None collects
             about 100 iterates.
     """
@@ -43,10 +36,12 @@ class SWAConfig(SGDMCConfig):
     name: ClassVar[str] = "swa"
     draws_per_chain: int = 1
     momentum: float = 0.9
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     collect_every: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         if self.collect_every is not None:
             self._check_count("collect_every", self.collect_every, minimum=1)
         if self.draws_per_chain != 1:
@@ -54,24 +49,55 @@ class SWAConfig(SGDMCConfig):
                 f"{self.name}: draws_per_chain must be 1, got {self.draws_per_chain!r}: a chain ends in one average. "
                 "Use num_chains for more members"
             )
+        if self.optimizer == "adamw" and self.measure_gradient_noise:
+            raise ValueError(
+                f"{self.name}: measure_gradient_noise=True reports the temperature of SGD's noise, and optimizer is "
+                '"adamw": leave it out, or take optimizer="sgd"'
+            )
 
-    def build(self, problem: Problem) -> Rule[Any]:  # a subclass may have another state
-        collector = Collector.of(self, problem, minimum=1)
+    @property
+    def requirements(self) -> Requirements:
+        if self.optimizer == "sgd":
+            return super().requirements
+        return Requirements(learning_rate="range_test", rate_falls=False)
 
-        def init(theta: Tensor, rngs: Rngs) -> SWAState:
-            sgd = begin(theta, rngs)
-            return SWAState(theta, *sgd)
+    def iterates(self, problem: Problem) -> Rule[Any]:
+        """Return the optimiser whose iterates are averaged."""
+        if self.optimizer == "sgd":
+            return super().build(problem)
+        return MAPConfig(momentum=self.momentum, temper=self.temper).build(problem)
 
-        def update(state: SWAState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SWAState, Info]:
-            sgd, info = descend(iterate_of(state), evaluation, problem, lr, config=self)
-            count, now = collector.collected(sgd.step)
-            average = state.theta if count else sgd.theta
-            return SWAState(torch.lerp(average, sgd.theta, 1 / count) if now else average, *sgd), info
+    def build(self, problem: Problem) -> Rule[Any]:
+        collector, optimiser = Collector.of(self, problem, minimum=1), self.iterates(problem)
 
-        def finish(state: SWAState, draws: Tensor) -> Draws:
+        def init(theta: Tensor, rngs: Rngs) -> Any:
+            return beside(optimiser.init(theta, rngs), theta=theta)
+
+        def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+            iterate, info = optimiser.update(inner_state(state), evaluation, lr, rngs)
+            count, now = collector.collected(iterate.step)
+            average = state.theta if count else iterate.theta
+            average = torch.lerp(average, iterate.theta, 1 / count) if now else average
+            return with_inner(state, iterate)._replace(theta=average, step=iterate.step), info
+
+        def finish(state: Any, draws: Tensor) -> Draws:
             return Draws.from_chains(draws[:, -1:])
 
         return Rule(init, locate_at_iterate, update, finish)
+
+
+def beside(iterate: Any, **own: Tensor) -> Any:
+    """Return the state of an average, with that of the optimiser beside it.
+
+    Its fields are ``own``, among them ``theta`` [M, d], the average (before the first iterate is collected, the current
+    iterate); ``step`` [M]; and the optimiser's, as ``iterate_*``.
+    """
+    return joined_state({**own, "step": iterate.step}, iterate, prefix="iterate_")
+
+
+def locate_at_iterate(state: Any, rngs: Rngs) -> tuple[Tensor, Any]:
+    """Return the optimiser's iterate, where the gradient is needed, and not the average."""
+    return state.iterate_theta, state
 
 
 class Collector(NamedTuple):
@@ -100,34 +126,3 @@ class Collector(NamedTuple):
         """Return the number of collected iterates after ``step`` [M] updates, and True if the last one is collected."""
         past = int(step[0]) - self.burn_in  # all chains have done the same updates
         return max(0, past) // self.interval, past > 0 and past % self.interval == 0
-
-
-class AveragedState(Protocol):
-    """A state with an iterate of SGD beside theta."""
-
-    @property
-    def theta(self) -> Tensor: ...
-
-    @property
-    def iterate(self) -> Tensor: ...
-
-    @property
-    def velocity(self) -> Tensor: ...
-
-    @property
-    def step(self) -> Tensor: ...
-
-    def _asdict(self) -> dict[str, Any]: ...
-
-
-Averaged = TypeVar("Averaged", bound=AveragedState)
-
-
-def iterate_of(state: AveragedState) -> SGDState:
-    """Return the part of a state that belongs to SGD."""
-    return SGDState(state.iterate, state.velocity, state.step)
-
-
-def locate_at_iterate(state: Averaged, rngs: Rngs) -> tuple[Tensor, Averaged]:
-    """Return the iterate of SGD, where the gradient is needed, and not the average."""
-    return state.iterate, state

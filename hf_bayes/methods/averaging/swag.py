@@ -1,4 +1,4 @@
-"""SWAG: a Gaussian through SGD's iterates, low rank plus diagonal (Maddox et al. 2019).
+"""SWAG: a Gaussian through an optimiser's iterates, low rank plus diagonal (Maddox et al. 2019).
 
     N(mean, (S + D D' / (K - 1)) / 2)
 
@@ -6,24 +6,25 @@ from n collected iterates: their mean, S = diag of their variances (the mean of 
 mean), and D, the deviations of the last K iterates from the mean at that time (Algorithm 1). The iterates are the
 iterates of ``swa``. Several chains give an equally weighted mixture, MultiSWAG (Wilson and Izmailov 2020).
 
-It has no stationary law of its own: it is a Gaussian through the draws of ``sgd_mc``.
+It has no stationary law of its own. With SGD it is a Gaussian through the draws of ``sgd_mc``; with AdamW, the default,
+its width is set by AdamW's learning rate.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_bayes.core.joined_states import inner_state, with_inner
 from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import LowRank
-from hf_bayes.methods.averaging.sgd_mc import begin, descend
-from hf_bayes.methods.averaging.swa import Collector, SWAConfig, iterate_of, locate_at_iterate
+from hf_bayes.methods.averaging.swa import Collector, SWAConfig, beside, locate_at_iterate
 
 VARIANCE_FLOOR = 1e-30
 """The variance of a coordinate that never moved, as in the paper's code."""
@@ -59,26 +60,9 @@ class Moments(NamedTuple):
         return Gaussian(self.mean, tuple(LowRank.plus(s, f) for s, f in zip(std, factors, strict=True)))
 
 
-class SWAGState(NamedTuple):
-    """The moments of the collected iterates, and the state of SGD."""
-
-    theta: Tensor
-    """[M, d] mean of the collected iterates; before the first one is collected, the current iterate of SGD."""
-    iterate: Tensor
-    """[M, d] the current iterate of SGD."""
-    velocity: Tensor
-    """[M, d] SGD's momentum buffer."""
-    step: Tensor
-    """[M] int64, number of updates done."""
-    squares: Tensor
-    """[M, d] as in ``Moments``."""
-    deviations: Tensor
-    """[M, K, d] as in ``Moments``."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SWAGConfig(SWAConfig):
-    """A Gaussian through SGD's iterates after burn-in. A chain ends in one Gaussian.
+    """A Gaussian through an optimiser's iterates after burn-in. A chain ends in one Gaussian.
 
     Attributes:
         rank: K, the number of deviations kept (the state holds K tensors of the size of theta).
@@ -108,21 +92,22 @@ class SWAGConfig(SWAConfig):
             moments = moments.collect(draw, count)
         return moments.gaussian(len(draws))
 
-    def build(self, problem: Problem) -> Rule[SWAGState]:
-        collector = Collector.of(self, problem, minimum=2)
+    def build(self, problem: Problem) -> Rule[Any]:
+        collector, optimiser = Collector.of(self, problem, minimum=2), self.iterates(problem)
 
-        def init(theta: Tensor, rngs: Rngs) -> SWAGState:
+        def init(theta: Tensor, rngs: Rngs) -> Any:
             none = Moments.none(theta, self.rank)
-            return SWAGState(theta, *begin(theta, rngs), none.squares, none.deviations)
+            return beside(optimiser.init(theta, rngs), theta=theta, squares=none.squares, deviations=none.deviations)
 
-        def update(state: SWAGState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[SWAGState, Info]:
-            sgd, info = descend(iterate_of(state), evaluation, problem, lr, config=self)
-            count, now = collector.collected(sgd.step)
-            moments = Moments(state.theta if count else sgd.theta, state.squares, state.deviations)
-            mean, squares, deviations = moments.collect(sgd.theta, count) if now else moments
-            return SWAGState(mean, *sgd, squares, deviations), info
+        def update(state: Any, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[Any, Info]:
+            iterate, info = optimiser.update(inner_state(state), evaluation, lr, rngs)
+            count, now = collector.collected(iterate.step)
+            moments = Moments(state.theta if count else iterate.theta, state.squares, state.deviations)
+            mean, squares, deviations = moments.collect(iterate.theta, count) if now else moments
+            own = {"theta": mean, "squares": squares, "deviations": deviations, "step": iterate.step}
+            return with_inner(state, iterate)._replace(**own), info
 
-        def finish(state: SWAGState, draws: Tensor) -> Gaussian:
+        def finish(state: Any, draws: Tensor) -> Gaussian:
             count, _ = collector.collected(state.step)
             if count < 2:
                 warnings.warn(f"swag has collected {count} iterates: its Gaussian has no spread. Train longer")

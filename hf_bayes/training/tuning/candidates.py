@@ -47,12 +47,7 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
         Candidate("SGHMC, tempered", _config("sghmc", **draws, **_tempered(model)), None, members),
     ]
-    warm: dict[str, Any] = {"warm_start_learning_rate": 3e-3, "burn_in": 0.5}
-    found += [
-        Candidate(f"{name}, rate {rate:g}", _config(method, **warm), rate, cost)
-        for name, method, cost in (("SWA", "swa", 1), ("SWAG", "swag", 10))
-        for rate in (1e-2, 3e-2)
-    ]
+    found += [Candidate("SWA", _config("swa"), None, 1), Candidate("SWAG", _config("swag"), None, 10)]
     laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
     found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):

@@ -102,7 +102,12 @@ def test_noise_temperature_is_one_at_the_optimal_rate() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [SGDMCConfig(draws_per_chain=3), SnapshotConfig(draws_per_chain=3), SWAConfig(), SWAGConfig(rank=2)],
+    [
+        SGDMCConfig(draws_per_chain=3),
+        SnapshotConfig(draws_per_chain=3),
+        SWAConfig(optimizer="sgd"),
+        SWAGConfig(optimizer="sgd", rank=2),
+    ],
     ids=lambda method: method.name,
 )
 @pytest.mark.models

@@ -17,7 +17,7 @@ INTERVAL, BURN_IN, NUM_STEPS = 3, 10, 60
 
 
 def run(rank: int) -> SampleResult:
-    config = SWAGConfig(momentum=0.8, collect_every=INTERVAL, rank=rank)
+    config = SWAGConfig(optimizer="sgd", momentum=0.8, collect_every=INTERVAL, rank=rank)
     return sample(
         energy, START, config, num_steps=NUM_STEPS, learning_rate=RATE, num_data=N, batches=BATCHES, burn_in=BURN_IN
     )
