@@ -105,8 +105,9 @@ def test_a_resumed_run_takes_the_rate_that_was_found() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        AGPSConfig(), HMCConfig(), SWAConfig(optimizer="sgd"), SGHMCConfig(temperature=0.0), SGHMCConfig(preconditioner="layerwise"),
-        SGHMCConfig(correct_gradient_noise=True), SGHMCConfig(measure_gradient_noise=True),
+        AGPSConfig(), HMCConfig(), SWAConfig(optimizer="sgd"), SGHMCConfig(temperature=0.0),
+        SGHMCConfig(preconditioner="layerwise"), SGHMCConfig(correct_gradient_noise=True),
+        SGHMCConfig(measure_gradient_noise=True),
     ],
 )  # fmt: skip
 def test_a_method_that_finds_no_rate_asks_for_one(method: MethodConfig) -> None:
