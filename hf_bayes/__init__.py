@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from hf_bayes.pipelines.rendering import print_record, to_html, to_terminal
     from hf_bayes.posteriors.posterior import Posterior
     from hf_bayes.training.arguments import BayesianTrainingArguments
+    from hf_bayes.training.cross_fitting import cross_fit_calibration
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.training.tuning.tune import tune
     from hf_bayes.uncertainty.decomposition import decompose, mixture
@@ -104,6 +105,7 @@ _MODULES = {
     "SnapshotConfig": "methods.averaging.snapshot",
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
+    "cross_fit_calibration": "training.cross_fitting",
     "decompose": "uncertainty.decomposition",
     "fit_calibration": "fit.calibration",
     "fit_laplace": "fit.laplace",
@@ -153,6 +155,7 @@ __all__ = [
     "SnapshotConfig",
     "UncertaintyStreamer",
     "attach",
+    "cross_fit_calibration",
     "decompose",
     "fit_calibration",
     "fit_laplace",

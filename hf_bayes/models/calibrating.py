@@ -1,4 +1,4 @@
-"""A pass over held-out rows that fits the temperature of a model's mixture."""
+"""A pass over held-out rows for the temperature of a model's mixture."""
 
 from __future__ import annotations
 
@@ -33,6 +33,21 @@ def calibration_of(
     Raises:
         ValueError: for too few rows, labels that are not classes, or a mixture that has a temperature already.
     """
+    sums = heldout_sums(model, batches, numbers=numbers)
+    add_up(sums.curves)
+    add_up(sums.terms)
+    return fit_to(model, sums, num_members=num_members)
+
+
+def heldout_sums(
+    model: BayesianModel, batches: Iterable[dict[str, Any]], *, numbers: Iterator[int] | None = None
+) -> GroupSums:
+    """Return the sums over held-out rows to which a temperature is fitted.
+
+    Args:
+        batches: held-out rows with ``labels``.
+        numbers: the number of each row, which decides on its group; None counts the rows.
+    """
     sums, numbers = GroupSums.empty(), itertools.count() if numbers is None else numbers
     for batch in batches:
         if batch.get("labels") is None:  # no likelihood term
@@ -41,8 +56,11 @@ def calibration_of(
         terms = model.terms_per_row(batch).cpu()
         groups = torch.tensor([next(numbers) % NUM_GROUPS for _ in terms])
         sums.add(found["nll"], groups.repeat_interleave(terms))
-    add_up(sums.curves)
-    add_up(sums.terms)
+    return sums
+
+
+def fit_to(model: BayesianModel, sums: GroupSums, *, num_members: int | None = None) -> Calibration:
+    """Return the temperature that fits the sums over rows, for the way in which the model predicts now."""
     count = len(model.current) if num_members is None else num_members
     return fit_calibration(
         sums,

@@ -14,6 +14,11 @@ PLAIN = "plain fine-tuning"
 """The rival of every other candidate: one set of weights, with a temperature."""
 
 
+MOST_LINEARISED = 32
+"""The largest number of classes of the linearised candidate. It takes a backward pass for each class and row: with 150
+classes its predictions cost more than the training of all other candidates."""
+
+
 class Candidate(NamedTuple):
     """A method with its settings.
 
@@ -48,8 +53,9 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate("SGHMC, tempered", _config("sghmc", **draws, **_tempered(model)), None, members),
     ]
     found += [Candidate("SWA", _config("swa"), None, 1), Candidate("SWAG", _config("swag"), None, 10)]
-    laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
-    found.append(Candidate("Laplace, linearised", laplace, None, 3))
+    if _num_outputs(model) <= MOST_LINEARISED:
+        laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
+        found.append(Candidate("Laplace, linearised", laplace, None, 3))
     if _has_lora(model.layout):
         dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)
         found.append(Candidate("MC dropout", dropout, None, members))
@@ -64,6 +70,11 @@ def _tempered(model: BayesianModel) -> dict[str, Any]:
 
 def _config(method: str, **settings: Any) -> MethodConfig:
     return METHODS[method](**settings)
+
+
+def _num_outputs(model: BayesianModel) -> int:
+    """Return the number of classes; 0 for a language model, whose Laplace approximation predicts by members."""
+    return model.num_outputs if model.linearises else 0
 
 
 def _has_lora(layout: Layout) -> bool:

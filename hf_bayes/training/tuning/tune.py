@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from tqdm import tqdm
-from transformers import PrinterCallback
-from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
@@ -22,7 +17,7 @@ from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.data_fingerprint import describe_rows
-from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.training.repeated_runs import finished_run, require_repeatable
 from hf_bayes.training.tuning.candidates import Candidate, default_candidates
 from hf_bayes.training.tuning.choice import as_table, best_of, sentence
 from hf_bayes.training.tuning.figure import draw
@@ -90,7 +85,8 @@ def tune(
         ValueError: before the first run: for an attached model, a budget or held-out rows that are too few, several
             processes, or a record of another tuning in ``output_dir``.
     """
-    _check(model, args, eval_dataset)
+    require_repeatable("tune", model, args)
+    _check(eval_dataset)
     with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
         rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
     names = [candidate.name for candidate in rows]
@@ -157,48 +153,27 @@ class _Trials:
     def _train(
         self, candidate: Candidate, gradients: int, *, keep: bool
     ) -> tuple[dict[str, float], list[float], list[int]]:
-        args = copy.copy(self._args)
-        folder = self.folder(candidate.name)
-        changes: dict[str, Any] = {
-            "output_dir": str(folder), "learning_rate": candidate.learning_rate, "disable_tqdm": True,
-            "max_steps": max(1, gradients // candidate.method.num_chains // args.gradient_accumulation_steps),
-            "save_strategy": SaveStrategy.NO, "eval_strategy": "no", "logging_strategy": "no", "report_to": [],
-            "map_updates": 0, "push_to_hub": False,
+        updates = gradients // candidate.method.num_chains // self._args.gradient_accumulation_steps
+        changes = {
+            "output_dir": str(self.folder(candidate.name)), "learning_rate": candidate.learning_rate,
+            "max_steps": max(1, updates),
         }  # fmt: skip
-        for name, value in changes.items():
-            setattr(args, name, value)
-        with _quiet():
-            trainer = BayesianTrainer(model=self._model, method=candidate.method, args=args, **self._given)
-            trainer.remove_callback(PrinterCallback)  # the table has the figures of single runs
-            try:
-                trainer.train()
-                trainer.evaluate()
-                if keep:
-                    trainer.save_model()
-                evaluation = trainer.outcome.evaluator.last["eval"]
-                assert evaluation.rows is not None
-                metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
-                temperature = trainer.posterior.config.calibration.get("temperature", 1.0)
-                return (
-                    {**metrics, "temperature": temperature},
-                    [round(value, 6) for value in evaluation.rows.nll.tolist()], evaluation.rows.terms.tolist(),
-                )  # fmt: skip
-            finally:
-                trainer.bayesian.detach()
+        with finished_run(self._model, candidate.method, self._args, given=self._given, **changes) as trainer:
+            trainer.evaluate()
+            if keep:
+                trainer.save_model()
+            evaluation = trainer.outcome.evaluator.last["eval"]
+            assert evaluation.rows is not None
+            metrics = {name: evaluation.metrics[name] for name in KEPT if name in evaluation.metrics}
+            temperature = trainer.posterior.config.calibration.get("temperature", 1.0)
+            return (
+                {**metrics, "temperature": temperature},
+                [round(value, 6) for value in evaluation.rows.nll.tolist()], evaluation.rows.terms.tolist(),
+            )  # fmt: skip
 
 
-def _check(model: Any, args: BayesianTrainingArguments, eval_dataset: Any) -> None:
-    """Check what can be checked before a model is attached."""
-    if isinstance(model, BayesianModel):
-        raise ValueError(
-            f"tune attaches the model anew for each run, got an attached {type(model).__name__}: give the model that "
-            "its detach() returns"
-        )
-    if args.world_size > 1:
-        raise ValueError(
-            f"tune runs in one process, and there are {args.world_size}: tune in one, and train the method that it "
-            "chooses with accelerate launch"
-        )
+def _check(eval_dataset: Any) -> None:
+    """Check the held-out rows."""
     if eval_dataset is None or isinstance(eval_dataset, dict) or is_stream(eval_dataset):
         raise ValueError(
             f"tune chooses by eval_dataset, one data set with a length, got {type(eval_dataset).__name__}: give "
@@ -242,15 +217,3 @@ def _finalists(rows: Sequence[Candidate], trials: Sequence[Trial]) -> list[Candi
     if single and single[0] not in best:
         best = [*best[: NUM_FINALISTS - 1], single[0]]
     return [rows[index] for index in best]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave messages of single runs out: the table has their figures."""
-    logger = logging.getLogger("hf_bayes")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -7,6 +7,7 @@ import torch
 from hf_bayes import attach
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import METHODS
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.training.tuning.candidates import PLAIN, default_candidates
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
@@ -32,3 +33,13 @@ def test_a_tempered_sampler_has_the_prior_of_modes() -> None:
 def test_without_lora_there_is_no_dropout() -> None:
     model = attach(tiny_bert(), subspace="last_layer")
     assert not any("dropout" in row.name for row in default_candidates(model))
+
+
+def test_with_many_classes_nothing_is_linearised() -> None:
+    found = {count: _names(attach(tiny_bert(num_labels=count), subspace="last_layer")) for count in (32, 33)}
+    assert "Laplace, linearised" in found[32]
+    assert found[33] == [name for name in found[32] if name != "Laplace, linearised"]
+
+
+def _names(model: BayesianModel) -> list[str]:
+    return [row.name for row in default_candidates(model)]

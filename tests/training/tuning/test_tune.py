@@ -78,7 +78,7 @@ def test_a_second_call_repeats_no_run(tuned: tuple[Path, Tuning], monkeypatch: p
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a finished run is kept")
 
-    monkeypatch.setattr(module, "BayesianTrainer", refuse)
+    monkeypatch.setattr(module, "finished_run", refuse)
     again = call(directory)
     assert (again.rounds, again.chosen) == (result.rounds, result.chosen)
     with pytest.raises(ValueError, match="record of a tuning with other methods"):

@@ -1,0 +1,102 @@
+"""A temperature of the mixture without held-out rows, by cross-fitting on the training rows.
+
+The rows are dealt to K folds. For each fold, the method trains on the other folds, and its mixture predicts the rows of
+the fold, which it has not seen. One temperature is fitted on the predictions of all rows. It belongs to posteriors of
+(K - 1) / K of the rows, which are less sure than the posterior of all rows: more folds make the difference smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+from tqdm import tqdm
+
+from hf_bayes.core.number_checks import is_count
+from hf_bayes.core.rng import generator
+from hf_bayes.methods.registry import from_dict
+from hf_bayes.metrics.calibration import Calibration, GroupSums
+from hf_bayes.models.calibrating import fit_to, heldout_sums
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.training.arguments import BayesianTrainingArguments
+from hf_bayes.training.calibrating import predicting_as_loaded
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.training.repeated_runs import finished_run, require_repeatable
+
+
+def cross_fit_calibration(
+    posterior: Posterior,
+    model: Any,
+    args: BayesianTrainingArguments,
+    *,
+    train_dataset: Any,
+    num_folds: int = 5,
+    subspace: str = "trainable",
+    data_collator: Callable[..., Any] | None = None,
+    processing_class: Any = None,
+) -> Posterior:
+    """Return the posterior with a temperature of its mixture, fitted without held-out rows.
+
+    The method trains ``num_folds`` times more. Where some hundreds of rows can be held out, give them to the trainer
+    as ``eval_dataset`` instead: that costs one pass over them.
+
+    Args:
+        posterior: the result of a run on all of ``train_dataset``.
+        model: the transformers or peft model of that run, before training. It is given back as it was.
+        args: of that run; each fold has as many epochs (or ``max_steps``).
+        train_dataset: rows with a length, and labels that are classes.
+        num_folds: K, at least 2.
+        subspace, data_collator, processing_class: as for ``BayesianTrainer``.
+    Raises:
+        ValueError: before the first run: for an attached model, several processes, a stream, fewer rows than folds, or
+            a method that needs held-out rows.
+    """
+    method = from_dict(posterior.config.method)
+    require_repeatable("cross_fit_calibration", model, args)
+    _check(method.requirements.heldout_setting, train_dataset, num_folds)
+    order = torch.randperm(len(train_dataset), generator=generator(args.seed, "folds"))
+    folds = [order[fold::num_folds].tolist() for fold in range(num_folds)]
+    given = {"data_collator": data_collator, "processing_class": processing_class, "subspace": subspace}
+    sums, found = GroupSums.empty(), None
+    for fold in tqdm(range(num_folds), desc="folds", disable=args.disable_tqdm):
+        others = sorted(set(order.tolist()) - set(folds[fold]))
+        rows = {"train_dataset": _rows(train_dataset, others), "eval_dataset": _rows(train_dataset, folds[fold])}
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            finished_run(model, method, args, given=given | rows, output_dir=directory, calibrate=False) as trainer,
+            predicting_as_loaded(trainer.bayesian, trainer.posterior),
+            torch.no_grad(),
+        ):
+            here = heldout_sums(trainer.bayesian, HeldOutData(TrainerHost(trainer)).by_number(range(len(folds[fold]))))
+            sums = GroupSums(*(total + part for total, part in zip(sums, here, strict=True)))
+            if fold == num_folds - 1:
+                found = fit_to(trainer.bayesian, sums)
+    assert isinstance(found, Calibration)
+    return dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, calibration=found.to_dict()))
+
+
+def _check(heldout_setting: str, rows: Any, num_folds: int) -> None:
+    if not is_count(num_folds, minimum=2):
+        raise ValueError(f"num_folds must be an integer >= 2, got {num_folds!r}")
+    if heldout_setting:
+        raise ValueError(
+            f"cross-fitting is for runs without held-out rows, and {heldout_setting} needs some: give them to the "
+            "trainer as eval_dataset, which fits the temperature on them"
+        )
+    if is_stream(rows):
+        raise ValueError(
+            f"folds need a train_dataset with a length, got {type(rows).__name__}: hold rows out, and give them to the "
+            "trainer as eval_dataset"
+        )
+    if len(rows) < 2 * num_folds:
+        raise ValueError(f"{num_folds} folds need at least {2 * num_folds} rows, got {len(rows)}: lower num_folds")
+
+
+def _rows(dataset: Any, numbers: list[int]) -> Any:
+    return dataset.select(numbers) if hasattr(dataset, "select") else Subset(dataset, numbers)

@@ -1,0 +1,90 @@
+"""The temperature of a mixture without held-out rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import default_data_collator
+
+from hf_bayes import attach, cross_fit_calibration, fit_calibration
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.posteriors.posterior import Posterior
+from tests import runs
+from tests.tiny_models import tiny_bert
+
+ROWS = runs.label_rows(60)
+CHANGES: dict[str, Any] = {"max_steps": 60, "learning_rate": 0.3, "per_device_train_batch_size": 10}
+
+
+def trained(directory: Path, method: Any = None, rows: Any = ROWS) -> Posterior:
+    """Learn random labels by heart, without held-out rows."""
+    method = EnsembleConfig(num_chains=2, prior_std=3.0) if method is None else method
+    run = runs.trainer(directory, method, model=tiny_bert(), subspace="last_layer", train=rows, **CHANGES)
+    run.train()
+    run.bayesian.detach()
+    return run.posterior
+
+
+def cross_fitted(directory: Path, posterior: Posterior, rows: Any = ROWS, **given: Any) -> Posterior:
+    args = runs.arguments(directory, **CHANGES)
+    return cross_fit_calibration(
+        posterior, given.pop("model", None) or tiny_bert(), args, train_dataset=rows, subspace="last_layer",
+        data_collator=default_data_collator, **given,
+    )  # fmt: skip
+
+
+def test_it_sees_that_labels_were_learnt_by_heart(tmp_path: Path) -> None:
+    posterior = trained(tmp_path)
+    found = cross_fitted(tmp_path, posterior, num_folds=3).config.calibration
+    assert found["temperature"] > 1.2
+    assert (found["num_terms"], found["num_members"]) == (60, 2)
+    assert found["calibrated_nll"] < found["nll"]
+    # the twin: the rows of the run itself, which it has learnt
+    twin = fit_calibration(posterior, ROWS, base_model=tiny_bert()).config.calibration
+    assert twin["temperature"] < found["temperature"] - 0.2
+    assert twin["nll"] < found["nll"] - 0.1
+
+
+def test_every_fold_is_predicted_by_a_run_without_it(tmp_path: Path) -> None:
+    posterior = trained(tmp_path, rows=ROWS[:50])
+    found = cross_fitted(tmp_path, posterior, ROWS[:50], num_folds=50 // 5).config.calibration
+    assert found["num_terms"] == 50
+
+
+def test_a_laplace_approximation_predicts_as_when_it_is_loaded(tmp_path: Path) -> None:
+    posterior = trained(tmp_path, LaplaceConfig(structure="diagonal", prior_std=3.0))
+    found = cross_fitted(tmp_path, posterior, num_folds=2).config.calibration
+    assert (found["prediction"], found["num_members"]) == ("linearised", 0)
+
+
+def test_the_model_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = tiny_bert()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cross_fitted(tmp_path, trained(tmp_path), num_folds=2, model=model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_folds": 1}, "num_folds must be an integer >= 2, got 1"),
+        ({"num_folds": 40}, "40 folds need at least 80 rows, got 60: lower num_folds"),
+        ({"model": attach(tiny_bert(), subspace="last_layer")}, "cross_fit_calibration attaches the model anew"),
+        ({"rows": iter(ROWS)}, "folds need a train_dataset with a length, got list_iterator"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_run(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cross_fitted(tmp_path, trained(tmp_path), **given)
+
+
+def test_a_method_with_held_out_rows_is_refused(tmp_path: Path) -> None:
+    posterior = trained(tmp_path, SGHMCConfig(num_chains=2))
+    posterior.config.method["ladder"] = {"temperature": [1, 0.1]}
+    with pytest.raises(ValueError, match="is for runs without held-out rows, and ladder needs some"):
+        cross_fitted(tmp_path, posterior)
