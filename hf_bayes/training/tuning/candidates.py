@@ -52,7 +52,11 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
         Candidate("SGHMC, tempered", _config("sghmc", **draws, **_tempered(model)), None, members),
     ]
-    found += [Candidate("SWA", _config("swa"), None, 1), Candidate("SWAG", _config("swag"), None, 10)]
+    found += [
+        Candidate("SWA", _config("swa"), None, 1),
+        Candidate("SWAG", _config("swag"), None, 10),
+        Candidate(f"SWAG, {num_chains} chains", _config("swag", num_chains=num_chains), None, 10),
+    ]
     if _num_outputs(model) <= MOST_LINEARISED:
         laplace = _config("laplace", structure="kronecker", fit_prior="evidence")
         found.append(Candidate("Laplace, linearised", laplace, None, 3))
