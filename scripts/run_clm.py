@@ -43,7 +43,7 @@ def main() -> None:
     )
     logging.set_verbosity(args.get_process_log_level())
     set_seed(args.seed)  # a new adapter or head is then equal in every process and in every run
-    method = None if method_args.compares else method_args.config()
+    method = method_args.config()
 
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
@@ -69,7 +69,7 @@ def main() -> None:
         "data_collator": DataCollatorForSeq2Seq(tokenizer),
         "processing_class": tokenizer, "subspace": method_args.subspace,
     }  # fmt: skip
-    train_or_tune(model, args, method, budget=method_args.budget, **given)
+    train_or_tune(model, args, method, chosen=method_args, **given)
 
 
 if __name__ == "__main__":

@@ -94,9 +94,12 @@ class MethodArguments:
             "help": "Random weights: trainable; with --lora_rank 0 last_layer, last_block, all or a regular expression."
         },
     )
-    method: str = field(
-        default="sghmc",
-        metadata={"help": "Name of a method in hf_bayes.METHODS; or auto, which compares several on held-out rows."},
+    method: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of a method in hf_bayes.METHODS; or auto, which compares several on held-out rows. Default: "
+            "sghmc, whose temperature the held-out rows choose."
+        },
     )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})
     budget: int | None = field(
@@ -106,24 +109,25 @@ class MethodArguments:
         },
     )
 
-    def config(self) -> MethodConfig:
-        """Return the config of the method, see ``method_config``."""
-        return method_config(self.method, self.method_args)
-
     @property
     def compares(self) -> bool:
-        """True for ``--method auto``.
+        """True for ``--method auto``."""
+        return self.method == "auto"
+
+    def config(self) -> MethodConfig | None:
+        """Return the config of the method, see ``method_config``; None if the trainer, or a comparison, chooses one.
 
         Raises:
-            ValueError: for fields of a method without a method, or a budget without a comparison.
+            ValueError: for fields of a method that is not named, refused ones, or a budget without a comparison.
         """
-        if self.method == "auto" and self.method_args:
+        if self.method in (None, "auto") and self.method_args:
             raise ValueError(
-                f"--method auto chooses the settings, got method_args={self.method_args!r}: leave them out"
+                f"method_args={self.method_args!r} are fields of a method: name it with --method, or leave them out"
             )
-        if self.method != "auto" and self.budget is not None:
-            raise ValueError(f"--budget={self.budget} is for --method auto, got --method {self.method}: leave it out")
-        return self.method == "auto"
+        if not self.compares and self.budget is not None:
+            given = "no --method" if self.method is None else f"--method {self.method}"
+            raise ValueError(f"--budget={self.budget} is for --method auto, got {given}: leave it out")
+        return None if self.method in (None, "auto") else method_config(self.method, self.method_args)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from hf_bayes.cli.arguments import MethodArguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.trainer import BayesianTrainer
@@ -14,15 +15,17 @@ from hf_bayes.training.tuning.tune import tune
 
 
 def train_or_tune(
-    model: Any, args: BayesianTrainingArguments, method: MethodConfig | None, *, budget: int | None, **given: Any
+    model: Any, args: BayesianTrainingArguments, method: MethodConfig | None, *, chosen: MethodArguments, **given: Any
 ) -> None:
-    """Train and save; without a method (``--method auto``) compare methods within a budget and save the best.
+    """Train and save; with ``--method auto`` compare methods within a budget and save the best.
 
     Args:
+        method: ``chosen.config()``.
+        chosen: the method, as the user gave it.
         given: arguments that ``BayesianTrainer`` and ``tune`` have in common.
     """
-    if method is None:
-        tune(model, args, budget=budget, **given)
+    if chosen.compares:
+        tune(model, args, budget=chosen.budget, **given)
     else:
         train_and_save(BayesianTrainer(model=model, method=method, args=args, **given))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,28 @@ from hf_bayes.chains.run import StepRecord
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import FinalPassResult, Info, Problem
 from hf_bayes.distributions.priors import scaled_stds
+from hf_bayes.methods.recommended import recommended
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.own_settings import Settings
 from hf_bayes.training.compat import TrainerHost
+
+
+def given_or_recommended(method: MethodConfig | None, args: Any, eval_dataset: Any, *, inherits: bool) -> MethodConfig:
+    """Return the method, or the recommended one if none was given, and log which.
+
+    Args:
+        args: as the user gave them, not checked yet.
+        eval_dataset: as the user gave it.
+        inherits: True if the prior is another posterior.
+    """
+    if method is not None:
+        return method
+    rows = eval_dataset.get("heldout") if isinstance(eval_dataset, dict) else eval_dataset
+    count = len(rows) if isinstance(rows, Sized) else None
+    found, words = recommended(count, num_processes=getattr(args, "world_size", 1), inherits=inherits)
+    if getattr(args, "process_index", 0) == 0:
+        logging.getLogger("hf_bayes.training.trainer").warning(words)
+    return found
 
 
 def tell_trial(settings: Settings, host: TrainerHost) -> None:

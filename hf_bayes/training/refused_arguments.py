@@ -18,9 +18,11 @@ from hf_bayes.training.refusals import require_rows
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
-def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> None:
+def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> BayesianTrainingArguments:
     """Refuse settings that would silently change the target distribution, or that this trainer does not support.
 
+    Returns:
+        ``args``, which are of the right type.
     Raises:
         ValueError: naming the argument and the value to set instead.
     """
@@ -41,6 +43,8 @@ def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any])
     for name in ("optimizers", "optimizer_cls_and_kwargs", "model_init", "compute_loss_func"):
         if kwargs.get(name) not in (None, (None, None)):
             raise ValueError(f"{name} is refused: the method is the optimizer, and the likelihood is the model's own")
+    checked: BayesianTrainingArguments = args
+    return checked
 
 
 def _refuse_types(args: Any, method: Any, model: Any) -> None:

@@ -33,6 +33,7 @@ from hf_bayes.training.host_trainers import refuse_foreign_loss
 from hf_bayes.training.learning_rate import method_schedule, require_schedule_below_peak
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
+from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_arguments
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, take_data
@@ -52,8 +53,9 @@ class BayesianTrainerMixin(_Host):
     Args:
         model: a transformers or peft model; what it makes trainable is random (or ``subspace``). Where ``args`` has
             ``model_init_kwargs``, as TRL's SFTConfig does, the name or path of a model, too.
-        method: a config of ``hf_bayes.METHODS``.
-        args: ``BayesianTrainingArguments``.
+        method: a config of ``hf_bayes.METHODS``; None takes SGHMC, whose temperature the held-out rows choose if there
+            are enough (``methods.recommended``).
+        args: ``BayesianTrainingArguments``, which are needed.
         subspace: see ``hf_bayes.core.layout.select``.
         prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
             Chains then start at its mean.
@@ -75,8 +77,8 @@ class BayesianTrainerMixin(_Host):
     def __init__(
         self,
         model: PreTrainedModel | PeftModel | BayesianModel | str | os.PathLike[str],
-        method: MethodConfig,
-        args: BayesianTrainingArguments,
+        method: MethodConfig | None = None,
+        args: BayesianTrainingArguments | None = None,
         *,
         subspace: str = "trainable",
         prior: Posterior | str | os.PathLike[str] | None = None,
@@ -84,7 +86,8 @@ class BayesianTrainerMixin(_Host):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
-        refuse_arguments(args, method, model, kwargs)
+        method = given_or_recommended(method, args, kwargs.get("eval_dataset"), inherits=prior is not None)
+        args = refuse_arguments(args, method, model, kwargs)
         check_writable(str(args.output_dir), overwrite=True)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
-from hf_bayes.cli.arguments import method_config, parse_arguments
+from hf_bayes.cli.arguments import MethodArguments, method_config, parse_arguments
+from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 
 
@@ -122,3 +123,24 @@ def test_a_method_is_its_name_and_fields(fields: str | dict) -> None:
 def test_a_method_that_does_not_exist_is_refused(name: str, fields: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         method_config(name, fields)
+
+
+def test_without_a_method_the_trainer_chooses() -> None:
+    assert MethodArguments().config() is None
+    assert not MethodArguments().compares
+    assert MethodArguments(method="auto", budget=100).compares
+    assert isinstance(MethodArguments(method="map").config(), MAPConfig)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method_args": {"num_chains": 2}}, "are fields of a method: name it with --method, or leave them out"),
+        ({"method": "auto", "method_args": {"num_chains": 2}}, "are fields of a method: name it with --method"),
+        ({"budget": 100}, "--budget=100 is for --method auto, got no --method"),
+        ({"method": "map", "budget": 100}, "--budget=100 is for --method auto, got --method map"),
+    ],
+)
+def test_settings_that_belong_to_no_method_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MethodArguments(**fields).config()

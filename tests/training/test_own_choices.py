@@ -164,3 +164,21 @@ def test_a_trial_never_touches_the_chains(tmp_path: Path, always_tries: None) ->
     before = run.setup.origin.clone()
     started = runs.started(run)
     assert torch.equal(started.run.theta, before)
+
+
+def test_without_a_method_held_out_rows_choose_the_temperature(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40)}
+    few = trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(199))
+    assert (few.method.ladder, few.method.num_chains) == (None, 4)
+    assert "no method was given: SGHMC at T = 1; with 200 rows or more in eval_dataset (got 199)" in caplog.text
+    few.bayesian.detach()
+    heldout = {"heldout": Dataset.from_list(runs.label_rows(200, seed=1))}
+    run = trainer(tmp_path, None, **given, eval_dataset=heldout, max_steps=120, per_device_eval_batch_size=100)
+    assert "no method was given: SGHMC, and 200 held-out rows choose T" in caplog.text
+    run.train()
+    stored = run.posterior.config
+    assert stored.diagnostics["ladder_temperature"] == [1.0, 0.3, 0.1, 0.03]
+    assert stored.method["temperature"] in (1.0, 0.3, 0.1, 0.03)
+    assert stored.num_members == 16

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.priors import scaled_stds
+from hf_bayes.methods.recommended import on_ladder
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 
@@ -50,7 +51,9 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         Candidate("deep ensemble", _config("ensemble", num_chains=num_chains), None, num_chains),
         Candidate("mean-field VI", _config("mean_field", num_chains=num_chains), None, 10),
         Candidate("SGHMC", _config("sghmc", **draws), None, members),
-        Candidate("SGHMC, tempered", _config("sghmc", **draws, **_tempered(model)), None, members),
+        Candidate(
+            "SGHMC, ladder", replace(on_ladder(), num_chains=num_chains, draws_per_chain=draws_per_chain), None, members
+        ),
     ]
     found += [
         Candidate("SWA", _config("swa"), None, 1),
@@ -64,12 +67,6 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
         dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)
         found.append(Candidate("MC dropout", dropout, None, members))
     return tuple(found)
-
-
-def _tempered(model: BayesianModel) -> dict[str, Any]:
-    """Return the settings of a sampler that stays near modes: T = 0.1, under the prior of modes."""
-    stds = scaled_stds(METHODS["map"](), model.layout, model.model, 1.0)
-    return {"temperature": 0.1, "prior_std": stds}
 
 
 def _config(method: str, **settings: Any) -> MethodConfig:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from hf_bayes import attach
-from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.training.tuning.candidates import PLAIN, default_candidates
@@ -19,15 +16,6 @@ def test_candidates_have_names_of_their_own_and_plain_comes_first() -> None:
     methods = {row.method.name for row in rows}
     assert methods == {"map", "ensemble", "mean_field", "sghmc", "swa", "swag", "laplace", "mc_dropout"}
     assert methods <= set(METHODS)
-
-
-def test_a_tempered_sampler_has_the_prior_of_modes() -> None:
-    model = attach(with_lora(tiny_llama()))
-    (tempered,) = [row.method for row in default_candidates(model) if row.name == "SGHMC, tempered"]
-    assert tempered.temperature == 0.1
-    start = model.theta.detach()[0]
-    ours, theirs = (build_prior(method, model.layout, start, model.model) for method in (tempered, METHODS["map"]()))
-    assert torch.equal(ours.std, theirs.std)
 
 
 def test_without_lora_there_is_no_dropout() -> None:

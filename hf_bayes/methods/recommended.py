@@ -1,0 +1,52 @@
+"""The method of a run for which none was chosen.
+
+With few rows for each class the posterior at T = 1 predicts worse than its own mode, and with many it predicts best.
+Held-out rows can tell: a ladder begins with the posterior itself, and continues with lower temperatures under the wider
+prior that suits modes. Figures are in docs/results/recommend.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
+"""One for each of four chains. The first is the posterior."""
+
+DRAWS = 4
+"""Draws of each chain. They cost nothing in training, and predictions with four members of a chain are smoother."""
+
+
+def on_ladder(*, inherits: bool = False) -> SGHMCConfig:
+    """Return SGHMC on the ladder.
+
+    Args:
+        inherits: True if the prior is another posterior, whose width stays.
+    """
+    scales = [1.0, *(MODE_PRIOR_SCALE for _ in TEMPERATURES[1:])]
+    ladder = {"temperature": list(TEMPERATURES), **({} if inherits else {"prior_scale": scales})}
+    return SGHMCConfig(num_chains=len(TEMPERATURES), draws_per_chain=DRAWS, ladder=ladder)
+
+
+def recommended(num_heldout: int | None, *, num_processes: int = 1, inherits: bool = False) -> tuple[MethodConfig, str]:
+    """Return a method, and a sentence that says which.
+
+    Args:
+        num_heldout: the number of held-out rows; None if they cannot be counted, or there are none.
+        num_processes: a ladder compares its chains, so one process needs all of them.
+        inherits: as for ``on_ladder``.
+    """
+    method = on_ladder(inherits=inherits)
+    least, rungs = method.requirements.least_heldout, ", ".join(f"{value:g}" for value in TEMPERATURES)
+    if num_processes > 1:
+        reason = f"there are {num_processes} processes, and held-out rows choose a temperature in one only"
+    elif (num_heldout or 0) < least:
+        reason = f"with {least} rows or more in eval_dataset (got {num_heldout or 0}), they would choose a temperature"
+    else:
+        return method, f"no method was given: SGHMC, and {num_heldout} held-out rows choose T of {rungs}"
+    return (
+        replace(method, ladder=None),
+        f"no method was given: SGHMC at T = 1; {reason}. With few rows for each class a lower T predicts better",
+    )

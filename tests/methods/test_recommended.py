@@ -1,0 +1,38 @@
+"""The method of a run for which none was chosen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hf_bayes.core.config import MODE_PRIOR_SCALE
+from hf_bayes.methods.recommended import on_ladder, recommended
+
+
+def test_held_out_rows_choose_the_temperature() -> None:
+    method, words = recommended(200)
+    assert method == on_ladder()
+    assert method.ladder == {
+        "temperature": [1.0, 0.3, 0.1, 0.03], "prior_scale": [1.0, *[MODE_PRIOR_SCALE] * 3]
+    }  # fmt: skip
+    assert words == "no method was given: SGHMC, and 200 held-out rows choose T of 1, 0.3, 0.1, 0.03"
+
+
+@pytest.mark.parametrize(
+    ("rows", "processes", "reason"),
+    [
+        (199, 1, r"with 200 rows or more in eval_dataset \(got 199\), they would choose"),
+        (None, 1, r"with 200 rows or more in eval_dataset \(got 0\)"),
+        (1000, 2, "there are 2 processes, and held-out rows choose a temperature in one only"),
+    ],
+)
+def test_without_a_choice_it_is_the_posterior(rows: int | None, processes: int, reason: str) -> None:
+    method, words = recommended(rows, num_processes=processes)
+    assert (method.temperature, method.ladder, method.num_chains) == (1.0, None, 4)
+    assert words.startswith("no method was given: SGHMC at T = 1; ")
+    assert re.search(reason, words)
+
+
+def test_a_prior_that_is_a_posterior_is_not_widened() -> None:
+    assert recommended(500, inherits=True)[0].ladder == {"temperature": [1.0, 0.3, 0.1, 0.03]}
