@@ -18,6 +18,7 @@ from hf_bayes.metrics.figures import Figures, Statistics
 LINES = ("-", "--", ":", "-.")
 FILLED = 3  # more overlapping areas cannot be told apart
 BINS = 30
+SMALLEST_COVERAGE = 0.05
 
 Panel = Callable[[SubFigure, Mapping[str, Any]], None]
 
@@ -44,7 +45,7 @@ _CLASSES = Drawing(_NATS, (draw_reliability,), "error rate of these", ("accuracy
 _LABELS = Drawing(
     {name: "nats, sum over the labels" for name in _NATS},
     (draw_reliability,),
-    "share of these with a wrong label",
+    "share with a wrong label",
     ("exact_match", "all labels right"),
 )
 _NUMBERS = Drawing(
@@ -111,8 +112,8 @@ def _histograms(
 
 def _risk_coverage(axis: Axes, test: Statistics, results: Mapping[str, Any], figures: Figures) -> None:
     """Draw the risk of the answered part of the test set, by each measure and by the best order."""
-    drawing = DRAWINGS[figures.kind]
-    for number, (name, curve) in enumerate(curves(test, figures).items()):
+    drawing, found = DRAWINGS[figures.kind], curves(test, figures)
+    for number, (name, curve) in enumerate(found.items()):
         label = f"{MEASURES.get(name, 'best order')} (AURC {results['aurc'][name]:.4f})"
         style: dict[str, Any] = {"color": "0.6", "linestyle": "--"} if name == "best" else {"color": COLOURS[number]}
         axis.plot(curve.coverage, curve.risk, label=label, linewidth=1.3, **style)
@@ -123,5 +124,7 @@ def _risk_coverage(axis: Axes, test: Statistics, results: Mapping[str, Any], fig
         xlim=(0, 1),
         title=f"test set, {words} {results[quality]:.4f}",
     )
-    axis.set_ylim(bottom=0)
+    # the means of a few rows vary too much to set the scale
+    highest = max(curve.risk[curve.coverage >= SMALLEST_COVERAGE].max() for curve in found.values())
+    axis.set_ylim(0, 1.1 * highest or None)
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
