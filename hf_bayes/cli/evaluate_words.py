@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from torch import Tensor
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import check_split, load_rows
@@ -14,7 +15,8 @@ from hf_bayes.cli.evaluate_texts import TextArguments
 from hf_bayes.cli.evaluation import TEST, Case, Collate
 from hf_bayes.cli.model_labels import tags_of, words_of
 from hf_bayes.cli.padding import longest_row
-from hf_bayes.metrics.figures import CLASSES
+from hf_bayes.metrics.figures import TAGS
+from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
@@ -96,12 +98,18 @@ def _encoded(
     return Dataset.from_dict({**kept, "labels": labels})
 
 
+def scored_tags(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
+    """Return the scores and the uncertainties of ``scored_classes``, with ``label`` and ``predicted`` [n]."""
+    terms = labels != IGNORE
+    return {**scored_classes(found, labels), "label": labels[terms], "predicted": found.logits[terms].argmax(-1)}
+
+
 WORD_CASE = Case(
     arguments=TextArguments,
     model_class=BayesianModelForTokenClassification,
-    figures=CLASSES,
+    figures=TAGS,
     read=word_sets,
     collate=collate_words,
-    scored=scored_classes,
+    scored=scored_tags,
     unscored=unscored_classes,
 )

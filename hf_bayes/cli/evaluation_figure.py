@@ -54,7 +54,13 @@ _NUMBERS = Drawing(
     "mean squared error of these",
     ("rmse", "RMSE"),
 )
-DRAWINGS = {"classes": _CLASSES, "next_tokens": _CLASSES, "several_labels": _LABELS, "numbers": _NUMBERS}
+DRAWINGS = {
+    "classes": _CLASSES,
+    "next_tokens": _CLASSES,
+    "tags": _CLASSES,
+    "several_labels": _LABELS,
+    "numbers": _NUMBERS,
+}
 """The kind of the labels -> the panels of the figure."""
 
 

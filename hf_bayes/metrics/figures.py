@@ -1,4 +1,4 @@
-"""The figures of each kind of labels: classes, next tokens, several labels, and numbers.
+"""The figures of each kind of labels: classes, next tokens, tags of words, several labels, and numbers.
 
 Statistics have a name and the shape [R, T]: R rows (texts, or windows of a text) of T terms (one class, T tokens, or T
 outputs). Rows of tokens may have fewer terms than T; the further places are NaN.
@@ -7,7 +7,7 @@ outputs). Rows of tokens may have fewer terms than T; the further places are NaN
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,17 @@ NEXT_TOKENS = Figures(
     loss=CLASSES.loss,
     diagrams=CLASSES.diagrams,
 )
+
+
+def _macro_f1(found: Statistics) -> float:
+    """Return the mean F1 of the classes that occur as a label or as a prediction."""
+    from sklearn.metrics import f1_score
+
+    label, predicted = terms(found["label"]), terms(found["predicted"])
+    return float(f1_score(label, predicted, average="macro", zero_division=0.0))
+
+
+TAGS = replace(CLASSES, kind="tags", functions={"macro_f1": _macro_f1, **CLASSES.functions})
 
 # -- several labels -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, log_loss
+from sklearn.metrics import accuracy_score, f1_score, log_loss
 
 from hf_bayes.cli.evaluate_texts import TextArguments
 from hf_bayes.cli.evaluate_words import WORD_CASE
@@ -47,6 +47,7 @@ def test_the_first_token_of_each_word_is_scored(tmp_path: Path, model: BayesianM
     results = evaluation_results(found["test"], {"other": found["other"]}, WORD_CASE.figures)
     every = np.concatenate(probabilities)
     assert results["accuracy"] == accuracy_score(labels, every.argmax(1))
+    assert results["macro_f1"] == f1_score(labels, every.argmax(1), average="macro", zero_division=0)
     assert results["nll"] == pytest.approx(log_loss(labels, every / every.sum(1, keepdims=True)), abs=1e-5)
     assert results["rows"] == {"test": 7, "other": 5}
 

@@ -23,7 +23,7 @@ def config_of(task: str, head: dict[str, Any]) -> PosteriorConfig:
         ("sequence_classification", {"labels": ["a", "b"], "problem_type": "regression"}, "numbers"),
         ("sequence_classification", {"labels": ["LABEL_0"]}, "numbers"),
         ("sequence_classification", {"labels": ["a"], "problem_type": "multi_label_classification"}, "several_labels"),
-        ("token_classification", {"labels": ["a"], "problem_type": "regression"}, "classes"),
+        ("token_classification", {"labels": ["a"], "problem_type": "regression"}, "tags"),
     ],
 )
 def test_task_and_head_choose_the_evaluation(task: str, head: dict[str, Any], kind: str) -> None:

@@ -5,8 +5,8 @@ import pytest
 from scipy.stats import norm
 from sklearn.metrics import accuracy_score, brier_score_loss, f1_score, log_loss
 
-from hf_bayes.metrics.evaluation import evaluation_results
-from hf_bayes.metrics.figures import NUMBERS, SEVERAL_LABELS, terms
+from hf_bayes.metrics.evaluation import curves, evaluation_results
+from hf_bayes.metrics.figures import NUMBERS, SEVERAL_LABELS, Figures, terms
 
 Rows = dict[str, np.ndarray]
 
@@ -46,6 +46,11 @@ def numbered(count: int, *, noise: float = 1.0, seed: int = 0) -> Rows:
     }
 
 
+def scores(test: Rows, figures: Figures) -> dict[str, float]:
+    """Return the figures that are functions of statistics, without standard errors."""
+    return {name: function(test) for name, function in figures.functions.items()}
+
+
 def test_figures_of_several_labels_are_those_of_scikit_learn() -> None:
     test = labelled(150)
     found = evaluation_results(test, {"other": labelled(20, seed=1)}, SEVERAL_LABELS)
@@ -67,9 +72,8 @@ def test_ece_of_several_labels_compares_each_probability() -> None:
     probability, label = test["probability"].ravel(), test["label"].ravel()
     bins = np.ceil(probability * 15)
     gaps = [(bins == one).mean() * abs((label - probability)[bins == one].mean()) for one in np.unique(bins)]
-    found = evaluation_results(test, {}, SEVERAL_LABELS)
-    assert found["ece"] == pytest.approx(sum(gaps))
-    assert sum(found["reliability"]["num_examples"]) == 300 * 4
+    assert scores(test, SEVERAL_LABELS)["ece"] == pytest.approx(sum(gaps))
+    assert sum(SEVERAL_LABELS.diagrams["reliability"](test)["num_examples"]) == 300 * 4
 
 
 def test_figures_of_numbers_follow_from_their_definitions() -> None:
@@ -87,7 +91,7 @@ def test_figures_of_numbers_follow_from_their_definitions() -> None:
 
 
 def test_deviations_that_are_too_small_show_in_every_figure() -> None:
-    right, wrong = (evaluation_results(numbered(2000, noise=noise), {}, NUMBERS) for noise in (1.0, 2.0))
+    right, wrong = (scores(numbered(2000, noise=noise), NUMBERS) for noise in (1.0, 2.0))
     # four standard errors of a share, and of a root mean square, of 2000 rows
     assert right["coverage_90"] == pytest.approx(0.9, abs=4 * np.sqrt(0.09 / 2000))
     assert right["standardised_rmse"] == pytest.approx(1, abs=4 / np.sqrt(4000))
@@ -98,7 +102,7 @@ def test_deviations_that_are_too_small_show_in_every_figure() -> None:
 
 def test_risk_of_numbers_is_their_squared_error() -> None:
     test = numbered(100)
-    found = evaluation_results(test, {}, NUMBERS)["aurc"]
+    found = {name: curve.aurc for name, curve in curves(test, NUMBERS).items()}
     squares = ((test["label"] - test["prediction"]) ** 2)[np.argsort(test["epistemic_std"][:, 0]), 0]
     assert found["epistemic_std"] == pytest.approx((np.cumsum(squares) / np.arange(1, 101)).mean())
     assert found["best"] < found["epistemic_std"]

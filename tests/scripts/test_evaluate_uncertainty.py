@@ -152,7 +152,7 @@ SEVERAL = {"problem_type": "multi_label_classification", **CLASSES}
 OTHER_TASKS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], dict[str, Any]]] = {
     "several_labels": (lambda: tiny_bert(num_labels=2, **SEVERAL), lambda i: [1.0, i % 2], {}),
     "numbers": (lambda: tiny_bert(num_labels=1), lambda i: i / 5, {"noise_std": 0.5}),
-    "classes": (
+    "tags": (
         lambda: bert_tagger(torch.float32), lambda i: [-100, 1, 2, 0, 1, 0], {"collator": runs.padding_collator()}
     ),
 }  # fmt: skip
@@ -161,7 +161,7 @@ OTHER_TASKS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], dict[str, 
 FILES: dict[str, Callable[[int], tuple[Any, Any]]] = {
     "several_labels": lambda i: (f"{TEXTS[i % 4]} {i}", ["even", "odd"][: i % 3]),
     "numbers": lambda i: (f"{TEXTS[i % 4]} {i}", i / 5),
-    "classes": lambda i: (TEXTS[i % 4].split()[:5], ["LABEL_0", "LABEL_2", "LABEL_1"] * 2),
+    "tags": lambda i: (TEXTS[i % 4].split()[:5], ["LABEL_0", "LABEL_2", "LABEL_1"] * 2),
 }
 """The kind of the labels -> the text and the label of row i of a file."""
 
@@ -175,7 +175,7 @@ def test_every_kind_of_labels_is_evaluated(
     train = [{name: value for name, value in row.items() if name != "label"} for row in train]
     posterior = saved(tmp_path, make(), train=train, **fields)
     rows = [dict(zip(("text", "label"), FILES[kind](i), strict=True)) for i in range(8)]
-    if kind == "classes":
+    if kind == "tags":
         rows = [{**row, "label": row["label"][: len(row["text"])]} for row in rows]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"text": row["text"][::-1]}) for row in rows[:5]))
