@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.cli.evaluate_labels import LABEL_CASE
+from hf_bayes.cli.evaluate_labels import LABEL_CASE, scored_labels
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.predictives import of_gaussian
+from hf_bayes.uncertainty.likelihoods import Bernoulli
 from hf_bayes.uncertainty.several_labels import decompose_labels
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows
 from tests.tiny_models import tiny_bert
@@ -63,3 +65,12 @@ def test_a_label_that_the_model_does_not_have_is_refused(tmp_path: Path, model: 
     message = r"row 6 of .*test.jsonl has the label \['purple'\], expected a list out of the 3 labels of the model"
     with pytest.raises(ValueError, match=message):
         found_by(LABEL_CASE, model, files, NAMES)
+
+
+def test_gaussian_labels_are_scored_without_members() -> None:
+    found = scored_labels(
+        of_gaussian(torch.zeros(1, 4, 3), torch.ones(1, 4, 3), Bernoulli(), "probit"), torch.ones(4, 3)
+    )
+    assert {"member_nll", "epistemic"}.isdisjoint(found)  # probit defines the total alone
+    torch.testing.assert_close(found["probability"], torch.full((4, 3), 0.5))
+    torch.testing.assert_close(found["total"], found["nll"])  # every label has the probability one half

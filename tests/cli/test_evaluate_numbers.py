@@ -8,8 +8,10 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from hf_bayes.cli.evaluate_numbers import NUMBER_CASE
+from hf_bayes.cli.evaluate_numbers import NUMBER_CASE, scored_numbers
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.predictives import of_gaussian
+from hf_bayes.uncertainty.likelihoods import Normal
 from tests.cli.evaluated import NUM_ROWS, SENTENCES, found_by, inputs_of, members_of, write_rows
 from tests.tiny_models import tiny_bert
 
@@ -53,3 +55,10 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, model: BayesianM
     files = write_rows(tmp_path, [*LABELS[:-1], math.nan])
     with pytest.raises(ValueError, match=r"row 6 of .*test.jsonl has the label nan, expected a finite number: drop"):
         found_by(NUMBER_CASE, model, files, ["LABEL_0"])
+
+
+def test_gaussian_outputs_are_scored_without_members() -> None:
+    found = scored_numbers(of_gaussian(torch.zeros(1, 4, 1), torch.ones(1, 4, 1), Normal(1.0), "probit"), torch.ones(4))
+    assert "member_nll" not in found
+    assert found["nll"].numpy() == pytest.approx(-norm.logpdf([1] * 4, 0, math.sqrt(2)))
+    assert found["below"][:, 0].numpy() == pytest.approx(norm.cdf([1] * 4, 0, math.sqrt(2)))

@@ -93,3 +93,12 @@ def test_a_legend_lies_outside_its_panel() -> None:
     for axis in figure.axes:
         legend = axis.get_legend()
         assert legend is None or legend.get_window_extent().y1 < axis.get_window_extent().y0
+
+
+def test_the_first_rows_do_not_scale_the_risk() -> None:
+    test = numbered(100)
+    first = test["epistemic_std"].argmin()
+    test["label"][first] = test["prediction"][first] + 1000.0
+    figure = plot({"test": test}, evaluation_results(test, {}, NUMBERS), NUMBERS)
+    axis = next(axis for axis in figure.axes if axis.get_ylabel().startswith("risk"))
+    assert axis.get_ylim()[1] == pytest.approx(1.1 * 1000**2 / 5, rel=1e-3)  # at a coverage of 5 of 100 rows
