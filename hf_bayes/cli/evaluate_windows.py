@@ -1,20 +1,19 @@
-"""The evaluation of a language model: statistics of the tokens in windows of texts."""
+"""The evaluation of a language model on windows of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
 from datasets import Dataset
-from numpy.typing import NDArray
-from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, default_data_collator
 
+from hf_bayes.cli.evaluate_classes import scored_classes
+from hf_bayes.cli.evaluation import Case, Collate
 from hf_bayes.cli.token_windows import token_windows
+from hf_bayes.metrics.figures import NEXT_TOKENS
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 
 
@@ -32,37 +31,41 @@ class WindowArguments:
             raise ValueError(f"--max_windows must be at least 1, got {self.max_windows}: it counts windows of a text")
 
 
-def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Tensor:
-    """Return token ids [windows, length] without overlap.
+def windows_of(path: str, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Dataset:
+    """Return rows of ``length`` tokens, each its own label.
 
     Raises:
         ValueError: for a text shorter than a window.
     """
     text = Dataset.from_dict({"text": [Path(path).read_text(encoding="utf-8")]})
     rows = token_windows(text, tokenizer, length=length, join=True)
-    whole = [row["input_ids"] for row in rows if len(row["input_ids"]) == length]
+    whole = [row for row in rows["input_ids"] if len(row) == length]
     if not whole:
         raise ValueError(f"{path} is shorter than one window of {length} tokens: give more text or a smaller --length")
     count = min(limit, len(whole))
-    return torch.tensor([whole[i * len(whole) // count] for i in range(count)])
+    windows = [whole[i * len(whole) // count] for i in range(count)]
+    return Dataset.from_dict({"input_ids": windows, "labels": windows})
 
 
-@torch.no_grad()
-def evaluate_windows(
-    model: BayesianModelForCausalLM, sets: Mapping[str, Tensor], *, batch_size: int
-) -> dict[str, dict[str, NDArray[np.float64]]]:
-    """Return the statistics of ``evaluate_batch`` for each set, each [windows, length - 1].
+def window_sets(
+    files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, head: Mapping[str, Any], args: WindowArguments
+) -> dict[str, Dataset]:
+    """Read the text of each file and cut it into windows. Every set has labels: the tokens of its text."""
+    limits = {"length": args.length, "limit": args.max_windows}
+    return {name: windows_of(file, tokenizer, **limits) for name, file in files.items()}
 
-    Args:
-        sets: name -> token ids [windows, length].
-        batch_size: windows of a batch.
-    """
-    found = {}
-    for name, windows in sets.items():
-        pieces = []
-        for batch in tqdm(windows.to(model.device).split(batch_size), desc=name, leave=False):
-            statistics, _ = model.evaluate_batch({"input_ids": batch, "labels": batch})
-            statistics.pop("member_log_lik", None)
-            pieces.append({key: value.cpu().double().view(len(batch), -1) for key, value in statistics.items()})
-        found[name] = {key: torch.cat([piece[key] for piece in pieces]).numpy() for key in pieces[0]}
-    return found
+
+def collate_windows(tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Dataset], args: WindowArguments) -> Collate:
+    """Return the collator of rows of one length."""
+    return default_data_collator
+
+
+WINDOW_CASE = Case(
+    arguments=WindowArguments,
+    model_class=BayesianModelForCausalLM,
+    figures=NEXT_TOKENS,
+    read=window_sets,
+    collate=collate_windows,
+    scored=scored_classes,
+    unscored=scored_classes,
+)

@@ -13,17 +13,39 @@ from hf_bayes.core.text_safety import visible_line
 MEASURES = {
     "total": "total uncertainty",
     "epistemic": "epistemic uncertainty",
+    "epistemic_std": "epistemic standard deviation",
     "confidence": "1 - confidence",
 }
 """The name of a measure in the results -> its words."""
 
+_SHORT = {"total": "TU", "epistemic": "EU", "epistemic_std": "epistemic std", "confidence": "1 - confidence"}
+
 _SCORES = {
     "accuracy": "accuracy",
+    "exact_match": "rows with all labels right",
+    "micro_f1": "F1, micro",
+    "macro_f1": "F1, macro",
+    "rmse": "RMSE",
     "nll": "NLL",
     "member_nll": "NLL, mean of the members",
+    "label_nll": "NLL of one label",
     "perplexity": "perplexity",
     "ece": "ECE",
     "brier": "Brier score",
+    "coverage_50": "coverage of 50 % intervals",
+    "coverage_90": "coverage of 90 % intervals",
+    "coverage_95": "coverage of 95 % intervals",
+    "standardised_rmse": "RMSE in predicted standard deviations",
+    "ence": "ENCE",
+    "predictive_std": "mean predictive standard deviation",
+    "epistemic_std": "mean epistemic standard deviation",
+}
+"""The name of a figure -> its words, in the order of the table."""
+
+_OF_SEVERAL_LABELS = {
+    "nll": "NLL of all labels of a row",
+    "ece": "ECE of the labels",
+    "brier": "Brier score of a label",
 }
 
 
@@ -36,7 +58,7 @@ def tables(results: Mapping[str, Any], posterior: str) -> list[Table]:
         posterior: the name of the posterior.
     """
     found = [_scores(results, posterior)]
-    if results["auroc"]:
+    if any(results["auroc"].values()):
         found.append(_detection(results))
     return found
 
@@ -50,7 +72,7 @@ def _scores(results: Mapping[str, Any], posterior: str) -> Table:
     table.add_column("on the test set")
     table.add_column("value", justify="right")
     table.add_column("s.e.", justify="right")
-    for name, words in _SCORES.items():
+    for name, words in (_SCORES | (_OF_SEVERAL_LABELS if results["kind"] == "several_labels" else {})).items():
         if name in results:
             if name == "member_nll" and results["temperature"] != 1:
                 words += ", at temperature 1"
@@ -63,13 +85,14 @@ def _scores(results: Mapping[str, Any], posterior: str) -> Table:
 
 
 def _detection(results: Mapping[str, Any]) -> Table:
+    measures = [name for name in MEASURES if any(name in areas for areas in results["auroc"].values())]
     table = Table(title="AUROC of telling each set from the test set (s.e.)")
     table.add_column("set", overflow="fold")
-    for words in ("rows", "by TU", "by EU", "by 1 - confidence"):
+    for words in ("rows", *(f"by {_SHORT[name]}" for name in measures)):
         table.add_column(words, justify="right", no_wrap=True)
     for name, areas in results["auroc"].items():
         errors = results["std_error"]["auroc"][name]
-        cells = [f"{areas[m]:.4f} ({_error(errors[m])})" if m in areas else "-" for m in MEASURES]
+        cells = [f"{areas[m]:.4f} ({_error(errors[m])})" if m in areas else "-" for m in measures]
         table.add_row(Text(visible_line(name)), str(results["rows"][name]), *cells)
     return table
 

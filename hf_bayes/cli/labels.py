@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, DatasetDict, LargeList, List
@@ -25,8 +25,8 @@ class LabelledText(NamedTuple):
     head: dict[str, Any]
 
 
-class _Labels(NamedTuple):
-    """A kind of labels.
+class LabelReader(NamedTuple):
+    """The way to read a kind of labels.
 
     Attributes:
         head: see ``LabelledText``.
@@ -77,7 +77,7 @@ def labelled_text(
     encode = _encoder(tokenizer, text_column, pair_column, max_length)
 
     def encode_row(batch: dict[str, list[Any]], rows: list[int], split: str) -> dict[str, Any]:
-        return {**encode(batch), "labels": _read(batch[label_column], rows, labels, f"the split {split!r}")}
+        return {**encode(batch), "labels": read_labels(batch[label_column], rows, labels, f"the split {split!r}")}
 
     encoded = {
         name: split.map(
@@ -112,33 +112,6 @@ def unlabelled_text(
     )
 
 
-def classes_of(rows: Dataset, names: Sequence[str], *, what: str, label_column: str = "label") -> list[int]:
-    """Return the class of each row among the classes of a trained model.
-
-    Args:
-        names: the names of the model's classes. Integers in the column are names, too, unless the column is a
-            ``ClassLabel``.
-        what: the name of the rows in errors.
-        label_column: the column of the labels.
-    Raises:
-        ValueError: for a missing column, and a label that is no class of the model.
-    """
-    check_split(rows, label_column, what)
-    feature, values = rows.features[label_column], rows[label_column]
-    given = feature.names if isinstance(feature, ClassLabel) else None
-    index = {name: number for number, name in enumerate(names)}
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-    def read(value: Any) -> int:
-        if value is None:
-            raise LookupError
-        return index[str(value if given is None else given[value])]
-
-    expected = f"one of the {len(names)} classes of the model ({some})"
-    advice = "drop such rows, or name the column of the labels"
-    return _read(values, range(len(rows)), _Labels({}, read, expected, advice), what)
-
-
 def _encoder(
     tokenizer: Any, text_column: str, pair_column: str | None, max_length: int | None
 ) -> Callable[[dict[str, list[Any]]], dict[str, Any]]:
@@ -154,7 +127,7 @@ def _encoder(
     return encode
 
 
-def _read(values: Iterable[Any], rows: Iterable[int], labels: _Labels, what: str) -> list[Any]:
+def read_labels(values: Iterable[Any], rows: Iterable[int], labels: LabelReader, what: str) -> list[Any]:
     """Return the labels of these rows.
 
     Raises:
@@ -171,11 +144,11 @@ def _read(values: Iterable[Any], rows: Iterable[int], labels: _Labels, what: str
     return answers
 
 
-def _labels_of(train: Dataset, column: str, *, numbers: bool) -> _Labels:
+def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     feature = train.features[column]
     if numbers:
         head = {"num_labels": 1, "problem_type": "regression"}
-        return _Labels(head, _number, "a finite number", "drop such rows, or leave noise_std out for classes")
+        return LabelReader(head, finite_number, "a finite number", "drop such rows, or leave noise_std out for classes")
     several = isinstance(feature, (List, LargeList))
     inner = feature.feature if several else feature
     if isinstance(inner, ClassLabel):
@@ -200,13 +173,13 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> _Labels:
     }
     advice = "drop such rows, or add examples of that class to the training split"
     if not several:
-        return _Labels(head, index.__getitem__, f"one of {names}", advice)
+        return LabelReader(head, index.__getitem__, f"one of {names}", advice)
 
     def several_of(label: Iterable[Any]) -> list[float]:
         chosen = {index[value] for value in label}
         return [float(number in chosen) for number in range(len(names))]
 
-    return _Labels(head, several_of, f"a list out of {names}", advice)
+    return LabelReader(head, several_of, f"a list out of {names}", advice)
 
 
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
@@ -214,7 +187,8 @@ def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:
     return {value for row in rows for value in row or ()} - {None}
 
 
-def _number(label: Any) -> float:
+def finite_number(label: Any) -> float:
+    """Return a label as a number. A text, or a number that is not finite, raises a ValueError."""
     value = float(label)
     if isinstance(label, str) or not math.isfinite(value):
         raise ValueError

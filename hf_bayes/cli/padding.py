@@ -35,6 +35,15 @@ def padding_collator(
         raise ValueError(
             f"padding must be 'data' (one length) or 'batch' (the longest row of a batch), got {padding!r}"
         )
+    return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest_row(rows))
+
+
+def longest_row(rows: Iterable[Dataset]) -> int:
+    """Return the number of tokens of the longest row. A warning says if padding all rows to it costs too much.
+
+    Args:
+        rows: all data sets that will be collated, with ``input_ids``.
+    """
     lengths = [len(ids) for part in rows for ids in part["input_ids"]]
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     if longest > MAX_RATIO * mean:
@@ -42,4 +51,4 @@ def padding_collator(
             f"rows are padded to {longest} tokens, {longest / mean:.0f} times their mean of {mean:.0f}: cut the long "
             "rows (max_length), or pad each batch to its own longest row (padding='batch')"
         )
-    return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest)
+    return longest

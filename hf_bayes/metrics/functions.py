@@ -78,7 +78,7 @@ def average_coverage_error(covered: ArrayLike, *, coverage: float = 0.682) -> fl
 
 def mean_of(name: str, values: ArrayLike) -> float:
     """Return the mean of [N] numbers. Infinity is accepted; NaN raises an error with the name of the numbers."""
-    return float(_numbers(name, values, infinite=True).mean())
+    return float(vector_of(name, values, infinite=True).mean())
 
 
 def reliability(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15) -> ReliabilityBins:
@@ -91,8 +91,8 @@ def reliability(confidence: ArrayLike, correct: ArrayLike, *, num_bins: int = 15
     Raises:
         ValueError: for confidences outside [0, 1] (beyond rounding) or ``correct`` other than 0 and 1.
     """
-    confidence, correct = _numbers("confidence", confidence), _numbers("correct", correct)
-    _same_length(confidence=confidence, correct=correct)
+    confidence, correct = vector_of("confidence", confidence), vector_of("correct", correct)
+    require_same_length(confidence=confidence, correct=correct)
     if confidence.min() < 0 or confidence.max() > 1 + 1e-4:
         raise ValueError(
             f"confidence must be probabilities in [0, 1], got values in [{confidence.min():g}, {confidence.max():g}]"
@@ -130,8 +130,8 @@ def ood_auroc(uncertainty: ArrayLike, is_ood: ArrayLike) -> float:
     """
     from sklearn.metrics import roc_auc_score
 
-    uncertainty, is_ood = _numbers("uncertainty", uncertainty), _numbers("is_ood", is_ood)
-    _same_length(uncertainty=uncertainty, is_ood=is_ood)
+    uncertainty, is_ood = vector_of("uncertainty", uncertainty), vector_of("is_ood", is_ood)
+    require_same_length(uncertainty=uncertainty, is_ood=is_ood)
     if set(np.unique(is_ood)) != {0.0, 1.0}:
         raise ValueError(
             f"is_ood must hold both 0 (in distribution) and 1 (out of it), got {np.unique(is_ood)[:5].tolist()}"
@@ -149,8 +149,8 @@ def risk_coverage(uncertainty: ArrayLike, loss: ArrayLike) -> RiskCoverageCurve:
         uncertainty: [N]; higher means less sure.
         loss: [N] 0/1 errors, or any loss.
     """
-    uncertainty, loss = _numbers("uncertainty", uncertainty), _numbers("loss", loss)
-    _same_length(uncertainty=uncertainty, loss=loss)
+    uncertainty, loss = vector_of("uncertainty", uncertainty), vector_of("loss", loss)
+    require_same_length(uncertainty=uncertainty, loss=loss)
     _, group, sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
     mean_loss = np.bincount(group, weights=loss) / sizes
     count = np.arange(1, len(loss) + 1)
@@ -158,7 +158,7 @@ def risk_coverage(uncertainty: ArrayLike, loss: ArrayLike) -> RiskCoverageCurve:
     return RiskCoverageCurve(count / len(loss), risk, float(risk.mean()))
 
 
-def _numbers(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
+def vector_of(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
     """Return the values as a float64 vector [N >= 1]; NaN, and infinity unless allowed, raise an error."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
@@ -172,7 +172,8 @@ def _numbers(name: str, values: ArrayLike, *, infinite: bool = False) -> Array:
     return array
 
 
-def _same_length(**arrays: Array) -> None:
+def require_same_length(**arrays: Array) -> None:
+    """Raise a ValueError if the vectors differ in length."""
     if len({len(array) for array in arrays.values()}) > 1:
         found = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
         raise ValueError(f"one number per example is needed in each, got lengths {found}")

@@ -14,17 +14,25 @@ NUM_RESAMPLES = 200
 
 
 def mean_std_error(values: ArrayLike) -> float | None:
-    """Return the standard error of the mean over all terms, from the means of R rows.
+    """Return the standard error of the mean over all terms of R rows.
+
+    The mean is a ratio of two sums over rows, of values and of numbers of terms n_r. With s_r the sum of a row,
+
+        s.e. = sqrt(R / (R - 1) sum_r (s_r - n_r mean)^2) / sum_r n_r,
+
+    which is sd / sqrt(R) of the rows' means if all rows have the same number of terms.
 
     Args:
-        values: [R, T], T terms in each row.
+        values: [R, T]; NaN where a row has no further term.
     Returns:
-        sd / sqrt(R); None for fewer than 2 rows, and if a value is not finite.
+        The standard error; None for fewer than 2 rows, and if a value is not finite.
     """
-    means = np.asarray(values, dtype=np.float64).mean(1)
-    if len(means) < 2 or not np.isfinite(means).all():
+    values = np.asarray(values, dtype=np.float64)
+    counts, sums = (~np.isnan(values)).sum(1), np.nansum(values, 1)
+    if len(values) < 2 or not np.isfinite(sums).all():
         return None
-    return float(means.std(ddof=1) / np.sqrt(len(means)))
+    residuals = sums - counts * sums.sum() / counts.sum()
+    return float(np.sqrt(len(values) / (len(values) - 1) * np.square(residuals).sum()) / counts.sum())
 
 
 def bootstrap_std_error(metric: Callable[[Rows], float], num_rows: int) -> float | None:
@@ -34,11 +42,11 @@ def bootstrap_std_error(metric: Callable[[Rows], float], num_rows: int) -> float
         metric: from indices of rows, with repetitions, to the metric of these rows.
         num_rows: R.
     Returns:
-        The standard error; None for fewer than 2 rows.
+        The standard error; None for fewer than 2 rows, and for a metric that is not finite.
     """
     from scipy.stats import bootstrap
 
-    if num_rows < 2:
+    if num_rows < 2 or not np.isfinite(metric(np.arange(num_rows))):
         return None
     found = bootstrap(
         (np.arange(num_rows),),

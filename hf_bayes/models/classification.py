@@ -41,8 +41,9 @@ class BayesianClassifierOutput(SequenceClassifierOutput):
     """``logits`` [B, ..., C] are the log of the mixture; uncertainties [B, ...] in nats.
 
     For regression ``logits`` are the predictive mean, and the standard deviations [B, C] of ``Deviations`` stand in
-    place of uncertainties. For several labels ``logits`` are the logits of the members' mean probabilities, and there
-    are neither uncertainties nor deviations. An uncertainty that a linearised prediction does not define is None.
+    place of uncertainties. For several labels ``logits`` are the logits of the members' mean probabilities, and the
+    uncertainties are sums over the labels (``uncertainty.several_labels``). An uncertainty that a linearised prediction
+    does not define is None.
     """
 
     total: Tensor | None = None

@@ -23,6 +23,7 @@ from hf_bayes.uncertainty.mixture_temperature import (
     temper_log_probs,
     temper_uncertainties,
 )
+from hf_bayes.uncertainty.several_labels import summed, two_classes
 
 
 class Deviations(NamedTuple):
@@ -139,14 +140,19 @@ class MemberClasses(ClassPredictive):
 
 
 class MemberLabels(MemberPredictive):
-    """The logits of the members' mean probabilities, one for each label."""
+    """The logits of the members' mean probabilities, one for each label, and uncertainties of all labels together."""
 
     def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
         super().__init__(logits, likelihood, spread)
         wide = widened(logits)
         # as logarithms, since a probability rounds to 1
         yes, no = (spread.log_mean_exp(nn.functional.logsigmoid(sign * wide)) for sign in (1, -1))
-        self.logits, self.parts = yes - no, {}
+        self.logits = yes - no
+        self.parts = summed(spread.predict(two_classes(logits)).uncertainty._asdict())
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the NLL of the mixture and of the members, and uncertainties."""
+        return super().statistics(labels) | self.parts
 
 
 class MemberNumbers(MemberPredictive):
@@ -154,9 +160,15 @@ class MemberNumbers(MemberPredictive):
 
     def __init__(self, logits: Tensor, likelihood: Normal, spread: LocalMembers) -> None:
         super().__init__(logits, likelihood, spread)
+        self.noise_std = likelihood.noise_std
         self.logits = spread.mean(widened(logits))
         epistemic = spread.mean((widened(logits) - self.logits).square())
         self.parts = Deviations((epistemic + likelihood.noise_std**2).sqrt(), epistemic.sqrt())._asdict()
+
+    def below(self, labels: Tensor) -> Tensor:
+        """Return [B, C] the predictive probability of numbers below the labels, mean_m Phi((y - f_m) / noise_std)."""
+        residual = labels.to(self.logits).reshape(self.logits.shape) - widened(self.member_logits)
+        return self.spread.mean(torch.special.ndtr(residual / self.noise_std))
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
@@ -205,17 +217,15 @@ class GaussianLabels(WithoutClasses):
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> None:
         variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
-        zero = torch.zeros_like(mean)
-        found = LINKS[link](torch.stack([zero, mean], -1), torch.stack([zero, variance], -1))
+        found = LINKS[link](two_classes(mean), two_classes(variance))
         no, yes = found.log_probs.unbind(-1)
-        self.logits, self.likelihood = yes - no, likelihood
-        self.parts: dict[str, Tensor] = {}
+        self.logits, self.likelihood, self.parts = yes - no, likelihood, summed(found.uncertainties)
 
     def loss(self, labels: Tensor) -> Tensor:
         return self.statistics(labels)["nll"].mean()
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
-        return {"nll": -self.likelihood.log_prob(self.logits[None], labels[None])[0]}
+        return {"nll": -self.likelihood.log_prob(self.logits[None], labels[None])[0], **self.parts}
 
 
 class GaussianNumbers(WithoutClasses):
@@ -223,6 +233,7 @@ class GaussianNumbers(WithoutClasses):
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Normal) -> None:
         self.mean, self.covariance, self.noise_std = mean, covariance, likelihood.noise_std
+        self._variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
         self.logits, variance = moments(mean, covariance)
         self.parts = Deviations((variance + self.noise_std**2).sqrt(), variance.sqrt())._asdict()
 
@@ -233,6 +244,11 @@ class GaussianNumbers(WithoutClasses):
         squares = (self.logits - labels.to(self.logits).reshape(self.logits.shape)).square()
         numbers = {"mse": squares, **self.parts}
         return {"nll": self._nll(labels)} | {name: value.mean(-1) for name, value in numbers.items()}
+
+    def below(self, labels: Tensor) -> Tensor:
+        """Return [B, C] the predictive probability of numbers below the labels, a mean over the K Gaussians."""
+        residual = labels.to(self.mean).reshape(self.logits.shape) - self.mean
+        return torch.special.ndtr(residual / (self._variance + self.noise_std**2).sqrt()).mean(0)
 
     def _nll(self, labels: Tensor) -> Tensor:
         numbers = labels.to(self.mean).reshape(self.logits.shape)

@@ -3,8 +3,8 @@
 A record is transformers' own, {"label", "score"}, with one more key, "uncertainty": {"total", "aleatoric",
 "epistemic"} of the input in nats (a linearised model may not define all of them). With ``top_k`` each record has the
 key. Scores are probabilities of the mixture. For regression they are predictive means, and "uncertainty" holds
-{"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. Records of multi-label heads are
-transformers' own, without uncertainties.
+{"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. For several labels the
+uncertainties are sums over all labels of the input (``uncertainty.several_labels``).
 
 ``function_to_apply`` is "softmax" for classes, "sigmoid" for several labels, "none" for numbers. "none" gives the
 mixture's log-probabilities of classes, and for several labels the logits of the mean probabilities. A function that

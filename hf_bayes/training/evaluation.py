@@ -2,9 +2,10 @@
 
 Every evaluation reports, weighted by likelihood terms: ``nll`` of the mixture (also as ``loss``), ``accuracy``,
 ``ece``, ``brier``, mean ``total``, ``aleatoric`` and ``epistemic`` uncertainty, and ``member_nll``, the mean NLL of
-single members. Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its
-``predictive_std`` and ``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities (or
-means) as predictions. Language models also report ``perplexity``, exp(nll) per token.
+single members. Several labels have no ``accuracy``, ``ece`` and ``brier``, and uncertainties summed over the labels.
+Regression reports ``nll``, ``member_nll``, ``mse`` of the predictive mean, and the means of its ``predictive_std`` and
+``epistemic_std``. ``compute_metrics`` and ``predict`` get the mixture's log-probabilities (or means) as predictions.
+Language models also report ``perplexity``, exp(nll) per token.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, attach
 from hf_bayes.cli.arguments import parse_arguments
-from hf_bayes.cli.evaluate_classes import evaluate_classes
+from hf_bayes.cli.evaluate_classes import CLASS_CASE
+from hf_bayes.cli.evaluation import evaluate
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error
 from hf_bayes.metrics.evaluation import evaluation_results
 from hf_bayes.training.tuning.candidates import PLAIN, Candidate, default_candidates
@@ -124,7 +125,9 @@ class Bench:
         self.sets = {
             name: rows.add_column("labels", [label for _, label in task.rows[name]]) for name, rows in labelled.items()
         }
-        self.others = {name: self._encoded(texts) for name, texts in task.others.items()}
+        self.others = {
+            name: self._encoded(texts).add_column("labels", [0] * len(texts)) for name, texts in task.others.items()
+        }  # placeholders, which are not scored
 
     def _encoded(self, texts: list[str]) -> Dataset:
         found = self.tokenizer(texts, truncation=True, padding="max_length", max_length=TOKENS)
@@ -165,11 +168,11 @@ class Bench:
             trainer.train()
             seconds = time.process_time() - begin
             sets = {"test": self.sets["test"], **self.others}
-            found = evaluate_classes(trainer.bayesian, sets, self.tokenizer, batch_size=100, padding="data")
+            found = evaluate(trainer.bayesian, sets, CLASS_CASE, default_data_collator, batch_size=100)
             calibration = trainer.posterior.config.calibration
             trainer.bayesian.detach()
         test = found.pop("test")
-        results = evaluation_results(test, found, next_tokens=False)
+        results = evaluation_results(test, found)
         kept = {name: results[name] for name in ("accuracy", "nll", "ece", "brier", "aurc", "auroc")}
         rates = {
             "learning_rate": trainer.active.settings.learning_rate if trainer.active else None,

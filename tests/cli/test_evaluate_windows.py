@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import default_data_collator
 
-from hf_bayes.cli.evaluate_windows import WindowArguments, evaluate_windows, windows_of
+from hf_bayes.cli.evaluate_windows import WINDOW_CASE, WindowArguments, windows_of
+from hf_bayes.cli.evaluation import evaluate
+from hf_bayes.metrics.figures import Array
 from hf_bayes.models.attaching import attach
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer, with_lora
 
@@ -19,7 +23,8 @@ def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(TEXTS * 4))
     every = windows_of(str(tmp_path / "text.txt"), tiny_tokenizer(), length=16, limit=1000)
     some = windows_of(str(tmp_path / "text.txt"), tiny_tokenizer(), length=16, limit=2)
-    assert torch.equal(some, every[[0, len(every) // 2]])
+    assert some["input_ids"] == [every["input_ids"][0], every["input_ids"][len(every) // 2]]
+    assert some["labels"] == some["input_ids"]
     with pytest.raises(ValueError, match=r"text.txt is shorter than one window of 5000 tokens: give more text"):
         windows_of(str(tmp_path / "text.txt"), tiny_tokenizer(), length=5000, limit=2)
 
@@ -28,9 +33,13 @@ def test_tokens_keep_their_window_in_batches_of_any_size() -> None:
     generator = torch.Generator().manual_seed(0)
     model = attach(with_lora(tiny_llama()), num_members=3)
     model.theta.data += 0.3 * torch.randn(model.theta.shape, generator=generator)
-    windows = torch.randint(3, 300, (5, 8), generator=generator)
-    found = evaluate_windows(model, {"test": windows}, batch_size=2)["test"]
-    alone = evaluate_windows(model, {"test": windows[3:4]}, batch_size=1)["test"]
+    tokens = torch.randint(3, 300, (5, 8), generator=generator).tolist()
+    windows = Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+
+    def evaluated(rows: Dataset, batch_size: int) -> dict[str, Array]:
+        return evaluate(model, {"test": rows}, WINDOW_CASE, default_data_collator, batch_size=batch_size)["test"]
+
+    found, alone = evaluated(windows, 2), evaluated(windows.select([3]), 1)
     assert found["nll"].shape == (5, 7)
     assert found["nll"][3] == pytest.approx(alone["nll"][0], rel=1e-4)
     assert {"total", "epistemic", "confidence", "correct", "brier", "member_nll"} <= set(found)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from hf_bayes.cli.evaluation_figure import _interval, plot
+from hf_bayes.cli.evaluation_figure import DRAWINGS, plot
 from hf_bayes.metrics import evaluation_results
+from hf_bayes.metrics.figures import CLASSES, NEXT_TOKENS, NUMBERS, SEVERAL_LABELS, TAGS, Figures
+from tests.metrics.test_figures import labelled, numbered
 
 NAMES = [f"$set{number}" for number in range(7)]
 
@@ -24,8 +26,12 @@ def statistics(count: int, seed: int, *, epistemic: float = 0.2, terms: int = 1)
 def figure_of(names: list[str], **fields: Any) -> tuple[Any, dict[str, Any]]:
     found = {name: statistics(40, seed, **fields) for seed, name in enumerate(["test", *names])}
     others = {name: found[name] for name in names}
-    results = evaluation_results(found["test"], others, next_tokens=False)
-    return plot(found, results), results
+    results = evaluation_results(found["test"], others)
+    return plot(found, results, CLASSES), results
+
+
+def labels_of(figure: Any) -> list[str]:
+    return [axis.get_xlabel() for axis in figure.axes if axis.axison]
 
 
 def test_every_set_has_a_histogram_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,23 +61,44 @@ def test_no_label_leaves_the_figure() -> None:
         assert box.y1 <= figure.bbox.height
 
 
-def test_the_reliability_diagram_shows_every_row_once() -> None:
-    figure, results = figure_of(["other"])
-    counts = next(axis for axis in figure.axes if axis.get_ylabel() == "count")
-    assert [bar.get_height() for bar in counts.patches] == results["reliability"]["num_examples"]
-    assert sum(results["reliability"]["num_examples"]) == 40
-
-
-def test_a_bin_without_errors_has_an_interval() -> None:
-    low, high = _interval(1.0, 4.0)
-    assert high == pytest.approx(1.0)
-    assert low == pytest.approx(4 / (4 + 1), abs=0.01)  # n / (n + z^2) at z = 1
-    centre = _interval(0.3, 10_000.0)
-    assert centre == pytest.approx((0.3 - 0.00458, 0.3 + 0.00458), abs=1e-4)  # sqrt(0.3 * 0.7 / 10000)
-
-
 def test_one_member_has_no_panel_of_disagreement() -> None:
     figure, _ = figure_of(["other"], epistemic=0.0)
-    labels = [axis.get_xlabel() for axis in figure.axes if axis.axison]
-    assert "total uncertainty (nats)" in labels
-    assert "epistemic uncertainty (nats)" not in labels
+    assert "total uncertainty (nats)" in labels_of(figure)
+    assert "epistemic uncertainty (nats)" not in labels_of(figure)
+
+
+@pytest.mark.parametrize(
+    ("figures", "rows", "labels"),
+    [
+        (SEVERAL_LABELS, labelled, ["total uncertainty (nats, sum over the labels)", "probability of a label"]),
+        (NUMBERS, numbered, ["epistemic standard deviation (units of the labels)", "level of the predictive interval"]),
+    ],
+)
+def test_panels_are_those_of_the_labels(figures: Figures, rows: Any, labels: list[str]) -> None:
+    found = {"test": rows(30), "other": rows(20, seed=1)}
+    others = {"other": found["other"]}
+    figure = plot(found, evaluation_results(found["test"], others, figures), figures)
+    assert set(labels) <= set(labels_of(figure))
+    assert "coverage: share answered, the least uncertain first" in labels_of(figure)
+    assert len(figure.subfigs) == 4
+
+
+def test_every_kind_of_labels_has_a_drawing() -> None:
+    assert set(DRAWINGS) == {figures.kind for figures in (CLASSES, NEXT_TOKENS, TAGS, SEVERAL_LABELS, NUMBERS)}
+
+
+def test_a_legend_lies_outside_its_panel() -> None:
+    figure, _ = figure_of(["a", "b"])
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        legend = axis.get_legend()
+        assert legend is None or legend.get_window_extent().y1 < axis.get_window_extent().y0
+
+
+def test_the_first_rows_do_not_scale_the_risk() -> None:
+    test = numbered(100)
+    first = test["epistemic_std"].argmin()
+    test["label"][first] = test["prediction"][first] + 1000.0
+    figure = plot({"test": test}, evaluation_results(test, {}, NUMBERS), NUMBERS)
+    axis = next(axis for axis in figure.axes if axis.get_ylabel().startswith("risk"))
+    assert axis.get_ylim()[1] == pytest.approx(1.1 * 1000**2 / 5, rel=1e-3)  # at a coverage of 5 of 100 rows

@@ -3,10 +3,14 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from hf_bayes.cli.evaluation_table import tables
+from hf_bayes.metrics import evaluation_results
+from hf_bayes.metrics.figures import NUMBERS, SEVERAL_LABELS, Figures
+from tests.metrics.test_figures import labelled, numbered
 
 
 def results_of(count: int) -> dict[str, Any]:
@@ -16,6 +20,7 @@ def results_of(count: int) -> dict[str, Any]:
     scores = {"nll": 12.3456, "member_nll": 23.4567, "accuracy": 0.0123, "ece": 0.4321, "brier": 1.2345}
     return {
         **{
+            "kind": "classes",
             "members": 3,
             "temperature": 1.0,
             **scores,
@@ -59,3 +64,20 @@ def test_a_temperature_of_the_mixture_is_shown(temperature: float, shown: bool) 
     Console(width=100, file=file).print(*tables(results_of(0) | {"temperature": temperature}, "out"))
     assert ("at the temperature 0.512 of the mixture" in file.getvalue()) is shown
     assert ("mean of the members, at temperature 1" in file.getvalue()) is shown  # only the mixture is tempered
+
+
+@pytest.mark.parametrize(("figures", "rows"), [(SEVERAL_LABELS, labelled), (NUMBERS, numbered)])
+def test_every_figure_of_a_kind_is_in_the_table(figures: Figures, rows: Any) -> None:
+    results, file = evaluation_results(rows(30), {"other": rows(20, seed=1)}, figures), io.StringIO()
+    Console(width=100, file=file).print(*tables({"members": 2, "temperature": 1.0} | results, "out"))
+    hidden = {"total", "aleatoric", "epistemic"}  # the mean of an uncertainty is no score
+    shown = [f"{results[name]:.4f}" for name in [*figures.means, *figures.functions] if name in set(results) - hidden]
+    assert [number for number in shown if number not in file.getvalue()] == []
+    assert len(shown) >= 7
+    assert [f"{area:.4f}" for area in results["auroc"]["other"].values() if f"{area:.4f}" not in file.getvalue()] == []
+
+
+def test_sets_that_nothing_tells_apart_have_no_table() -> None:
+    one = numbered(10) | {"epistemic_std": np.zeros((10, 1))}
+    results = evaluation_results(one, {"other": one}, NUMBERS)
+    assert len(tables({"members": 1, "temperature": 1.0} | results, "out")) == 1

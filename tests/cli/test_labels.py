@@ -8,7 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-from hf_bayes.cli.labels import classes_of, labelled_text, unlabelled_text
+from hf_bayes.cli.labels import labelled_text, unlabelled_text
 
 ROWS = [{"text": f"text {i}", "label": "even" if i % 2 == 0 else "odd"} for i in range(20)]
 
@@ -144,29 +144,6 @@ def test_one_class_or_fractions_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         labelled_text(columns(label=labels), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [(["odd", "even"], ["even", "odd"]), ([7, -1], ["-1", "7"]), ([True, False], ["False", "True"])],
-    ids=["words", "integers", "truth values"],
-)
-def test_classes_are_found_by_the_names_of_the_model(labels: list[Any], names: list[str]) -> None:
-    assert classes_of(Dataset.from_dict({"label": labels}), names, what="test.csv") == [1, 0]
-
-
-def test_class_labels_are_found_by_name_and_not_by_number() -> None:
-    features = Features({"label": ClassLabel(names=["yes", "no"])})
-    rows = Dataset.from_dict({"label": [0, 1]}, features=features)
-    assert classes_of(rows, ["no", "yes"], what="test.parquet") == [1, 0]
-
-
-@pytest.mark.parametrize("label", ["c", None])
-def test_a_label_that_is_no_class_of_the_model_is_refused(label: str | None) -> None:
-    rows = Dataset.from_dict({"label": ["a", label]}, features=Features({"label": Value("string")}))
-    message = rf"row 1 of test.csv has the label {label!r}, expected one of the 4 classes of the model \(a, b, d, ...\)"
-    with pytest.raises(ValueError, match=message):
-        classes_of(rows, ["a", "b", "d", "None"], what="test.csv")
 
 
 def test_texts_without_labels_are_encoded_as_labelled_ones(

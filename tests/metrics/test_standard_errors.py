@@ -58,3 +58,22 @@ def test_one_row_has_no_standard_error() -> None:
     assert mean_std_error([[1.0], [math.inf]]) is None
     assert auroc_std_error([0.0], [1.0, 2.0]) is None
     assert bootstrap_std_error(lambda rows: 0.0, 1) is None
+
+
+def test_rows_of_unequal_length_weigh_by_their_terms() -> None:
+    rng = np.random.default_rng(3)
+
+    def sample() -> np.ndarray:
+        counts = rng.integers(1, 9, size=(50, 1))
+        values = counts / 4 + rng.normal(size=(50, 8))  # the level of a row depends on its length
+        return np.where(np.arange(8) < counts, values, np.nan)
+
+    samples = [sample() for _ in range(RUNS)]
+    spread = np.std([np.nanmean(one) for one in samples], ddof=1)
+    assert np.mean([mean_std_error(one) for one in samples]) == pytest.approx(spread, rel=TOLERANCE)
+    twin = np.mean([np.nanmean(one, 1).std(ddof=1) / math.sqrt(50) for one in samples])  # rows of equal weight
+    assert twin != pytest.approx(spread, rel=TOLERANCE)
+
+
+def test_a_bootstrap_of_infinite_figures_is_undefined() -> None:
+    assert bootstrap_std_error(lambda rows: math.inf, 4) is None

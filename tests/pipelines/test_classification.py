@@ -25,6 +25,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.pipelines.factory import BayesianImageClassificationPipeline, pipeline
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.uncertainty.several_labels import decompose_labels
 from tests import tiny_models as models
 from tests.members.reference import entropies, mixture, scattered, separate_logits, showing
 from tests.models.test_image_classification import image_rows
@@ -147,14 +148,17 @@ def test_each_output_of_an_image_regression_has_own_deviations(configured: bool)
         assert record["uncertainty"] == pytest.approx(uncertainty, abs=1e-5)
 
 
-def test_independent_labels_have_no_uncertainty() -> None:
+def test_several_labels_have_the_uncertainty_of_the_input() -> None:
     model = bayesian(problem_type="multi_label_classification")
     records = pipeline("bayesian-image-classification", model, image_processor=processor())(PICTURES[0])
-    expected = member_logits(PICTURES[0])[:, 0].double().sigmoid().mean(0).tolist()
+    logits = member_logits(PICTURES[0])[:, 0].double()
+    expected = logits.sigmoid().mean(0).tolist()
     assert {record["label"]: record["score"] for record in records} == {
         name: pytest.approx(expected[index], abs=1e-5) for index, name in LABELS.items()
     }
-    assert {tuple(record) for record in records} == {("label", "score")}
+    uncertainty = {name: float(value) for name, value in decompose_labels(logits)._asdict().items()}
+    for record in records:
+        assert record["uncertainty"] == pytest.approx(uncertainty, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,19 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import scripts.evaluate_uncertainty as script
 from hf_bayes import Posterior
-from hf_bayes.cli.evaluate_classes import ClassArguments
-from hf_bayes.cli.evaluate_windows import WindowArguments
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
+from tests.members.subjects import bert_tagger
 from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,7 @@ def test_the_command_of_the_page_runs_as_printed(
         ({"label_column": "class"}, r"test.csv has no column 'class', only query, parity: name one of them"),
         ({"label_column": "query"}, r"row 0 of .*test.csv has the label 'The mito.*', expected one of the 2 classes"),
         ({"text_column": "text"}, r"test.csv has no column 'text', only query, parity: name one of them"),
-        ({"length": "64"}, r"--length: not for .*posterior, a posterior for sequence_classification: leave it out"),
+        ({"length": "64"}, r"--length: not for the task of the posterior .*posterior, leave it out"),
         ({"test": "test.txt"}, r"test.txt is one text, expected rows: give a .jsonl, .csv or .parquet file"),
         ({"ood": "other.csv"}, r"--ood takes name=file for each set, .* got 'other.csv': give the file a name"),
         ({"padding": "data", "ood": "x=missing.csv"}, r"no file matches 'missing.csv'"),
@@ -147,6 +148,40 @@ def test_wrong_input_ends_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_posterior_of_another_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="out is a posterior for image_classification, expected causal_lm or seq"):
-        script.arguments_of("image_classification", [WindowArguments(), ClassArguments()], "out")
+SEVERAL = {"problem_type": "multi_label_classification", **CLASSES}
+OTHER_TASKS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], dict[str, Any]]] = {
+    "several_labels": (lambda: tiny_bert(num_labels=2, **SEVERAL), lambda i: [1.0, i % 2], {}),
+    "numbers": (lambda: tiny_bert(num_labels=1), lambda i: i / 5, {"noise_std": 0.5}),
+    "tags": (
+        lambda: bert_tagger(torch.float32), lambda i: [-100, 1, 2, 0, 1, 0], {"collator": runs.padding_collator()}
+    ),
+}  # fmt: skip
+"""The kind of the labels -> a model, the label of row i, and further arguments of a trainer."""
+
+FILES: dict[str, Callable[[int], tuple[Any, Any]]] = {
+    "several_labels": lambda i: (f"{TEXTS[i % 4]} {i}", ["even", "odd"][: i % 3]),
+    "numbers": lambda i: (f"{TEXTS[i % 4]} {i}", i / 5),
+    "tags": lambda i: (TEXTS[i % 4].split()[:5], ["LABEL_0", "LABEL_2", "LABEL_1"] * 2),
+}
+"""The kind of the labels -> the text and the label of row i of a file."""
+
+
+@pytest.mark.parametrize("kind", OTHER_TASKS)
+def test_every_kind_of_labels_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    make, label, fields = OTHER_TASKS[kind]
+    train = [{**row, "labels": label(i)} for i, row in enumerate(runs.label_rows())]
+    train = [{name: value for name, value in row.items() if name != "label"} for row in train]
+    posterior = saved(tmp_path, make(), train=train, **fields)
+    rows = [dict(zip(("text", "label"), FILES[kind](i), strict=True)) for i in range(8)]
+    if kind == "tags":
+        rows = [{**row, "label": row["label"][: len(row["text"])]} for row in rows]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"text": row["text"][::-1]}) for row in rows[:5]))
+    arguments = ["--posterior", posterior, "--test", str(tmp_path / "test.jsonl")]
+    results = evaluate(monkeypatch, tmp_path, *arguments, "--ood", f"backwards={tmp_path / 'other.jsonl'}")
+    assert (results["kind"], results["members"]) == (kind, 2)
+    assert results["rows"] == {"test": 8, "backwards": 5}
+    assert all(0 <= area <= 1 for area in results["auroc"]["backwards"].values())
+    assert f"{results['nll']:.4f}" in capsys.readouterr().out
