@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,12 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
     return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
 
 
+def padding_mask(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return the attention mask [B, T]; None without one. Masks of other shapes do not show padding."""
+    mask = tensors_in(inputs).get("attention_mask")
+    return mask if mask is not None and mask.ndim == 2 else None
+
+
 def num_rows_of(inputs: dict[str, Any]) -> int:
     """Return B, the first dimension of the model's main input."""
     return shape_of(inputs)[0]
@@ -48,10 +55,11 @@ def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
+    tensors = tensors_in(inputs)
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        if isinstance(value := inputs.get(key), Tensor):
-            return value
-    found = [tensor for tensor in tensors_in(inputs).values() if tensor.ndim >= 1]
+        if key in tensors:
+            return tensors[key]
+    found = [tensor for tensor in tensors.values() if tensor.ndim >= 1]
     if not found:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
     return found[0]

@@ -138,7 +138,7 @@ class BayesianModel(HostMethods):
 
     def predict_by(self, prediction: str) -> Self:
         """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors are those of ``linearise``."""
-        if not isinstance(prediction, str) or prediction not in PREDICTIONS:
+        if prediction not in list(PREDICTIONS):  # a list also compares what has no hash
             raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
         return self.linearise(PREDICTIONS[prediction])
 

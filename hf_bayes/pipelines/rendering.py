@@ -115,9 +115,11 @@ def _check(record: Record) -> None:
     A NaN is neither above nor below another number: the scale of all tokens would depend on its place.
     """
     for index, token in enumerate(record["tokens"]):
-        if not isinstance(token, Mapping) or not isinstance(token.get("token"), str):
-            raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
-        _check_numbers(token, ("logprob",), f"token {index} ({token['token']!r:.40})")
+        match token:
+            case {"token": str(text)}:
+                _check_numbers(token, ("logprob",), f"token {index} ({text!r:.40})")
+            case _:
+                raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
     if not isinstance(record.get("uncertainty"), Mapping):
         raise ValueError(
             "a record to render has the means of its tokens as 'uncertainty', "
