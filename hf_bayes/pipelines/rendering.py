@@ -275,7 +275,9 @@ def to_terminal(
         record_or_records: as in ``to_html``.
         measure: as in ``to_html``.
         vmax: as in ``to_html``.
-        dark: for a terminal with a dark background.
+        dark: True for a terminal with a dark background.
+    Raises:
+        ValueError: as ``to_html``.
     """
     records = _flat(record_or_records)
     scale, theme = scale_of(records, measure, vmax), DARK if dark else LIGHT
@@ -307,5 +309,13 @@ def to_terminal(
 
 
 def print_record(record_or_records: Any, *, console: Console | None = None, **options: Any) -> None:
-    """Print ``to_terminal(record_or_records, **options)``."""
+    """Print the tokens of records in the colours of an uncertainty, with a scale and the means.
+
+    Args:
+        record_or_records: as in ``to_html``.
+        console: a console of ``rich``; None prints to the standard output.
+        options: ``measure``, ``vmax`` (nats) and ``dark`` of ``to_terminal``.
+    Raises:
+        ValueError: as ``to_html``.
+    """
     (console or Console()).print(to_terminal(record_or_records, **options), soft_wrap=False)
