@@ -55,11 +55,10 @@ def shape_of(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 def _main_input(inputs: dict[str, Any]) -> Tensor:
-    tensors = tensors_in(inputs)
     for key in ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features"):
-        if key in tensors:
-            return tensors[key]
-    found = [tensor for tensor in tensors.values() if tensor.ndim >= 1]
+        if isinstance(value := inputs.get(key), Tensor):
+            return value
+    found = [tensor for tensor in tensors_in(inputs).values() if tensor.ndim >= 1]
     if not found:
         raise ValueError(f"no tensor among the model's inputs {sorted(inputs)}: the number of rows is unknown")
     return found[0]

@@ -165,7 +165,7 @@ class StackedLora(Stacked):
 
 
 class StackedNorm(Stacked):
-    """A stacked norm of a model family, with weights per member; subclasses are for the norms of torch."""
+    """A stacked LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
 
     def forward(self, x: Tensor) -> Tensor:
         context, module = self.context, self.module
@@ -176,41 +176,18 @@ class StackedNorm(Stacked):
             name: self.tensor(name).view(context.num_members, *[1] * (x.ndim - p.ndim), *p.shape).to(p.dtype)
             for name, p in module.named_parameters()
         }
-        return self.normed(lead, values).flatten(0, 1)
-
-    def normed(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        """Return the norm of ``x`` [M, B, ..., h]; the parameters broadcast over B and all axes but the last."""
-        # the family's own forward: Gemma multiplies by 1 + weight
-        return compat.forward_with(self.module, values, x)
-
-
-class StackedTorchNorm(StackedNorm):
-    """A stacked norm of torch. Subclasses define ``standardised``."""
-
-    def normed(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()  # as in torch: round once, after weight and bias
-        y = self.standardised(wide, x.dtype)
+        wide = lead if lead.dtype == torch.float64 else lead.float()  # as in torch: round once, after weight and bias
+        match module:
+            case nn.LayerNorm():
+                y = F.layer_norm(wide, module.normalized_shape, None, None, module.eps)
+            case nn.RMSNorm():
+                y = F.rms_norm(wide, module.normalized_shape, None, module.eps or torch.finfo(lead.dtype).eps)
+            case _:
+                # the family's own forward (Gemma multiplies by 1 + weight), with weights that broadcast over members
+                return compat.forward_with(module, values, lead).flatten(0, 1)
         y = y if "weight" not in values else y * values["weight"]
         y = y if "bias" not in values else y + values["bias"]
-        return cast(y, x.dtype)
-
-    def standardised(self, wide: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the norm without weight and bias. ``dtype`` is the dtype of the input before it was widened."""
-        raise AssertionError("a norm of torch defines standardised")
-
-
-class StackedLayerNorm(StackedTorchNorm):
-    """A stacked nn.LayerNorm."""
-
-    def standardised(self, wide: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.layer_norm(wide, self.module.normalized_shape, None, None, self.module.eps)
-
-
-class StackedRMSNorm(StackedTorchNorm):
-    """A stacked nn.RMSNorm."""
-
-    def standardised(self, wide: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.rms_norm(wide, self.module.normalized_shape, None, self.module.eps or torch.finfo(dtype).eps)
+        return cast(y, lead.dtype).flatten(0, 1)
 
 
 class StackedEmbedding(Stacked):
@@ -290,22 +267,16 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
 
 
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
-    kind = type(module)
-    match module:
-        case nn.LayerNorm():
-            return StackedLayerNorm
-        case nn.RMSNorm():
-            return StackedRMSNorm
-        case Conv1D():
-            return StackedConv1D
-    if kind.__name__.endswith(("RMSNorm", "LayerNorm")):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
         return StackedNorm
-    if kind is nn.Linear:
+    if type(module) is nn.Linear:
         return StackedLinear
-    if kind is nn.Embedding or kind.__name__.endswith("ScaledWordEmbedding"):
+    if isinstance(module, Conv1D):
+        return StackedConv1D
+    if type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding"):
         return StackedEmbedding
     raise ValueError(
-        f"{path or 'the model'} ({kind.__module__}.{kind.__name__}, parameters {sorted(own)}) is not "
+        f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}, parameters {sorted(own)}) is not "
         f"supported as random. Supported: {SUPPORTED}. Freeze it, or choose another subspace"
     )
 
