@@ -20,6 +20,12 @@ def test_the_document_shows_the_numbers_that_were_measured(name: str) -> None:
     assert document == table.replaced(document, name, table.block(name)), "run python -m benchmarks.table"
 
 
+def test_the_row_that_the_page_explains_is_one_of_its_table() -> None:
+    explanation, tables = table.DOCUMENT.read_text().split("<!-- cpu: begin -->")
+    (example,) = [line.strip() for line in explanation.splitlines() if line.startswith("    | ")]
+    assert example in tables.splitlines()
+
+
 def test_the_document_shows_the_scaling_that_was_measured() -> None:
     document, file = scaling.DOCUMENT.read_text(), table.RESULTS / "scaling.json"
     text = scaling.render(json.loads(file.read_text())) if file.exists() else "No run is kept yet."

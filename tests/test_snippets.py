@@ -123,8 +123,9 @@ SNIPPETS = {
     ("docs/continual.md", 0): Snippet(a_run),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
-    ("docs/laplace.md", 1): Snippet(a_classifier),
-    ("docs/laplace.md", 2): Snippet(lambda: a_language_model("out")),
+    ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
+    ("docs/laplace.md", 2): Snippet(a_classifier),
+    ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
@@ -137,6 +138,7 @@ SNIPPETS = {
     ),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
+    ("docs/uncertainty.md", 2): Snippet(dict),
 }
 
 

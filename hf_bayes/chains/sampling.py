@@ -76,7 +76,7 @@ def sample(
         theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
             ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero).
         method: a config of ``hf_bayes.METHODS``.
-        num_steps: updates.
+        num_steps: the number of updates.
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
             from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
         num_data: N, what U is divided by to be a mean loss.
@@ -84,9 +84,12 @@ def sample(
         batches_per_step: batches of an update; their energies are averaged.
         batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
         burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
-        thin: updates per draw.
-        seed: of all random numbers.
+        thin: the number of updates from one draw to the next.
+        seed: the seed of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
+    Returns:
+        ``draws`` [M, S, d] for S draws of each chain, ``approximation`` (``Draws`` or ``Gaussian``), ``info`` (name ->
+        [num_steps, M]) and the last ``state``.
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
             writes into theta, or depends on other rows of theta.

@@ -14,7 +14,7 @@ def is_integral(value: Any) -> TypeGuard[int]:
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> TypeGuard[int]:
     """Return whether ``value`` is an integer of Python with ``low <= value < high``."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+    return isinstance(value, int) and type(value) is not bool and low <= value < high
 
 
 def is_count(value: Any, *, minimum: int = 1) -> TypeGuard[int]:
@@ -24,7 +24,7 @@ def is_count(value: Any, *, minimum: int = 1) -> TypeGuard[int]:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether ``value`` is an integer or a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and type(value) is not bool
 
 
 def is_finite_number(value: Any) -> TypeGuard[int | float]:

@@ -176,7 +176,7 @@ def from_dict(values: Mapping[str, Any]) -> Schedule:
         ValueError: for an unknown name or field, a missing field, or a value out of range.
     """
     name = values.get("name")
-    if not isinstance(name, str) or name not in SCHEDULES:
+    if name not in list(SCHEDULES):  # a list also compares what has no hash
         raise ValueError(f"schedule must be a mapping with a name of {', '.join(SCHEDULES)}, got {name!r}")
     own = {key: value for key, value in values.items() if key != "name"}
     known = {item.name: item for item in fields(SCHEDULES[name]) if item.init}

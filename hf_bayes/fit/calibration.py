@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_bayes.core.number_checks import is_count
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
 from hf_bayes.posteriors.posterior import Posterior
@@ -57,4 +57,4 @@ def fit_calibration(
 def _batches(rows: Any, collate: Callable[..., Any], batch_size: int, device: Any) -> Iterable[dict[str, Any]]:
     loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
     for batch in loader:
-        yield {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        yield with_tensors(batch, lambda tensor: tensor.to(device))

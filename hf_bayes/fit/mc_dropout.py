@@ -27,19 +27,21 @@ def fit_mc_dropout(
     tokenizer: Any = None,
     seed: int = 0,
 ) -> Posterior:
-    """MC dropout of a model that is trained already: ``num_masks`` rows of its weights, each under a mask of its own.
+    """Return the MC dropout posterior of a model that is trained already.
 
-    The model is given back as it was.
+    Its draws are the weights of the model under ``num_masks`` random masks. The model is given back as it was.
 
     Args:
-        model: a model with a finished peft adapter, or any whose weights ``method.targets`` names.
+        model: a model with a finished peft adapter, or any model whose weights ``method.targets`` names.
         method: an ``MCDropoutConfig``; None takes the ``lora_dropout`` that the adapter was trained with.
         subspace: see ``hf_bayes.core.layout.select``.
-        num_data: N of the data it was trained on, to be stored; None if that is not known.
-        data_unit: what N counts.
-        noise_std: of a regression head's Gaussian likelihood.
+        num_data: N of the data that it was trained on, to be stored; None if it is not known.
+        data_unit: the unit of N, "token" or "sequence".
+        noise_std: the standard deviation of a regression's noise, in units of the labels; other heads refuse it.
         tokenizer: saved with the posterior, which stores its fingerprint.
-        seed: of the masks.
+        seed: the seed of the masks.
+    Returns:
+        A posterior with draws [num_masks, d].
     Raises:
         ValueError: for an adapter trained without dropout and no ``method``, or weights that have no inputs to drop.
     """

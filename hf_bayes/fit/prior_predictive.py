@@ -75,21 +75,25 @@ def prior_predictive(
     subspace: str = "trainable",
     seed: int = 0,
 ) -> PriorPredictive:
-    """Draw ``num_draws`` thetas from the method's prior and look at what the model then predicts for ``data``.
+    """Return the classes that a model predicts for ``data`` at weights drawn from the prior of a method.
 
-    A good prior is wide in functions: one whose every draw gives all inputs the same few classes is a bad one, even if
-    the draws average to the uniform distribution. The model is given back as it was.
+    A good prior allows many functions. A prior is bad if each of its draws gives all inputs the same few classes, even
+    if the average over draws is uniform. The model is given back as it was.
 
     Args:
         model: a causal language model or a classifier; what it makes trainable is random (or ``subspace``).
-        data: sized; rows for ``collate``, whose labels are not looked at.
-        method: of which the fields of the prior count.
+        data: rows with a length, for ``collate``. Their labels are not used.
+        method: a config; only the fields of its prior count.
+        num_draws: S, the number of draws from the prior.
         collate: rows -> a batch of tensors; None is transformers' default collator.
-        batch_size: rows of a forward.
-        subspace: see ``subspace.select``.
-        seed: of the draws.
+        batch_size: rows of a forward pass; the result does not depend on it.
+        subspace: see ``hf_bayes.core.layout.select``.
+        seed: the seed of the draws.
+    Returns:
+        Class probabilities, averaged over all inputs (for a language model over all positions but padding): [S, C]
+        in ``per_draw``, and their average over draws [C] in ``mean``.
     Raises:
-        ValueError: for a model without classes, a method that is no config, or data without rows.
+        ValueError: for a model without classes, a method that is not a config, or data without rows.
     """
     check_config(method)
     require_seed(seed)

@@ -11,16 +11,19 @@ from hf_bayes.posteriors.posterior import Posterior
 
 
 def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
-    """SWAG's Gaussian through the draws of each chain, in place of the draws; of several chains their mixture.
+    """Return a posterior with the SWAG Gaussian through the draws of each chain, in place of the draws.
 
-    The new posterior saves, loads and predicts as one of ``SWAGConfig`` does. Its ``method`` entry holds that of the
-    draws, and what the run said of its chains stays. Held-out figures were those of the draws and are left out.
+    Several chains give a mixture with one Gaussian for each. The new posterior saves, loads and predicts like a
+    posterior of ``SWAGConfig``. Its ``method`` entry contains the method of the draws. The diagnostics of the chains
+    stay. Held-out figures are left out, because they belong to the draws.
 
     Args:
-        posterior: draws in the order in which they were made, 2 or more a chain.
-        rank: K, the last deviations that are kept.
+        posterior: draws [M, d] in the order in which they were made, 2 or more of each chain.
+        rank: K, the number of the last deviations from the mean that the covariance keeps.
+    Returns:
+        A posterior whose approximation is a ``Gaussian`` with means [chains, d] and low-rank covariances.
     Raises:
-        ValueError: for a posterior that is no draws, a chain of fewer than two, or a rank below 2.
+        ValueError: for a posterior without draws, a chain with fewer than 2 draws, or a rank below 2.
     """
     if not isinstance(posterior, Posterior):
         raise ValueError(f"fit_swag takes a Posterior, as of Posterior.from_pretrained(...); got {posterior!r:.100}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,12 @@ def repeat_rows(inputs: dict[str, Any], num_rows: int, num_members: int) -> dict
         return value
 
     return inputs if num_members == 1 else {key: fold(key, value) for key, value in inputs.items()}
+
+
+def padding_mask(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return the attention mask [B, T]; None without one. Masks of other shapes do not show padding."""
+    mask = tensors_in(inputs).get("attention_mask")
+    return mask if mask is not None and mask.ndim == 2 else None
 
 
 def num_rows_of(inputs: dict[str, Any]) -> int:

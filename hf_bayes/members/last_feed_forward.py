@@ -72,9 +72,10 @@ class LastFeedForward:
 
     def _cuts(self, args: tuple[Any, ...]) -> bool:
         """Check that the only input is hidden states [rows, T, h] with more positions than will be read."""
-        if self.kept is None or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].ndim != 3:
-            return False
-        return self.kept < args[0].shape[1] == self.context.num_positions
+        match args:
+            case (Tensor(ndim=3) as hidden,) if self.kept is not None:
+                return self.kept < hidden.shape[1] == self.context.num_positions
+        return False
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         self._calls += 1
@@ -97,13 +98,14 @@ def _padded(output: Any, shape: tuple[int, int], positions: int) -> Any:
 
     In a tuple (from a layer of experts), only the tensors with positions are padded.
     """
-    if isinstance(output, tuple):
-        return tuple(_padded(item, shape, positions) for item in output)
-    if not isinstance(output, Tensor) or output.shape[:2] != shape:
-        return output
-    whole = output.new_zeros(shape[0], positions, *output.shape[2:])
-    whole[:, -shape[1] :] = output
-    return whole
+    match output:
+        case tuple():
+            return tuple(_padded(item, shape, positions) for item in output)
+        case Tensor() if output.shape[:2] == shape:
+            whole = output.new_zeros(shape[0], positions, *output.shape[2:])
+            whole[:, -shape[1] :] = output
+            return whole
+    return output
 
 
 def _feed_forward(model: nn.Module) -> nn.Module | None:

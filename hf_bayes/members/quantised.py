@@ -32,6 +32,11 @@ def foreign_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def maps_one_tensor(args: tuple[Any, ...], output: Any) -> bool:
+    """Return whether a module was called with one tensor, and returned one, as a linear layer does."""
+    return len(args) == 1 and all(isinstance(value, Tensor) for value in (*args, output))
+
+
 class _GradientCheck:
     """A forward hook that checks, once, that a layer propagates gradients to its input."""
 
@@ -39,7 +44,7 @@ class _GradientCheck:
         self.path, self.passed = path, False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if len(args) != 1 or not all(isinstance(value, Tensor) for value in (*args, output)):
+        if not maps_one_tensor(args, output):
             return  # not a linear layer, in spite of its name
         (x,) = args
         if not torch.is_grad_enabled() or not x.requires_grad:

@@ -177,13 +177,14 @@ class StackedNorm(Stacked):
             for name, p in module.named_parameters()
         }
         wide = lead if lead.dtype == torch.float64 else lead.float()  # as in torch: round once, after weight and bias
-        if isinstance(module, nn.LayerNorm):
-            y = F.layer_norm(wide, module.normalized_shape, None, None, module.eps)
-        elif isinstance(module, nn.RMSNorm):
-            y = F.rms_norm(wide, module.normalized_shape, None, module.eps or torch.finfo(lead.dtype).eps)
-        else:
-            # the family's own forward (Gemma multiplies by 1 + weight), with weights that broadcast over members
-            return compat.forward_with(module, values, lead).flatten(0, 1)
+        match module:
+            case nn.LayerNorm():
+                y = F.layer_norm(wide, module.normalized_shape, None, None, module.eps)
+            case nn.RMSNorm():
+                y = F.rms_norm(wide, module.normalized_shape, None, module.eps or torch.finfo(lead.dtype).eps)
+            case _:
+                # the family's own forward (Gemma multiplies by 1 + weight), with weights that broadcast over members
+                return compat.forward_with(module, values, lead).flatten(0, 1)
         y = y if "weight" not in values else y * values["weight"]
         y = y if "bias" not in values else y + values["bias"]
         return cast(y, lead.dtype).flatten(0, 1)

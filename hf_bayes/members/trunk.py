@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import decoder_blocks, decoder_of, modules_of
 from hf_bayes.core.tensors import tensors_in
 from hf_bayes.members.context import Context
-from hf_bayes.members.inputs import num_rows_of
+from hf_bayes.members.inputs import num_rows_of, padding_mask
 from hf_bayes.members.pictures import pictures_of
 
 Args = tuple[Any, ...]
@@ -224,8 +224,8 @@ def row_keys(inputs: dict[str, Any]) -> list[RowKey]:
         for name, value in sorted(tensors_in(inputs).items())
         if value.shape[:1] == (count,) and name != "labels"
     ]
-    mask = inputs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    mask = padding_mask(inputs)
+    if mask is None:
         return [RowKey(_digest(t[row] for t in tensors), None) for row in range(count)]
     read = mask.bool().cpu()
     padded = [tensor.shape[:2] == mask.shape for tensor in tensors]

@@ -74,7 +74,7 @@ def from_dict(values: Mapping[str, Any]) -> MethodConfig:
         ValueError: for a missing or unknown name, an unknown field, or a value out of range.
     """
     name = values.get("name")
-    if not isinstance(name, str) or name not in METHODS:
+    if name not in list(METHODS):  # a list also compares what has no hash
         raise ValueError(f"unknown method {name!r} (key 'name'): the methods are {', '.join(sorted(METHODS))}")
     config = METHODS[name]
     known = sorted(field.name for field in fields(config))

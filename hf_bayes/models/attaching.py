@@ -55,8 +55,12 @@ def attach(
         num_members: M, if theta is not given.
         trunk: True to run the layers before the first random one once for all members.
         noise_std: standard deviation of a regression's noise; other heads refuse it.
+    Returns:
+        The Bayesian model of the task. Its ``theta`` is the parameter [M, d]; its forward returns the log-probabilities
+        of the mixture and uncertainties in nats.
     Raises:
-        ValueError: for a module that cannot be stacked, naming it; the model is then unchanged.
+        ValueError: for a model of another task, a theta of another shape, or a module that cannot be stacked, naming
+            it. The model is then unchanged.
     """
     refuse_attached(model)
     core = core_of(model)

@@ -138,7 +138,7 @@ class BayesianModel(HostMethods):
 
     def predict_by(self, prediction: str) -> Self:
         """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors are those of ``linearise``."""
-        if not isinstance(prediction, str) or prediction not in PREDICTIONS:
+        if prediction not in list(PREDICTIONS):  # a list also compares what has no hash
             raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
         return self.linearise(PREDICTIONS[prediction])
 
@@ -251,6 +251,10 @@ class BayesianModel(HostMethods):
         Args:
             folded: True if the batch has different rows for each member.
             weights: [m, n] weights of the n terms of a batch that is not folded; None means weight 1.
+        Returns:
+            ``loss`` [m], minus the sum of log-likelihoods in nats, and ``num_terms`` [m].
+        Raises:
+            ValueError: for labels that do not fit the outputs.
         """
         raise AssertionError("the task's class defines log_lik")
 
@@ -279,6 +283,8 @@ class BayesianModel(HostMethods):
         Args:
             function: called with the members' logits [M, n, C] and the labels [n] (or [n, C]) of n terms; once for all
                 terms, or for a few at a time if C is a vocabulary.
+        Returns:
+            One result for each call, in the order of the terms.
         """
         raise AssertionError("the task's class defines each_term")
 

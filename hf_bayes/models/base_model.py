@@ -15,6 +15,7 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.models import compat, lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
+from hf_bayes.posteriors.storage.json_types import as_list, is_texts
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import SUPPORTED
 
@@ -137,7 +138,7 @@ def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
         ValueError: naming the setting.
     """
     ids = [head.get(name) for name in _HEAD if name.endswith("_token_id")]
-    flat = [number for value in ids for number in (value if isinstance(value, list) else [value])]
+    flat = [number for value in ids for number in as_list(value)]
     if odd := [n for n in flat if n is not None and (type(n) is not int or not 0 <= n < 2**31)]:
         raise ValueError(f"a special token of the posterior's head is {odd[0]!r:.100}, expected an id >= 0")
     if (kind := head.get("problem_type")) not in (None, *_PROBLEMS):
@@ -145,7 +146,7 @@ def check_head(head: dict[str, Any], config: Any, layout: Layout) -> None:
             f"problem_type of the posterior's head is {kind!r:.100}, expected one of {', '.join(_PROBLEMS)}"
         )
     labels = head.get("labels", [])
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+    if not is_texts(labels):
         raise ValueError(f"labels of the posterior's head must be a list of names, got {labels!r:.100}")
     if labels and len(labels) != config.num_labels and all(shape[:1] != (len(labels),) for shape in layout.shapes):
         raise ValueError(

@@ -107,8 +107,11 @@ class BayesianClassifier(BayesianModel):
             labels: [B, ...] classes, -100 for none (or [B, C] for multi-label and regression); the loss is the
                 mixture's.
             theta: [m, d] members to differentiate.
-            folded: with ``theta``: the batch holds other rows for each member.
+            folded: True if, with ``theta``, the batch has different rows for each member.
             inputs: inputs of the wrapped model.
+        Returns:
+            Log-probabilities [B, ..., C] of the mixture with uncertainties [B, ...] in nats. For a regression, means
+            [B, C] with standard deviations [B, C] in units of the labels. For several labels, logits [B, C].
         Raises:
             ValueError: for inputs that ``InputCheck`` refuses, and labels that do not fit.
         """

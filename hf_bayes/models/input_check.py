@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.number_checks import is_integer
+from hf_bayes.members.inputs import padding_mask
 
 _DTYPES = (torch.int64, torch.int32)
 _WANTED = "expected a tensor of integers [rows, tokens]"
@@ -47,11 +48,11 @@ class InputCheck:
             where: the caller's name for the rows.
             first: number of the first row.
         """
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        ids, mask = inputs.get("input_ids"), padding_mask(inputs)
         if ids is None or self.num_tokens is None:
             return
         require_ids(ids)
-        if not isinstance(mask, Tensor) or mask.ndim != 2:  # other masks do not show padding
+        if mask is None:
             mask = torch.ones_like(ids)
         if mask.shape != ids.shape:
             raise ValueError(

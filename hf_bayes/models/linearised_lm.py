@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.module_hooks import LayerHooks
-from hf_bayes.members.quantised import foreign_linears
+from hf_bayes.members.quantised import foreign_linears, maps_one_tensor
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.compat import attention_of
 from hf_bayes.models.linearised import JACOBIAN_BUDGET, Outputs, linear_head
@@ -92,7 +92,7 @@ class _TangentCheck:
         self.path = path
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if len(args) != 1 or not all(isinstance(value, Tensor) for value in (*args, output)):
+        if not maps_one_tensor(args, output):
             return
         given, found = (_unpacked(value)[1] for value in (args[0], output))
         if given is not None and bool(given.any()) and (found is None or not bool(found.any())):

@@ -147,9 +147,12 @@ class ModelObjective:
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
-        if isinstance(what, AllRows):
-            return gradient_of_all_rows(self, theta)
-        return (self.heldout if isinstance(what, HeldOut) else self.curvature)(theta, what, gradient=gradient)
+        match what:
+            case AllRows():
+                return gradient_of_all_rows(self, theta)
+            case HeldOut():
+                return self.heldout(theta, what, gradient=gradient)
+        return self.curvature(theta, what, gradient=gradient)
 
     def close(self) -> None:
         """End the progress bar of held-out passes."""

@@ -1,18 +1,19 @@
-"""Rows that stay with their processes: what each process adds to an estimate of all data (stratified sampling).
+"""The sums over processes that keep their rows to themselves (``private_rows``; stratified sampling).
 
-Process p of P has n_p of N rows and draws K batches of b of them for an update. With l_pj of batch j the log-likelihood
+Process p of P has n_p of the N rows. For an update it draws K batches of b of its rows. With l_pj the log-likelihood of
+its batch j, the processes compute
 
     l_j = sum_p (n_p / b) l_pj,   j = 1 .. K
 
-is an unbiased estimate of all data's. Processes draw independently of each other, so the l_j are as independent as the
-batches of one process, and the variance between them is the sum over processes of (n_p / b)^2 times the variance within
-p. A test of K batches takes them as they are: the estimated variance of their mean has K - 1 degrees of freedom, which
-the series of ``penalty`` is made for, whatever the sizes; summing P estimates would leave it a number of its own for
-every mixture of sizes. The processes exchange only one sum of K numbers a chain.
+Each l_j is an unbiased estimate of the log-likelihood of all rows, and the K sums are independent, because processes
+draw independently of each other. So the test of ``penalty`` uses them as it uses the K batches of one process. The
+variance between them is the sum over processes of (n_p / b)^2 times the variance between the batches of p, with K - 1
+degrees of freedom for any sizes. (A sum of P separate estimates of a variance would have another number of degrees of
+freedom for each mixture of sizes.) The processes exchange one sum of K numbers for each chain.
 
-Where no row comes twice in an update, the mean of a process's K batches has f_p = 1 - K b / n_p of the variance that
-they show. The test multiplies by one factor, f = 1 - K b P / N; so p brings in the deviations of its batches from their
-mean times sqrt(f_p / f).
+If no row comes twice in an update, the mean of the K batches of a process has the variance that they show times
+f_p = 1 - K b / n_p. But the test has one factor for all processes, f = 1 - K b P / N. So process p multiplies the
+deviations of its batches from their mean by sqrt(f_p / f).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Stratum:
         sizes: n_p, in the order of the processes.
         rank: p.
         batch_size, num_batches: b and K, the same everywhere.
-        disjoint: whether no row comes twice in an update.
+        disjoint: True if no row comes twice in an update.
     """
 
     sizes: tuple[int, ...]
@@ -51,17 +52,17 @@ class Stratum:
 
     @property
     def num_rows(self) -> int:
-        """N"""
+        """The number of rows of all processes, N."""
         return sum(self.sizes)
 
     @property
     def weight(self) -> float:
-        """n_p over the mean of all: what the log-likelihood of a batch here counts beside that of another process."""
+        """The number of rows of this process over the mean number: the weight of its batches in a sum."""
         return self.sizes[self.rank] * len(self.sizes) / self.num_rows
 
     @property
     def deviation_scale(self) -> float:
-        """sqrt(f_p / f); 1 where batches are drawn independently of each other."""
+        """The factor sqrt(f_p / f) of deviations; 1 if batches are drawn independently of each other."""
         if not self.disjoint:
             return 1.0
         drawn = self.batch_size * self.num_batches
@@ -69,6 +70,6 @@ class Stratum:
         return math.sqrt((1 - drawn / self.sizes[self.rank]) / of_all) if of_all > 0 else 1.0
 
     def contribution(self, log_lik: Tensor) -> Tensor:
-        """Return what this process adds to the log-likelihoods of all, from those of the batches here [M, K]."""
+        """Return the terms [M, K] of this process in the sums, from the log-likelihoods [M, K] of its batches."""
         mean = log_lik.mean(1, keepdim=True)
         return self.weight * (mean + self.deviation_scale * (log_lik - mean))

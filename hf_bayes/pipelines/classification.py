@@ -48,14 +48,14 @@ class _ScoredPipeline(BayesianPipeline):
         return super().__call__(inputs, **kwargs)
 
     def _sanitize_parameters(self, function_to_apply: str | None = None, **kwargs: Any) -> Any:
-        if isinstance(function_to_apply, str) and function_to_apply.lower() not in (known := self._functions()):
-            raise ValueError(
-                f"function_to_apply={str(function_to_apply)!r} has no meaning for a "
-                f"{type(self.model.likelihood).__name__} likelihood: expected {' or '.join(map(repr, known))}. "
-                f"Leave it out for {known[0]!r}"
-            )
         if isinstance(function_to_apply, str):
-            function_to_apply = function_to_apply.lower()
+            given, known, function_to_apply = function_to_apply, self._functions(), function_to_apply.lower()
+            if function_to_apply not in known:
+                raise ValueError(
+                    f"function_to_apply={str(given)!r} has no meaning for a "
+                    f"{type(self.model.likelihood).__name__} likelihood: expected {' or '.join(map(repr, known))}. "
+                    f"Leave it out for {known[0]!r}"
+                )
         top_k = kwargs.get("top_k")
         if isinstance(top_k, int) and top_k < 1:
             raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")

@@ -95,6 +95,9 @@ class UncertaintyStreamer(TraceStreamer):
 
     A token that leaves a character unfinished waits for the next one.
 
+    Args:
+        tokenizer: decodes the tokens.
+        on_record: called with {"token", "logprob", "total", "aleatoric", "epistemic"}: a text and four numbers in nats.
     Raises:
         ValueError: in ``generate``, for more than one row.
     """

@@ -115,9 +115,11 @@ def _check(record: Record) -> None:
     A NaN is neither above nor below another number: the scale of all tokens would depend on its place.
     """
     for index, token in enumerate(record["tokens"]):
-        if not isinstance(token, Mapping) or not isinstance(token.get("token"), str):
-            raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
-        _check_numbers(token, ("logprob",), f"token {index} ({token['token']!r:.40})")
+        match token:
+            case {"token": str(text)}:
+                _check_numbers(token, ("logprob",), f"token {index} ({text!r:.40})")
+            case _:
+                raise ValueError(f"token {index} of a record to render has its text as 'token', got {token!r:.100}")
     if not isinstance(record.get("uncertainty"), Mapping):
         raise ValueError(
             "a record to render has the means of its tokens as 'uncertainty', "
@@ -273,7 +275,9 @@ def to_terminal(
         record_or_records: as in ``to_html``.
         measure: as in ``to_html``.
         vmax: as in ``to_html``.
-        dark: for a terminal with a dark background.
+        dark: True for a terminal with a dark background.
+    Raises:
+        ValueError: as ``to_html``.
     """
     records = _flat(record_or_records)
     scale, theme = scale_of(records, measure, vmax), DARK if dark else LIGHT
@@ -305,5 +309,13 @@ def to_terminal(
 
 
 def print_record(record_or_records: Any, *, console: Console | None = None, **options: Any) -> None:
-    """Print ``to_terminal(record_or_records, **options)``."""
+    """Print the tokens of records in the colours of an uncertainty, with a scale and the means.
+
+    Args:
+        record_or_records: as in ``to_html``.
+        console: a console of ``rich``; None prints to the standard output.
+        options: ``measure``, ``vmax`` (nats) and ``dark`` of ``to_terminal``.
+    Raises:
+        ValueError: as ``to_html``.
+    """
     (console or Console()).print(to_terminal(record_or_records, **options), soft_wrap=False)

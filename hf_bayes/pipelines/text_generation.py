@@ -128,14 +128,17 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         thread = threading.Thread(target=run, name="hf_bayes-stream", daemon=True)
         thread.start()
         try:
-            while not isinstance(item := streamer.queue.get(), _Finished):
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            while True:
+                match streamer.queue.get():
+                    case _Finished(records=records):
+                        return records[0]
+                    case BaseException() as error:
+                        raise error
+                    case token:
+                        yield token
         finally:
             streamer.abandoned.set()
             thread.join()
-        return item.records[0]
 
     def score(self, texts: str | Iterable[str], *, batch_size: int | None = None, **tokenizer_kwargs: Any) -> Any:
         """Score given texts, teacher-forced: return a record for a string, a list of records for several.

@@ -147,8 +147,9 @@ class _Inside(NamedTuple):
 
 def _root(node: Any) -> str | None:
     """Return the variable that an expression takes a part of."""
-    while isinstance(node, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter):
-        node = node.node
+    match node:
+        case nodes.Getattr(node=whole) | nodes.Getitem(node=whole) | nodes.Call(node=whole) | nodes.Filter(node=whole):
+            return _root(whole)
     return _name(node)
 
 
@@ -197,7 +198,7 @@ def _check_growth(tree: nodes.Template) -> None:
     where: dict[str, nodes.Node] = {}
     node: Any
     for node in tree.find_all((nodes.Assign, nodes.AssignBlock, nodes.For)):
-        copies = _total(node.body) if isinstance(node, nodes.AssignBlock) else _copies(_value(node))
+        copies = _assigned(node)
         for target in _targets(node.target):
             where.setdefault(target, node)
             parts[target] = _most([parts.get(target, {}), copies])
@@ -230,8 +231,14 @@ def _rename_loop_variables(tree: nodes.Template) -> None:
                     name.name += f" of loop {index}"
 
 
-def _value(node: nodes.For | nodes.Assign) -> nodes.Node:
-    return node.iter if isinstance(node, nodes.For) else node.node
+def _assigned(node: nodes.Node) -> dict[str, int]:
+    """Return the variables in what a node assigns to its target, each with its number of copies."""
+    match node:
+        case nodes.AssignBlock(body=body):
+            return _total(body)
+        case nodes.For(iter=value) | nodes.Assign(node=value):
+            return _copies(value)
+    raise AssertionError(f"{type(node).__name__} assigns nothing")
 
 
 def _reached(start: str, parts: Mapping[str, Mapping[str, int]]) -> set[str]:

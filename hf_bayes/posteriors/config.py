@@ -17,6 +17,7 @@ from hf_bayes.core.rng import MAX_SEED
 from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
+from hf_bayes.posteriors.storage.json_types import has_keys
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.storage.plain_values import plain
 from hf_bayes.posteriors.tasks import TASKS
@@ -196,8 +197,11 @@ class PosteriorConfig:
         if len(self.parameters) > MAX_TENSORS:
             raise ValueError(f"parameters has {len(self.parameters):,} entries, expected at most {MAX_TENSORS:,}")
         for pair in self.parameters:
-            fine = isinstance(pair, list) and len(pair) == 2 and _is_line(pair[0]) and isinstance(pair[1], list)
-            fine = fine and all(is_integer(size, 1, _MAX_COUNT) for size in pair[1])
+            match pair:
+                case [name, [*sizes]]:
+                    fine = _is_line(name) and all(is_integer(size, 1, _MAX_COUNT) for size in sizes)
+                case _:
+                    fine = False
             _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
             if len(pair[0]) > MAX_NAME:
                 raise ValueError(f"a name in parameters has {len(pair[0]):,} characters, expected at most {MAX_NAME:,}")
@@ -210,8 +214,7 @@ class PosteriorConfig:
         _require(set(self.base_model) == keys, "base_model", sorted(self.base_model), f"the keys {sorted(keys)}")
         fingerprint = self.base_model["fingerprint"]
         keys = {"weights", "config", "tokenizer"}
-        fine = isinstance(fingerprint, dict) and set(fingerprint) == keys
-        _require(fine, "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
+        _require(has_keys(fingerprint, keys), "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
             _require(value is None or _is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")

@@ -92,8 +92,11 @@ def push_directory(
             raise ValueError(
                 f"{root / name} holds what looks like an access token of the Hub: remove it, then push again"
             )
-    base = contents.get(CONFIG, {}).get("base_model", {})
-    base = base.get("name_or_path") if isinstance(base, dict) else None
+    match contents.get(CONFIG):
+        case {"base_model": {"name_or_path": found}}:
+            base = found
+        case _:
+            base = None
     if is_local(base):
         warnings.warn(
             f"the base model is local ({visible_line(base)}): this path becomes public in {CONFIG}, and "

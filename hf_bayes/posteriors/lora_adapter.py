@@ -106,7 +106,8 @@ def _fingerprint_near(directory: Path) -> dict[str, str | None] | None:
     posterior = [directory.parent.parent] if directory.parent.name == "members" else []
     for place in (directory, *posterior):
         if (place / CONFIG).is_file():
-            base_model = storage.read_file(place, CONFIG).get("base_model")
-            fingerprint = base_model.get("fingerprint") if isinstance(base_model, dict) else None
-            return fingerprint if isinstance(fingerprint, dict) else None
+            match storage.read_file(place, CONFIG):
+                case {"base_model": {"fingerprint": dict(fingerprint)}}:
+                    return fingerprint
+            return None
     return None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, MODEL_PREFIX, SAVED_MODULES
-from hf_bayes.posteriors.storage.json_types import is_texts
+from hf_bayes.posteriors.storage.json_types import as_list, is_texts
 from hf_bayes.posteriors.storage.plain_values import plain
 
 FILE = ADAPTER_CONFIG
@@ -76,8 +76,7 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _is_indices(value: Any) -> bool:
-    indices = value if isinstance(value, list) else [value]
-    return value is None or all(type(index) is int and 0 <= index < 10**6 for index in indices)
+    return value is None or all(type(index) is int and 0 <= index < 10**6 for index in as_list(value))
 
 
 def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

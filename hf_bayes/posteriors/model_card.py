@@ -6,6 +6,7 @@ gets string literals by ``literal``, and YAML quotes the metadata. All three beg
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,19 @@ def render_card(
     Raises:
         ValueError: as ``card_fields``.
     """
+    data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields))
+    return (
+        _environment()
+        .get_template("posterior_card.md")
+        .render(
+            card_data=Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
+        )
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return the environment of the template, which is parsed once. Every value in it passes through ``markdown``."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -108,10 +122,7 @@ def render_card(
         keep_trailing_newline=True,
     )
     environment.filters |= {"literal": literal, "count": _count}
-    data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields))
-    return environment.get_template("posterior_card.md").render(
-        card_data=Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
-    )
+    return environment
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:

@@ -25,17 +25,17 @@ LEAST_ROWS = 200
 
 def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
     """Return, in words, why a run has no temperature of its mixture; None if it can have one."""
-    held = host.eval_dataset
+    sets = host.eval_sets
     if host.args.calibrate is False:
         return "calibrate=False"
     if not isinstance(model.likelihood, Categorical):
         return "the labels are not classes"
     if host.args.private_rows:
         return "private_rows keeps the rows of every process apart"
-    if held is None:
+    if host.eval_dataset is None:
         return "there is no eval_dataset"
-    if isinstance(held, dict) and "heldout" not in held:
-        return f"eval_dataset has several sets ({', '.join(map(str, held))}) and none is named 'heldout'"
+    if not sets.keys() & {"", "heldout"}:
+        return f"eval_dataset has several sets ({', '.join(map(str, sets))}) and none is named 'heldout'"
     if is_stream(HeldOutData(host).rows):
         return "eval_dataset is a stream, whose rows have no numbers"
     return None

@@ -83,6 +83,12 @@ class TrainerHost:
         return self._trainer.eval_dataset
 
     @property
+    def eval_sets(self) -> dict[str, Any]:
+        """The held-out data sets by name. A single one, or None, has the name ""."""
+        given = self.eval_dataset
+        return given if isinstance(given, dict) else {"": given}
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer or processor of the run."""
         return self._trainer.processing_class
@@ -147,8 +153,7 @@ class TrainerHost:
         A save needs these figures, not the run. A callback would take them for an evaluation of the run and stop it,
         log them after its end, or miss the name that it reads, and then nothing would be saved.
         """
-        trainer, given = self._trainer, self.eval_dataset
-        names: list[Any] = list(given) if isinstance(given, dict) else [None]
+        trainer = self._trainer
         kept = trainer.callback_handler, trainer.compute_metrics
         # the callback that shows progress; Trainer's handler warns if the other one is not there
         silent = [DefaultFlowCallback(), *([] if trainer.args.disable_tqdm else [ProgressCallback()])]
@@ -158,12 +163,12 @@ class TrainerHost:
         trainer.compute_metrics = None
         metrics: dict[str, float] = {}
         try:
-            for name in names:
+            for name in self.eval_sets:
                 output = trainer.evaluation_loop(
-                    trainer.get_eval_dataloader(name),
+                    trainer.get_eval_dataloader(name or None),
                     description="Evaluation",
                     prediction_loss_only=True,
-                    metric_key_prefix=prefix if name is None else f"{prefix}_{name}",
+                    metric_key_prefix=f"{prefix}_{name}" if name else prefix,
                 )
                 metrics |= output.metrics or {}
                 # ends the bar

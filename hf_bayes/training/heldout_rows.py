@@ -24,8 +24,8 @@ class HeldOutData:
     @property
     def rows(self) -> Any:
         """The data set."""
-        found = self._host.eval_dataset
-        return found["heldout"] if isinstance(found, dict) else found
+        sets = self._host.eval_sets
+        return sets["" if "" in sets else "heldout"]
 
     def check(self, model: BayesianModel, method: MethodConfig) -> None:
         """Check that the rows can be counted and have labels, before anything runs."""

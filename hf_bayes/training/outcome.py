@@ -193,8 +193,8 @@ class Outcome:
             with self.predicting():
                 self.keep_evaluation(active.host.measure("eval"))
         assert self.heldout is not None
-        metrics, several = self.heldout.metrics, active.host.eval_dataset
-        sets = [f"{name}_" for name in several] if isinstance(several, dict) else [""]
+        metrics = self.heldout.metrics
+        sets = [f"{name}_" if name else "" for name in active.host.eval_sets]
         if empty := [name for name in sets if f"eval_{name}nll" not in metrics]:
             active.host.warn(
                 "no likelihood term in eval_dataset%s, so the posterior is saved without its metrics: it has no row "

@@ -99,9 +99,9 @@ def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
     Raises:
         ValueError: naming the process and the setting that differs.
     """
-    args, sets = host.args, host.eval_dataset if isinstance(host.eval_dataset, dict) else {"": host.eval_dataset}
+    args = host.args
     settings = {"method": method.to_dict(), **{name: getattr(args, name) for name in _SHARED}}
-    for name, rows in sets.items():  # processes share the work on these rows, as if they were the same everywhere
+    for name, rows in host.eval_sets.items():  # processes share the work on these rows, as if all had the same
         settings[f"rows of eval_dataset {name}".strip()] = len(rows) if hasattr(rows, "__len__") else None
     refuse_other_settings(mesh.share(settings))
     return Stratum(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.members.inputs import num_positions_of, num_rows_of, repeat_rows
+from hf_bayes.members.inputs import num_positions_of, num_rows_of, padding_mask, repeat_rows
 
 
 def test_rows_are_repeated_member_by_member_in_tensors_and_dicts() -> None:
@@ -20,3 +20,11 @@ def test_rows_and_positions_are_those_of_the_main_input() -> None:
     assert (num_rows_of(inputs), num_positions_of(inputs)) == (2, 5)
     with pytest.raises(ValueError, match="no tensor among the model's inputs"):
         num_rows_of({"flag": True})
+
+
+def test_only_a_mask_of_two_dimensions_shows_padding() -> None:
+    mask = torch.ones(2, 5)
+    assert padding_mask({"attention_mask": mask}) is mask
+    for other in (None, [[1, 1]], torch.ones(2, 1, 5, 5)):
+        assert padding_mask({"attention_mask": other}) is None
+    assert padding_mask({}) is None

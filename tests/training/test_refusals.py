@@ -94,7 +94,7 @@ def mesh_of_two(**others: Any) -> Any:
 
 def host_of_nine_rows(directory: Path) -> Any:
     args = runs.arguments(directory, gradient_accumulation_steps=3)
-    return SimpleNamespace(args=args, eval_dataset={"dev": [1, 2], "test": None}, train_dataset=[1] * 9)
+    return SimpleNamespace(args=args, eval_sets={"dev": [1, 2], "test": None}, train_dataset=[1] * 9)
 
 
 def test_processes_learn_how_many_rows_each_has(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def _basis_of_sum(parts: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor | Non
     """Return the eigenvectors of sum B diag(values) B'; None if all B are the identity."""
     if all(basis is None for basis, _ in parts):
         return None
-    total = sum(torch.diag(values) if basis is None else (basis * values) @ basis.mT for basis, values in parts)
-    assert isinstance(total, Tensor)
+    dense = [torch.diag(values) if basis is None else (basis * values) @ basis.mT for basis, values in parts]
+    total = torch.stack(dense).sum(0)
     vectors: Tensor = torch.linalg.eigh(total).eigenvectors
     return vectors
 

@@ -218,7 +218,11 @@ class LaplaceConfig(MethodConfig):
         return found
 
     def around(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
-        """Return the same as ``final_pass`` without a warning."""
+        """Return the mixture of Gaussians around the rows of ``theta`` [M, d], without the warnings of ``final_pass``.
+
+        Raises:
+            ValueError: for a prior or noise that cannot be fitted, or if H + tau is not positive definite.
+        """
         self._check_prior(problem)
         results: list[PassResult] = [data_pass(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}

@@ -233,11 +233,13 @@ class AGPSConfig(MethodConfig):
                 return family.match(theta, -gradient / self.temperature, Parameters(*carried), max_std)
 
             at = Parameters(*in_blocks(match, gradient, state.theta, state.first, state.second))
-            info = {"proposal_std": at.second.mean(1)} if self.family == "gaussian" else {}
-            share = (at.second >= max_std).to(state.capped.dtype).mean(1) if self.family == "gaussian" else 0.0
-            capped = state.capped + share * (state.step >= problem.burn_in)
-            new = AGPSState(family.draw(rngs, at), *at, capped, state.step + 1)
-            return new, info | ({"capped": share} if isinstance(share, Tensor) else {})
+            capped = state.capped
+            info: Info = {}
+            if self.family == "gaussian":
+                share = (at.second >= max_std).to(capped.dtype).mean(1)
+                capped = capped + share * (state.step >= problem.burn_in)
+                info = {"proposal_std": at.second.mean(1), "capped": share}
+            return AGPSState(family.draw(rngs, at), *at, capped, state.step + 1), info
 
         def finish(state: AGPSState, draws: Tensor) -> Draws:
             share = float((state.capped / (state.step - problem.burn_in).clamp_min(1)).mean())

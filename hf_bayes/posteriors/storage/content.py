@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.posteriors.storage.formats import decode_json, decode_tensors, encode_json, encode_tensors
 
 Content = Mapping[str, Tensor] | Mapping[str, Any] | str | bytes
@@ -46,4 +47,4 @@ def size_in_bytes(content: Content) -> int:
     """Return about how many bytes the content takes on disk. The few bytes of a JSON object count as 0."""
     if isinstance(content, (str, bytes)):
         return len(content)
-    return sum(value.nbytes for value in content.values() if isinstance(value, Tensor))
+    return sum(tensor.nbytes for tensor in tensors_in(content).values())

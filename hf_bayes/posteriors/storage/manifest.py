@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hf_bayes.core.number_checks import is_integer
 from hf_bayes.posteriors.storage.formats import decode_json
+from hf_bayes.posteriors.storage.json_types import has_keys
 from hf_bayes.posteriors.storage.listing import some
 
 MANIFEST = "manifest.json"
@@ -86,7 +87,7 @@ def parse_manifest(data: bytes, root: Path) -> Manifest:
     files = {}
     for name, entry in values["files"].items():
         check_name(name, where=where)
-        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+        if not has_keys(entry, ("size", "sha256")):
             raise ValueError(f"{where}: the entry of {name} must have size and sha256, got {entry!r:.200}")
         parsed = Entry.parse(**entry)
         if parsed is None:

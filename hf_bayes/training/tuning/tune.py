@@ -42,8 +42,8 @@ class Tuning(NamedTuple):
     """The result of ``tune``.
 
     Attributes:
-        posterior: of the chosen candidate, also saved in ``output_dir``.
-        chosen: its trial.
+        posterior: the posterior of the chosen candidate, also saved in ``output_dir``.
+        chosen: the trial of this candidate.
         rounds: the trials of each round; those of a round have equal budgets.
         sentence: the result in words.
     """
@@ -81,6 +81,9 @@ def tune(
         budget: minibatch gradients of all runs together; None means ten times the gradients that ``args`` give to
             four chains.
         candidates: methods and settings; a function of the attached model, or a list.
+    Returns:
+        The posterior of the chosen candidate, its trial, all trials by round (NLLs in nats per likelihood term), and
+        the result in words.
     Raises:
         ValueError: before the first run: for an attached model, a budget or held-out rows that are too few, several
             processes, or a record of another tuning in ``output_dir``.

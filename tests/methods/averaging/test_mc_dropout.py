@@ -19,7 +19,7 @@ from hf_bayes.methods.registry import build
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.map_comparison import map_of_run
 from tests.faults import posteriors
-from tests.methods.test_registry import problem
+from tests.methods.conformance import problem
 from tests.runs import token_rows, trainer
 from tests.tiny_models import batch, tiny_llama, with_lora
 

@@ -11,7 +11,7 @@ from hf_bayes.distributions.covariance import dense
 from hf_bayes.methods.averaging.swag import Moments, SWAGConfig
 from hf_bayes.methods.registry import build
 from tests.methods.averaging.regression import BATCHES, CHAINS, DIM, RATE, START, N, energy, torch_sgd
-from tests.methods.test_registry import problem
+from tests.methods.conformance import problem
 
 INTERVAL, BURN_IN, NUM_STEPS = 3, 10, 60
 
