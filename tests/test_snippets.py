@@ -53,7 +53,14 @@ def saved_base(model: PreTrainedModel) -> PreTrainedModel:
 def a_run() -> Namespace:
     rows = Dataset.from_list(token_rows())
     model = with_lora(saved_base(tiny_llama()))
-    names = {"peft_model": model, "model": model, "train": rows, "dev": rows, "tokenizer": tiny_tokenizer()}
+    names = {
+        "peft_model": model,
+        "model": model,
+        "train": rows,
+        "dev": rows,
+        "heldout": rows,
+        "tokenizer": tiny_tokenizer(),
+    }
     halves = {"one": rows.select(range(5)), "two": rows.select(range(5, 10))}
     return {**names, **halves, "collate": padding_collator(), "rows_of_this_hospital": rows}
 
