@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
 from tests.mutants.own_choices import OWN_CHOICES
+from tests.mutants.recommended import RECOMMENDED
 
 
 def law(sampler: str) -> str:
@@ -313,6 +314,7 @@ FAULTS = (
           "2.5 * (t + 10) ** -0.75", "25 * (t + 10) ** -0.75",
           ("methods/mcmc/test_hmc.py::test_acceptance_after_burn_in_is_the_target[stretched]",)),
     *OWN_CHOICES,
+    *RECOMMENDED,
     *CALIBRATION,
 )
 # fmt: on

@@ -1,0 +1,38 @@
+"""Planted faults in ladders, in the method of a run without one, and in averages of iterates."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+LADDER = "methods/test_ladder.py::"
+CHOICE = f"{LADDER}test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture"
+
+# fmt: off
+RECOMMENDED = (
+    Fault("ladder: the worst rung is chosen", "methods/ladder.py",
+          "best = int(nll.argmin())", "best = int(nll.argmax())", (CHOICE,)),
+    Fault("ladder: only the first chain of a rung is looked at", "methods/ladder.py",
+          "state.ladder_looks[rows].flatten(0, 1)", "state.ladder_looks[rows[:1]].flatten(0, 1)", (CHOICE,)),
+    Fault("ladder: a chain that changes its temperature is not scaled", "methods/ladder.py",
+          "part if ratio == 1 else rung.rule.rescale(part, ratio)", "part",
+          (f"{LADDER}test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode",)),
+    Fault("ladder: the record keeps the temperature of before", "methods/ladder.py",
+          '{"ladder": None, "temperature": chosen.temperature}', '{"ladder": None}',
+          (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
+    Fault("heat is averaged over all directions", "methods/sgmcmc/whitening.py",
+          "torch.where(ruled, along.square(), 0.0).sum(1) / ruled.sum(1)", "along.square().mean(1)",
+          ("methods/sgmcmc/test_whitening.py::test_heat_is_measured_where_the_data_rule[1.5]",)),
+    Fault("a method is chosen by too few held-out rows", "methods/recommended.py",
+          "elif (num_heldout or 0) < least:", "elif not num_heldout:",
+          ("methods/test_recommended.py::test_without_a_choice_it_is_the_posterior",)),
+    Fault("swa: AdamW's iterates are SGD's", "methods/averaging/swa.py",
+          'if self.optimizer == "sgd":\n            return super().build', "if self.optimizer:\n            return super().build",
+          ("methods/averaging/test_swa.py::test_the_iterates_are_by_default_those_of_adamw",)),
+    Fault("swa: a found rate falls", "methods/averaging/swa.py",
+          'learning_rate="range_test", rate_falls=False', 'learning_rate="range_test"',
+          ("objectives/test_own_settings.py::test_an_average_of_iterates_keeps_the_rate_that_was_found",)),
+    Fault("cross-fitting: a run sees the rows that it is judged on", "training/cross_fitting.py",
+          'sorted(set(order.tolist()) - set(folds[fold]))', "sorted(order.tolist())",
+          ("training/test_cross_fitting.py::test_it_sees_that_labels_were_learnt_by_heart",)),
+)
+# fmt: on
