@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTr
 from hf_bayes.cli.data import load_splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.registry import from_dict
+from hf_bayes.posteriors.storage.json_types import as_list
 
 
 class _Loader(yaml.SafeLoader):
@@ -224,6 +225,6 @@ def _as_flags(values: dict[str, Any], types: Sequence[Any], *, where: str) -> li
             if defaults[name] is not None:
                 raise ValueError(f"{where}: {name} cannot be null; leave it out for its default")
             continue
-        items = value if isinstance(value, list) else [value]
+        items = as_list(value)
         flags += [f"--{name}", *(json.dumps(i) if isinstance(i, (dict, bool)) else str(i) for i in items)]
     return flags

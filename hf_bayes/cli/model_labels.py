@@ -9,6 +9,7 @@ from datasets import ClassLabel, Dataset, LargeList, List
 
 from hf_bayes.cli.data import check_split
 from hf_bayes.cli.labels import LabelReader, finite_number, read_labels
+from hf_bayes.posteriors.storage.json_types import as_list
 
 _ADVICE = "drop such rows, or name the column of the labels"
 
@@ -87,7 +88,7 @@ def numbers_of(rows: Dataset, count: int, *, what: str, label_column: str = "lab
     check_split(rows, label_column, what)
 
     def read(value: Any) -> list[float]:
-        values = value if isinstance(value, list) else [value]
+        values = as_list(value)
         if len(values) != count:
             raise ValueError
         return [finite_number(each) for each in values]
