@@ -142,6 +142,28 @@ def test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode(tmp_path
     assert torch.all(hotter.step_size == 0.2)  # the largest step that discretises well
 
 
+def test_at_the_choice_the_chains_of_other_temperatures_are_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_rung, scaled = ladder._rung, []
+
+    def watched(*args: Any) -> ladder.Rung:
+        rung = make_rung(*args)
+
+        def rescale(state: Any, ratio: float) -> Any:
+            scaled.append((rung.temperature, len(state.theta), ratio))
+            return rung.rule.rescale(state, ratio)
+
+        return rung._replace(rule=rung.rule._replace(rescale=rescale))
+
+    monkeypatch.setattr(ladder, "_rung", watched)
+    run = trainer(tmp_path, config())
+    run.train()
+    chosen = run.method.temperature
+    (other,) = {1.0, 0.01} - {chosen}
+    assert scaled == [(other, 2, chosen / other)]
+
+
 def test_a_run_resumes_on_both_sides_of_the_choice(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", config(**WARM), learning_rate=None)
     whole.train()

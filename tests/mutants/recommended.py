@@ -15,7 +15,7 @@ RECOMMENDED = (
           "state.ladder_looks[rows].flatten(0, 1)", "state.ladder_looks[rows[:1]].flatten(0, 1)", (CHOICE,)),
     Fault("ladder: a chain that changes its temperature is not scaled", "methods/ladder.py",
           "part if ratio == 1 else rung.rule.rescale(part, ratio)", "part",
-          (f"{LADDER}test_a_chain_that_changes_its_temperature_is_scaled_around_its_mode",)),
+          (f"{LADDER}test_at_the_choice_the_chains_of_other_temperatures_are_scaled",)),
     Fault("ladder: the record keeps the temperature of before", "methods/ladder.py",
           '{"ladder": None, "temperature": chosen.temperature}', '{"ladder": None}',
           (f"{LADDER}test_the_record_and_the_rest_of_the_run_have_the_chosen_settings",)),
