@@ -251,12 +251,13 @@ class Diagnostics(Measurements):
         if off <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
             return None
         wide = self.ruled_spread > expected
+        side, way = ("wide", "large") if wide else ("narrow", "small")
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
         remedy = of_chains if self.kind == "chains" else "structure='kronecker' or 'full', or a sampler"
+        found = f"{self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g}"
         return (
-            f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
-            f"(configurational temperature {self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g} where {expected:.3g} is "
-            f"expected): epistemic uncertainty is too {'large' if wide else 'small'} by about as much; {remedy}"
+            f"the draws are too {side} along the directions that the data rule (configurational temperature {found} "
+            f"where {expected:.3g} is expected): epistemic uncertainty is too {way} by about as much; {remedy}"
         )
 
     @property

@@ -14,6 +14,7 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import AllRows, Approximation, Prior
 from hf_bayes.diagnostics.ruled_spread import RuledSpread, ruled_spread
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.laplace.prior_precision import precision_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 from hf_bayes.methods.sgmcmc.covariance_roots import KroneckerRoots
@@ -70,10 +71,11 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     share = min(1.0, share)
     point = found.means[0] if isinstance(found, Gaussian) else draws[-1]
     center, step = draws.mean(0), LINEAR_STEP if plan.linearised else 1.0
-    gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
-    if gradients is None:
-        return None
-    ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
+    with evaluating(objective.model):
+        gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
+        if gradients is None:
+            return None
+        ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
     if num_ruled < 1:
         return None
     temperature, error = ruled_spread(ruled / step, gradients / step, num_ruled)
