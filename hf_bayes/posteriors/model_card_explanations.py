@@ -53,7 +53,7 @@ DIAGNOSTICS = {
     "num_values": "Number of values of each chain behind R-hat and ESS.",
     "penalty": "Mean correction for minibatch noise in the log acceptance probability. Good: below 1.",
     "ramped": "Whether the temperature rose from 0 in each cycle.",
-    "rhat": "Difference between chains in the log-likelihood (R-hat). Good: 1.05 or less, more for many chains.",
+    "rhat": "Difference between chains in the log-likelihood (R-hat). Good: 1.05 or less.",
     "rhat_logits": "Difference between chains in single logits (95 % quantile of R-hat). Good: 1.05 or less.",
     "rhat_terms": "Difference between chains in single labels (95 % quantile of R-hat). Good: 1.05 or less.",
     "ruled_spread": "Temperature of the positions along the directions that the data rule. Good: within 15 % of T.",
