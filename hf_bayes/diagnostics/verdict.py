@@ -247,8 +247,7 @@ class Diagnostics(Measurements):
         assert self.ruled_spread is not None
         assert self.ruled_spread_std_error is not None
         expected = self.temperature or 1.0
-        off = abs(self.ruled_spread - expected)
-        if off <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
+        if abs(self.ruled_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
             return None
         wide = self.ruled_spread > expected
         side, way = ("wide", "large") if wide else ("narrow", "small")
