@@ -56,6 +56,10 @@ def table(config: Mapping[str, Any]) -> Table:
         result.add_row(words, "above 1", *["not measured"] * shown)
     over = visible_line(f"{found.get('num_values')} {found.get('values')}, {found.get('num_terms')} terms")
     over += ", between halves" * (chains == 1)
+    if found.get("ruled_spread") is not None:
+        value, error = (number(found.get(name)) for name in ("ruled_spread", "ruled_spread_std_error"))
+        words = "configurational temperature along the directions that the data rule"
+        result.add_row(words, number(found.get("temperature")), f"{value}, s.e. {error}")
     for name, words, limit in (
         ("rhat", f"R-hat, log-likelihood ({over})", f"below {MAX_RHAT}"),
         ("rhat_terms", "R-hat, single terms (95 % quantile)", f"below {MAX_RHAT}"),

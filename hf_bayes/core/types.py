@@ -165,7 +165,12 @@ class AllRows(NamedTuple):
 
     The answer is the mean, over random batches, of the gradient that an update computes. It is None where such a mean
     does not exist: with dropout, or with private rows.
+
+    Attributes:
+        share: the share of the rows to take, drawn at random but always the same; below 1 the answer is an estimate.
     """
+
+    share: float = 1.0
 
 
 class DataPass(Protocol):

@@ -29,6 +29,11 @@ class Measurements:
         num_tensors: the number of tensors behind ``kinetic_share`` and ``kinetic_inside``; at least 1.
         configurational_temperature: theta . grad U / d of each chain, mean after burn-in (cold_posteriors eq. 43).
         temperature: T, the expected configurational temperature.
+        ruled_spread: the configurational temperature of all chains together along the directions that the data rule
+            (``diagnostics.ruled_spread``). Epistemic uncertainty is too large by about its ratio to T.
+        ruled_spread_std_error: its standard error.
+        kind: "chains" of a sampler; "gaussian", an approximation without chains to compare; or "optimum", the
+            members of an optimiser, which are no draws.
         distance_in_noise: the distance of each chain, divided by the distance that Langevin noise alone would give at
             the same learning rates.
         unmoved: share of each chain's numbers that rounding left unchanged in the first noisy update.
@@ -68,6 +73,9 @@ class Measurements:
     num_tensors: int = 1
     configurational_temperature: Sequence[float] | None = None
     temperature: float | None = None
+    ruled_spread: float | None = None
+    ruled_spread_std_error: float | None = None
+    kind: str = "chains"
     distance_in_noise: Sequence[float] | None = None
     unmoved: Sequence[float] | None = None
     acceptance: Sequence[float] | None = None

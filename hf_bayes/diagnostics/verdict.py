@@ -11,6 +11,7 @@ from typing import Any
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.plausibility import has_strayed
+from hf_bayes.diagnostics.ruled_spread import MAX_SPREAD_ERROR, SPREAD_TOLERANCE
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, kinetic_temperature_interval, widened_interval
 
 UNKNOWN = "convergence not"
@@ -75,6 +76,7 @@ class Diagnostics(Measurements):
             self._check_kinetic_temperature_ruled,
             self._check_kinetic_temperature_of_tensors,
             self._check_configurational_temperature,
+            self._check_ruled_spread,
             self._check_gradient_noise,
             self._check_rhat,
             self._check_ess,
@@ -238,14 +240,49 @@ class Diagnostics(Measurements):
             cause = "the positions are on their way from their start: longer burn-in, larger learning rate"
         return f"configurational temperature {mean:.3g} where {expected:.3g} is expected: {cause}"
 
+    def _check_ruled_spread(self) -> str | None:
+        """Compare the configurational temperature along the directions that the data rule with T."""
+        if not self._knows_spread:
+            return None
+        assert self.ruled_spread is not None
+        assert self.ruled_spread_std_error is not None
+        expected = self.temperature or 1.0
+        if abs(self.ruled_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
+            return None
+        wide = self.ruled_spread > expected
+        side, way = ("wide", "large") if wide else ("narrow", "small")
+        of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
+        remedy = of_chains if self.kind == "chains" else "structure='kronecker' or 'full', or a sampler"
+        found = f"{self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g}"
+        return (
+            f"the draws are too {side} along the directions that the data rule (configurational temperature {found} "
+            f"where {expected:.3g} is expected): epistemic uncertainty is too {way} by about as much; {remedy}"
+        )
+
+    @property
+    def _knows_spread(self) -> bool:
+        """True if the spread was measured precisely enough to find an error of the size of the tolerance."""
+        if self.kind == "optimum" or self.ruled_spread is None or self.ruled_spread_std_error is None:
+            return False
+        scale = max(abs(self.ruled_spread), self.temperature or 1.0)
+        return math.isfinite(self.ruled_spread) and self.ruled_spread_std_error <= MAX_SPREAD_ERROR * scale
+
     def _check_rhat(self) -> str | None:
+        if self.kind == "optimum":
+            return (
+                "convergence not defined: members of an optimiser are no draws from the posterior, and their "
+                "disagreement is not its epistemic uncertainty"
+            )
+        if self.kind == "gaussian":
+            unknown = "convergence not measured: the Gaussian was not compared with the posterior"
+            return None if self._knows_spread else unknown
         if self.rhat is None:
             return "convergence not measured: no R-hat"
         if math.isnan(self.rhat):
             return "convergence not known: R-hat needs at least 2 chains of 4 draws that vary, or 1 of 8"
         rhats = {"": self.rhat, " of single terms": self.rhat_terms, " of logits": self.rhat_logits}
         where, worst = max(((name, value or 0.0) for name, value in rhats.items()), key=lambda item: item[1])
-        if worst <= MAX_RHAT:
+        if worst <= self._max_rhat:
             return self._check_single_chain(worst)
         if math.isinf(worst):  # no remedy here: ``_check_moved`` and ``_check_acceptance`` give one
             return f"R-hat inf over {_count(self.num_chains)}: every chain is constant, at a different place"
@@ -261,6 +298,16 @@ class Diagnostics(Measurements):
         remedy = ": longer burn-in" if self._check_moved() is None else ""
         over = f"over {self.num_chains} chains" if self.num_chains > 1 else "between the halves of the chain"
         return f"R-hat {worst:.2f}{where} {over}{remedy}"
+
+    @property
+    def _max_rhat(self) -> float:
+        """The largest R-hat of chains that agree.
+
+        Converged chains have R-hat^2 = 1 + 2 K / ESS, so a fixed bound asks for an ESS of each chain. If the spread of
+        the draws is right, many short chains do: the bound is then that of as many draws in 4 chains.
+        """
+        chains = max(4, self.num_chains) if self._knows_spread else 4
+        return math.sqrt(1 + (MAX_RHAT**2 - 1) * chains / 4)
 
     def _check_single_chain(self, rhat: float) -> str | None:
         if self.num_chains > 1:

@@ -19,6 +19,8 @@ from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.rng import require_seed
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import Problem
+from hf_bayes.diagnostics.ruled_spread import RuledSpread
+from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import METHODS
@@ -33,6 +35,7 @@ from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.uncertainty.likelihoods import Normal
@@ -176,15 +179,31 @@ def _fit(
         found = config.final_pass(theta, objective.data_pass, problem)
         if found.noise_std is not None:
             model.likelihood = Normal(found.noise_std)
-        verdict = f"a Gaussian around {len(theta)} given points: not assessed"
+        plan = SpreadPlan(found.approximation, problem.prior, problem.shapes, config.prior_weight, True, _cost(data))
+        fitted = config.fit_prior is not None or found.noise_std is not None
+        spread = None if fitted else measure_spread(objective, plan, seed=seed)
         return to_posterior(
             model, found.approximation, config, subspace=subspace, num_data=total, data_unit=data_unit,
-            tokenizer=tokenizer, seed=seed, diagnostics={"converged": None, "verdict": verdict, **found.report},
+            tokenizer=tokenizer, seed=seed, diagnostics={**_judged(spread, theta, config), **found.report},
             prior=None if inherited is None else inherited.record,
         )  # fmt: skip
     finally:
         model.likelihood = likelihood
         objective.close()
+
+
+def _cost(data: Any) -> float:
+    """Return the gradients of a run that may spend one pass, or its least number of rows, on measuring the spread."""
+    return max(len(data), LEAST_ROWS * (1 + NUM_DRAWS["gaussian"])) / SPREAD_SHARE
+
+
+def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> dict[str, Any]:
+    """Return the verdict on a Gaussian around given points, with the measurement behind it."""
+    if spread is None:
+        return {"converged": None, "verdict": f"a Gaussian around {len(theta)} given points: not assessed"}
+    found = {"ruled_spread": spread.temperature, "ruled_spread_std_error": spread.std_error, "kind": "gaussian"}
+    judged = Diagnostics(dim=theta.shape[1], distance=[], temperature=config.temperature, **found).summary()
+    return {name: judged[name] for name in ("converged", "verdict", "temperature", *found)}
 
 
 def _require_rows(name: str, data: Any) -> None:

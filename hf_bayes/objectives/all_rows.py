@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_bayes.objectives.passes import PassingObjective
 
 
-def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor | None:
+def gradient_of_all_rows(objective: PassingObjective, theta: Tensor, *, share: float = 1.0) -> Tensor | None:
     """Return grad log p(D | theta) [M, d], on the scale of an update's gradient.
 
     It is None where the gradients of updates do not have this mean: with dropout they have other masks, and rows that
@@ -19,6 +19,7 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor |
     Args:
         objective: of the model.
         theta: [M, d] of the chains of this process. Processes that share these chains share the rows, too.
+        share: the share of the rows to take. Below 1 the result is an estimate.
     """
     model, data, scale = objective.model, objective.data, objective.scale
     drops = objective.dropout and model.members.trunk.has_dropout
@@ -27,7 +28,8 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor |
     common = copy.copy(objective)
     common.shared = True  # all chains see each row
     model.train(objective.dropout)
-    total = torch.zeros_like(theta)
+    # a curvature pass takes the part of this seed: an error that both had in common would not average out of a product
+    total, data = torch.zeros_like(theta), data.part(share, objective.seed + 1)
     for batch in data.batches(range(data.num_rows)[objective.mesh.data_rank :: objective.mesh.data_size]):
         chunks = [slice(part.start, min(part.stop, len(theta))) for part in common.member_chunks(batch)]
         some = [part for part in chunks if part.start < len(theta)]
@@ -35,5 +37,6 @@ def gradient_of_all_rows(objective: PassingObjective, theta: Tensor) -> Tensor |
             assert part is not None
             total[members] -= part
     objective.mesh.sum_over_data(total)
-    gradient: Tensor = total * (scale.num_data / scale.num_terms)
+    assert objective.data is not None
+    gradient: Tensor = total * (scale.num_data / scale.num_terms * objective.data.num_rows / data.num_rows)
     return gradient

@@ -149,7 +149,7 @@ class ModelObjective:
         """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
         match what:
             case AllRows():
-                return gradient_of_all_rows(self, theta)
+                return gradient_of_all_rows(self, theta, share=what.share)
             case HeldOut():
                 return self.heldout(theta, what, gradient=gradient)
         return self.curvature(theta, what, gradient=gradient)

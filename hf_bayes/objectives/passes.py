@@ -45,6 +45,7 @@ class PassingObjective(Protocol):
     in_float64: bool
     returns_batches: bool
     measures_noise: bool
+    seed: int
     private: Stratum | None
     data: DataAccess | None
 

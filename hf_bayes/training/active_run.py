@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import SchedulerType
 
 from hf_bayes.core.types import Approximation, FinalPassResult
+from hf_bayes.diagnostics.ruled_spread import RuledSpread
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.trunk import TrunkMemory
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
+from hf_bayes.objectives.spread import SpreadPlan, measure_spread
 from hf_bayes.objectives.starting import start_run
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost
@@ -102,10 +104,9 @@ class ActiveRun:
         self.show_chains()
 
     def _data_access(self) -> DataAccess | None:
-        """Return rows by number, for a method that passes over the data once more."""
+        """Return rows by number, for passes over the data: of a method, or of the diagnostics at the end."""
         host, needs = self.host, self.rows.requirements
-        whitens = needs.learning_rate == "whitening" and host.args.learning_rate is None
-        if self.rows.stream is not None or not (needs.final_pass or whitens or needs.compares_chains):
+        if self.rows.stream is not None:
             return None
         access = DataAccess(self.rows.by_number, len(host.train_dataset))
         if needs.heldout == "none":
@@ -119,6 +120,21 @@ class ActiveRun:
         most = max(LEAST_ROWS, interval * self.rows.scale.rows_per_update // 50)
         choose = partial(self.rows.first_terms, most_rows=most)
         return Probe(self.objective, choose, self.setup.start, seed=self.host.args.seed)
+
+    def spread(self, found: Approximation) -> RuledSpread | None:
+        """Return the temperature of a finished run along the directions that the data rule; None if not measured."""
+        method, settings = self.method, self.settings.method
+        if method != settings or getattr(method, "fit_prior", None):
+            return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
+        is_optimum = method.temperature == 0 and isinstance(found, Draws)
+        if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
+            return None
+        count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
+        plan = SpreadPlan(
+            found, self.prior, self.problem.shapes, method.prior_weight,
+            method.requirements.predicts_linearised, count,
+        )  # fmt: skip
+        return measure_spread(self.objective, plan, seed=self.host.args.seed)
 
     @property
     def adamw_learning_rate(self) -> float | None:

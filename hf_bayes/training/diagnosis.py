@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Approximation
 from hf_bayes.diagnostics.plausibility import distance_moved, strayed
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
+from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.probe_convergence import ProbeConvergence
 from hf_bayes.training.resuming import RunCheckpoints
@@ -71,27 +74,36 @@ class Diagnosis:
                 100 * lost, self._active.host.args.learning_rate or "its own choice now",
             )  # fmt: skip
 
-    def summary(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the diagnostics of the run with their verdict, and its trace."""
+    def summary(self, found: Approximation) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the diagnostics of the run with their verdict, and its trace.
+
+        Args:
+            found: the result of the run.
+        """
         active, monitor, method = self._active, self._active.monitor, self._active.method
         draws = torch.stack(active.run.draws, 1)
         far = self._strayed(draws)
         unmoved = {name: monitor.totals[name] for name in ("unmoved",) if name in monitor.totals and self.has_noise}
         kinetic = self._kinetic_of_chains()
-        found = self._of_all_chains(
+        observed = self._of_all_chains(
             {**monitor.mean_info(), **self._distances(), **self._distance_in_noise(), **kinetic, **unmoved, **far}
         )
-        means: dict[str, Any] = {name: value.tolist() for name, value in found.items()}
+        means: dict[str, Any] = {name: value.tolist() for name, value in observed.items()}
         laws = means.get("kinetic_temperature_law")
         moves = max(1, active.run.num_updates - monitor.burn_in)
         convergence, ratios = self._convergence.at_end(draws)
+        spread, has_temperature = active.spread(found), "configurational_temperature" in means
         diagnostics = Diagnostics(
             dim=active.setup.model.layout.dim,
             num_tensors=len(monitor.sizes),
             distance=means["distance_moved"],
             kinetic_temperature_law=None if laws is None else sum(laws) / len(laws),
             heating=float(getattr(method, "heating", 0.0)) if "kinetic_temperature_ruled" in means else 0.0,
-            temperature=method.temperature if "configurational_temperature" in means else None,
+            # a Gaussian through the path of an optimiser (swag) stands for the posterior at T = 1
+            temperature=(method.temperature or 1.0) if spread else method.temperature if has_temperature else None,
+            ruled_spread=None if spread is None else spread.temperature,
+            ruled_spread_std_error=None if spread is None else spread.std_error,
+            kind=_kind(found, method),
             divergences=None if "divergent" not in means else [round(rate * moves) for rate in means["divergent"]],
             num_moves=moves if "acceptance" in means else None,
             ramped=method.schedule is not None and method.schedule.has_ramp,
@@ -201,3 +213,10 @@ class Diagnosis:
         device, mesh = self._active.host.args.device, self._active.setup.mesh
         columns = torch.stack([value.double().to(device) for value in info.values()], 1)
         return dict(zip(info, mesh.gather_chains(columns).unbind(1), strict=True))
+
+
+def _kind(found: Approximation, method: MethodConfig) -> str:
+    """Return ``Diagnostics.kind`` of a result."""
+    if isinstance(found, Gaussian):
+        return "gaussian"
+    return "optimum" if method.temperature == 0 or method.requirements.drops_inputs else "chains"

@@ -81,7 +81,7 @@ class Outcome:
             host.warn("training stopped before the first draw: the chains' current states are taken as draws")
             active.run.take_draw()
         finished = active.finish()
-        summary, trace = diagnosis.summary()
+        summary, trace = diagnosis.summary(finished.approximation)
         # an optimiser may well stay where it began, but not leave every plausible place
         judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
         tell = host.warn if summary["converged"] is False and judged else host.say

@@ -176,3 +176,40 @@ def test_summary_is_strict_json() -> None:
     assert restored["distance"] == [0.1, None, 0.1, 0.1]
     assert restored["num_chains"] == 4
     assert restored["verdict"].startswith("chain 1 not finite")
+
+
+def test_a_spread_that_is_wrong_is_named_with_its_side() -> None:
+    right = dataclasses.replace(GOOD, temperature=1.0, ruled_spread=1.1, ruled_spread_std_error=0.03)
+    assert right.verdict == "converged"
+    wide, narrow = (dataclasses.replace(right, ruled_spread=value) for value in (1.4, 0.6))
+    assert wide.verdict.startswith("the draws are too wide along the directions that the data rule")
+    assert "epistemic uncertainty is too small by about as much" in narrow.verdict
+    # twice the standard error explains it
+    assert dataclasses.replace(wide, ruled_spread_std_error=0.2).verdict == "converged"
+    assert dataclasses.replace(wide, temperature=1.4).verdict == "converged"
+
+
+def test_a_gaussian_is_judged_by_its_spread_alone() -> None:
+    gaussian = Diagnostics(dim=9, distance=[0.3], kind="gaussian", ruled_spread=1.05, ruled_spread_std_error=0.05)
+    assert gaussian.verdict == "converged"
+    assert dataclasses.replace(gaussian, ruled_spread=1.9).converged is False
+    vague = dataclasses.replace(gaussian, ruled_spread_std_error=0.5)
+    assert vague.verdict == "convergence not measured: the Gaussian was not compared with the posterior"
+    assert vague.converged is None
+
+
+def test_members_of_an_optimiser_are_called_no_draws() -> None:
+    members = dataclasses.replace(GOOD, kind="optimum", ruled_spread=1.0, ruled_spread_std_error=0.01)
+    assert members.verdict.startswith("convergence not defined: members of an optimiser are no draws")
+    assert members.converged is None
+
+
+def test_many_short_chains_with_the_right_spread_agree() -> None:
+    """R-hat^2 = 1 + 2 K / ESS: 1.09 of 16 chains is an ESS of 170, and 1.3 one of 46."""
+    short = dataclasses.replace(
+        Diagnostics(dim=9, distance=[0.3] * 16, rhat=1.09, ess=170.0, num_values=100),
+        temperature=1.0, ruled_spread=1.0, ruled_spread_std_error=0.03,
+    )  # fmt: skip
+    assert short.verdict == "converged"
+    assert dataclasses.replace(short, ruled_spread=None).verdict.startswith("R-hat 1.09 over 16 chains")
+    assert dataclasses.replace(short, rhat=1.3).verdict.startswith("R-hat 1.30 over 16 chains")

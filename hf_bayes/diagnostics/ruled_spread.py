@@ -1,0 +1,55 @@
+"""The configurational temperature along the directions that the data rule: how wide draws are where it shows.
+
+Let c be the mean of p(theta) ~ exp(-U / T), and B any matrix. Partial integration gives (Stein's identity)
+
+    E_p[(theta - c)' B grad U(theta)] = T tr B
+
+If draws have a covariance Sigma of their own and U is nearly quadratic with the Hessian H + tau, the left side is
+tr(B (H + tau) Sigma). With B = H (H + tau)^-1 this is tr(H Sigma), to which the epistemic uncertainty of the training
+rows is proportional. So the left side over tr B is T for draws of the posterior, and otherwise T times about the factor
+by which epistemic uncertainty is too large. An approximate H makes the choice of directions approximate. The identity
+stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+SPREAD_TOLERANCE = 0.15
+"""The relative error of the temperature that still counts as right. Epistemic uncertainty is off by about as much."""
+
+MAX_SPREAD_ERROR = 0.15
+"""The largest relative standard error of a measurement that counts: a less precise one could not find an error as large
+as the tolerance."""
+
+
+class RuledSpread(NamedTuple):
+    """The configurational temperature along the directions that the data rule.
+
+    Attributes:
+        temperature: its estimate.
+        std_error: its standard error over draws.
+    """
+
+    temperature: float
+    std_error: float
+
+
+def ruled_spread(ruled: Tensor, grad_energy: Tensor, num_ruled: float) -> RuledSpread:
+    """Return the covariance of draws and gradients, summed over directions by their share of the data.
+
+    The covariance does not change if all gradients have the same error, as they do if all of them come from the same
+    random part of the rows.
+
+    Args:
+        ruled: [S >= 2, d] B' (theta - c) of S independent draws, for any c.
+        grad_energy: [S, d] grad U at these draws.
+        num_ruled: tr B, the number of directions that the data rule.
+    """
+    count = len(ruled)
+    parts = [(part - part.mean(0)).double() for part in (ruled, grad_energy)]
+    values = (parts[0] * parts[1]).sum(1) * count / (count - 1) / num_ruled
+    return RuledSpread(float(values.mean()), float(values.std()) / math.sqrt(count))

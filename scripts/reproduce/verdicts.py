@@ -1,0 +1,196 @@
+"""Does the verdict on a run say whether its epistemic uncertainty is right? Good and bad runs against exact posteriors.
+
+    python -m scripts.reproduce.verdicts               # runs missing in docs/results/verdicts.json
+
+Every run is one of ``BayesianTrainer`` on a target of ``gold_targets``. Its verdict is compared with the ratio of its
+epistemic uncertainty (EU) to the gold's. All measurements are kept, and a later call makes only missing runs. The page
+has the verdicts by the rules of the time at which it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import default_data_collator, set_seed
+from transformers.utils import logging
+
+from hf_bayes import (
+    BAOABConfig,
+    BayesianTrainer,
+    BayesianTrainingArguments,
+    EnsembleConfig,
+    LaplaceConfig,
+    MAPConfig,
+    MeanFieldConfig,
+    SGHMCConfig,
+    SGLDConfig,
+    SGNHTConfig,
+    SWAGConfig,
+)
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.diagnostics.measurements import Measurements
+from hf_bayes.diagnostics.verdict import Diagnostics
+from scripts.reproduce.gold_targets import GOLDS, Gold, Target, load, target
+from scripts.reproduce.golds import FeaturesConfig, FeaturesForSequenceClassification, distance, members_of
+from scripts.reproduce.report import RESULTS, keep, table
+
+NAME = "verdicts"
+TOLERANCE = 0.15
+"""The relative error of EU up to which a run counts as right."""
+
+
+FIELDS = [field.name for field in dataclasses.fields(Measurements)]
+WORDS = {True: "yes", False: "no", None: "not known"}
+
+
+class Case(NamedTuple):
+    """A run.
+
+    Attributes:
+        method: its config.
+        epochs: passes of one chain over the data.
+        learning_rate: None leaves it to the method.
+        batch: rows of an update of a chain.
+    """
+
+    method: MethodConfig
+    epochs: float = 30
+    learning_rate: float | None = None
+    batch: int = 64
+
+
+CHAINS: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 25}
+SHORT: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 8}
+HAND_SET: dict[str, Any] = {"num_chains": 4, "draws_per_chain": 25, "warm_start_steps": 240}
+
+CASES = {
+    "SGHMC, nothing set": Case(SGHMCConfig(**CHAINS)),
+    "BAOAB, nothing set": Case(BAOABConfig(**CHAINS)),
+    "SGNHT, nothing set": Case(SGNHTConfig(**CHAINS)),
+    "SGLD, nothing set": Case(SGLDConfig(**CHAINS)),
+    "SGHMC, 10 times the heating": Case(SGHMCConfig(**CHAINS, heating=1.5)),
+    "SGHMC, a tenth of the heating": Case(SGHMCConfig(**CHAINS, heating=0.015)),
+    "SGHMC, batches of 8": Case(SGHMCConfig(**CHAINS), epochs=6, batch=8),
+    "SGHMC, 5 epochs": Case(SGHMCConfig(**SHORT), epochs=5),
+    "mean-field VI": Case(MeanFieldConfig(num_chains=1), epochs=100),
+    "SWAG": Case(SWAGConfig(num_chains=1), epochs=60, learning_rate=0.01),
+    "Laplace, diagonal": Case(LaplaceConfig(num_chains=1, structure="diagonal")),
+    "Laplace, low rank": Case(LaplaceConfig(num_chains=1, structure="low_rank")),
+    "Laplace, K-FAC": Case(LaplaceConfig(num_chains=1, structure="kronecker")),
+    "MAP": Case(MAPConfig()),
+    "deep ensemble": Case(EnsembleConfig(num_chains=8)),
+    "SGHMC, learning rate 0.01": Case(SGHMCConfig(**HAND_SET), learning_rate=0.01),
+    "SGHMC, learning rate 0.1": Case(SGHMCConfig(**HAND_SET), learning_rate=0.1),
+    "SGHMC, learning rate 1": Case(SGHMCConfig(**HAND_SET), learning_rate=1.0),
+    "SGLD, learning rate 1": Case(SGLDConfig(**HAND_SET), learning_rate=1.0),
+    "SGHMC, no warm start": Case(SGHMCConfig(**CHAINS, warm_start_steps=0)),
+}
+PLAN = {"sections2": list(CASES), "sections12": ["Laplace, diagonal", "Laplace, K-FAC", "mean-field VI"]}
+
+
+def trained(rows: Target, case: Case, directory: str) -> BayesianTrainer:
+    """Return the trainer after its run."""
+    set_seed(0)
+    config = FeaturesConfig(num_labels=rows.num_classes, problem_type="single_label_classification")
+    arguments = BayesianTrainingArguments(
+        directory, learning_rate=case.learning_rate, num_train_epochs=case.epochs,
+        per_device_train_batch_size=case.batch, save_strategy="no", logging_strategy="no", report_to="none",
+        disable_tqdm=True, use_cpu=True, probe_steps=0,
+    )  # fmt: skip
+    pairs = zip(rows.features, rows.labels, strict=True)
+    trainer = BayesianTrainer(
+        model=FeaturesForSequenceClassification(config), method=case.method, args=arguments, subspace="last_layer",
+        train_dataset=[{"features": row, "labels": label} for row, label in pairs],
+        data_collator=default_data_collator,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def measured(rows: Target, gold: Gold, case: Case) -> dict[str, Any]:
+    """Run a case; return its measurements, and its EU relative to the gold's."""
+    clock = time.process_time()
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = trained(rows, case, directory).posterior
+    assert posterior is not None
+    found = {name: posterior.config.diagnostics[name] for name in FIELDS if name in posterior.config.diagnostics}
+    scores = distance(members_of(posterior.approximation), rows, gold)
+    return {"measurements": found, **scores, "seconds": round(time.process_time() - clock, 1)}
+
+
+def judged(run: Mapping[str, Any]) -> Diagnostics:
+    """Return the measurements of a run with the verdict by the rules of now. NaN is null in the record."""
+    found = run["measurements"]
+    return Diagnostics(
+        **{**found, "rhat": math.nan if found["rhat"] is None and found["num_values"] else found["rhat"]}
+    )
+
+
+def agrees(run: Mapping[str, Any]) -> bool:
+    """Return whether the verdict is "converged" for an EU within the tolerance, and only then."""
+    return (judged(run).converged is True) == (abs(run["eu"] - 1) <= TOLERANCE)
+
+
+def spread_agrees(run: Mapping[str, Any]) -> bool:
+    """Return whether the spread is within the tolerance for an EU within it, and only then."""
+    spread = judged(run).ruled_spread
+    return (spread is not None and abs(spread - 1) <= TOLERANCE) == (abs(run["eu"] - 1) <= TOLERANCE)
+
+
+def experiment() -> dict[str, Any]:
+    """Return the record after the missing runs, on all targets that have a gold."""
+    path = RESULTS / f"{NAME}.json"
+    record = json.loads(path.read_text()) if path.exists() else {"seconds": 0, "runs": {}}
+    for name in (name for name in PLAN if (GOLDS / f"{name}.safetensors").exists()):
+        rows, gold = target(name), load(name)
+        runs = record["runs"].setdefault(name, {})
+        for label in PLAN[name]:
+            if label not in runs:
+                runs[label] = measured(rows, gold, CASES[label])
+                record["seconds"] = round(record["seconds"] + runs[label]["seconds"])
+                path.write_text(json.dumps(record, indent=1) + "\n")
+                print(name, label, f"{runs[label]['eu']:.3f}", judged(runs[label]).verdict, flush=True)
+    return {key: record[key] for key in ("seconds", "runs")}
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of the page."""
+    runs = [(name, label, run) for name, found in record["runs"].items() for label, run in found.items()]
+    rows = [
+        [name, label, f"{run['eu']:.2f}", _spread(judged(run)), WORDS[judged(run).converged],
+         "yes" if agrees(run) else "**no**"]
+        for name, label, run in runs
+    ]  # fmt: skip
+    verdicts = [[name, label, judged(run).verdict] for name, label, run in runs]
+    return {
+        "count": f"Of {len(runs)} runs, {sum(agrees(run) for *_, run in runs)} have a verdict that agrees with EU. Of "
+        f"the spread alone this holds in {sum(spread_agrees(run) for *_, run in runs)} runs.",
+        "runs": table(["gold", "run", "EU / gold", "spread", "converged", "agree"], rows),
+        "verdicts": table(["gold", "run", "verdict"], verdicts),
+    }
+
+
+def _spread(found: Diagnostics) -> str:
+    if found.ruled_spread is None:
+        return "-"
+    return f"{found.ruled_spread:.2f} ± {found.ruled_spread_std_error:.2f}"
+
+
+def main() -> None:
+    """Make the missing runs and the page."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    keep(NAME, experiment)
+
+
+if __name__ == "__main__":
+    main()

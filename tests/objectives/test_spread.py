@@ -1,0 +1,59 @@
+"""The spread of a Gaussian around a classifier's last layer, measured on its rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.types import Approximation
+from hf_bayes.diagnostics.ruled_spread import RuledSpread
+from hf_bayes.distributions.approximations import Draws, Gaussian
+from hf_bayes.distributions.covariance import Full
+from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.objectives.data_access import DataAccess
+from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.objectives.spread import SpreadPlan, measure_spread
+from tests.objectives.classifier import classifier
+from tests.objectives.test_all_rows import by_number
+
+PRIOR = GaussianPrior(torch.tensor(0.0), torch.tensor(3.0))
+
+
+def laplace(objective: ModelObjective, factor: float) -> Gaussian:
+    """Return a Gaussian with ``factor`` times the covariance of the exact curvature."""
+    theta = objective.model.theta.detach()[:1]
+    spec = CurvatureSpec(structure="full", num_samples=None)
+    matrix = objective.curvature(theta[0], spec, gradient=False).curvature.dense()
+    precision = (matrix + torch.eye(len(matrix)) / 9) / factor
+    return Gaussian(theta.clone(), (Full(torch.linalg.cholesky(precision)),))
+
+
+def measured(found: Approximation, objective: ModelObjective, *, num_gradients: float = 1e6) -> RuledSpread | None:
+    shapes = objective.model.layout.named_shapes
+    return measure_spread(objective, SpreadPlan(found, PRIOR, shapes, 1.0, True, num_gradients), seed=0)
+
+
+def test_the_exact_covariance_has_temperature_one_and_another_its_factor() -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+    for factor in (1.0, 2.0):
+        found = measured(laplace(objective, factor), objective)
+        assert found is not None
+        assert abs(found.temperature - factor) < 4 * found.std_error  # 4 standard errors of its 8 draws
+        assert found.std_error < 0.5 * factor
+
+
+def test_stored_draws_are_measured_without_a_gaussian() -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+    theta: Tensor = laplace(objective, 1.0).sample(16, torch.Generator().manual_seed(0))
+    found = measured(Draws(theta, torch.arange(16)), objective)
+    assert found is not None
+    assert abs(found.temperature - 1) < 4 * found.std_error
+
+
+def test_a_run_too_short_to_pay_for_it_is_not_measured() -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+    gaussian = laplace(objective, 1.0)
+    assert measured(gaussian, objective, num_gradients=40 * 9 / 0.05 - 1) is None
+    assert measured(gaussian, classifier()) is None  # no rows by number
+    assert measured(Draws(gaussian.sample(3), torch.arange(3)), objective) is None
