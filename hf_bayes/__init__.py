@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_bayes.chains.sampling import sample
     from hf_bayes.fit.calibration import fit_calibration
+    from hf_bayes.fit.distil import distil
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
@@ -105,6 +106,7 @@ _MODULES = {
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
     "decompose": "uncertainty.decomposition",
+    "distil": "fit.distil",
     "fit_calibration": "fit.calibration",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
@@ -154,6 +156,7 @@ __all__ = [
     "UncertaintyStreamer",
     "attach",
     "decompose",
+    "distil",
     "fit_calibration",
     "fit_laplace",
     "fit_mc_dropout",

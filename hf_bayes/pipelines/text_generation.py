@@ -96,7 +96,8 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):
             record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
-            record["num_members"] = self.model.num_members
+            if not self.model.is_closed_form:
+                record["num_members"] = self.model.num_members
         return records
 
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
