@@ -6,7 +6,8 @@ A record of "bayesian-text-generation" is transformers' own, with three more key
      "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"},
      "num_members": M}
 
-``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm.
+``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm. Records of
+a distilled student have no such key.
 ``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
 raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
 token's part of the text: joined, the tokens that are not special are the generated text. A character that is spread

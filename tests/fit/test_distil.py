@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior, distil
+from hf_bayes.fit import distil_training
 from tests.fit.distilled import ROWS, TEXTS, base, distilled, ensemble, inputs_of
 from tests.runs import label_rows
 from tests.tiny_models import tiny_bert
@@ -38,14 +39,21 @@ def test_a_stored_student_predicts_as_its_report_says(tmp_path: Path) -> None:
     assert float(kl) < distilled("classes").config.student["report"]["network_kl"]
 
 
-def test_the_other_rows_are_in_the_report_only() -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short training, for tests of everything else."""
+    monkeypatch.setattr(distil_training, "UPDATES", 30)
+
+
+@pytest.mark.usefixtures("quick")
+def test_other_rows_add_areas_to_the_report() -> None:
     report = distil(
         ensemble("classes"), ROWS, other=label_rows(40, seed=7), base_model=tiny_bert(), batch_size=50, progress=False
     ).config.student["report"]  # fmt: skip
     assert {"auroc", "teacher_auroc"} <= report.keys()
-    assert report["kl"] == distilled("classes").config.student["report"]["kl"]
 
 
+@pytest.mark.usefixtures("quick")
 def test_distil_leaves_the_model_of_the_user_as_it_was() -> None:
     model = tiny_bert()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -55,9 +63,12 @@ def test_distil_leaves_the_model_of_the_user_as_it_was() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_second_student_replaces_the_first() -> None:
-    twice = distil(distilled("classes"), ROWS, base_model=tiny_bert(), batch_size=50, progress=False)
-    assert twice.config.student == distilled("classes").config.student
+    again = {"base_model": tiny_bert(), "batch_size": 50, "progress": False}
+    once, twice = distil(ensemble("classes"), ROWS, **again), distil(distilled("classes"), ROWS, **again)
+    assert twice.config.student == once.config.student
+    assert all(torch.equal(value, twice.student[name]) for name, value in once.student.items())
 
 
 @pytest.mark.parametrize(

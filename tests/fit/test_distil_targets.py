@@ -45,10 +45,10 @@ def test_positions_of_a_text_are_drawn_without_padding() -> None:
 def test_the_most_probable_classes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distil_targets, "MAX_CLASSES", 5)
     inputs = inputs_of(TEXTS[:2])
-    with BayesianModelForCausalLM.from_pretrained(ensemble("tokens"), base_model=base("tokens")) as model:
-        with torch.no_grad():
-            (found,) = collect(TokenReader(model, per_row=100), [inputs], [model.theta[:1].detach()])
-            logits = model(**inputs).logits.flatten(0, 1)
+    load = BayesianModelForCausalLM.from_pretrained
+    with torch.no_grad(), load(ensemble("tokens"), base_model=base("tokens")) as model:
+        (found,) = collect(TokenReader(model, per_row=100), [inputs], [model.theta[:1].detach()])
+        logits = model(**inputs).logits.flatten(0, 1)
     torch.testing.assert_close(found.log_probs, logits.topk(5).values)
 
 
