@@ -75,7 +75,7 @@ def distil(
         torch.no_grad(),
     ):
         if device is not None:
-            model.to(device)
+            model.to(torch.device(device))  # type: ignore[arg-type]
         batches = _Batches(collate or default_data_collator, batch_size, model.device, progress)
         description, tensors = _distil(model, plain, rows, other, batches)
     config = dataclasses.replace(loaded.config, student=description)

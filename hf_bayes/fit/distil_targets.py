@@ -127,7 +127,8 @@ class TokenReader:
 
     def logits(self, hidden: Tensor) -> Tensor:
         model: Any = self.model
-        return model.head.logits(hidden[None], self.kind)[0]
+        found: Tensor = model.head.logits(hidden[None], self.kind)[0]
+        return found
 
     def _drawn(self, inputs: dict[str, Any]) -> Tensor:
         """Return flat positions of tokens that are not padding, at most ``per_row`` of each text."""

@@ -17,6 +17,8 @@ from hf_bayes.uncertainty.student_head import StudentHead
 UPDATES = 1500
 BATCH = 256
 LEARNING_RATE = 2e-3
+FLOOR = 1e-5
+"""The uncertainty in nats below which differences do not count."""
 NUM_LOOKS = 30
 MAX_JUDGED = 2048
 """The largest number of held-out terms in a look."""
@@ -50,18 +52,12 @@ def deviance(value: Tensor, predicted: Tensor, floor: float) -> Tensor:
     return ratio - ratio.log() - 1
 
 
-def losses(head: StudentHead, targets: Targets, output: Output) -> tuple[Tensor, Tensor]:
-    """Return the loss [n] of the probabilities and of the disagreement."""
-    prediction = head(targets.hidden, output)
+def losses(head: StudentHead, targets: Targets, output: Output) -> Tensor:
+    """Return [n] the loss of each term: of the probabilities, and of the disagreement at these probabilities."""
+    prediction: Prediction = head(targets.hidden, output)
     _, aleatoric, epistemic = prediction.uncertainty
-    floor = floor_of(targets)
-    mixture = kl(targets, prediction) + deviance(targets.aleatoric, aleatoric + epistemic - epistemic.detach(), floor)
-    return mixture, deviance(targets.epistemic, epistemic, floor)
-
-
-def floor_of(targets: Targets) -> float:
-    """Return the uncertainty below which differences do not count, in nats."""
-    return 1e-5
+    mixture = kl(targets, prediction) + deviance(targets.aleatoric, aleatoric + epistemic - epistemic.detach(), FLOOR)
+    return mixture + deviance(targets.epistemic, epistemic, FLOOR)
 
 
 def train(targets: Targets, heldout: Targets, output: Output, *, width: int, progress: bool) -> StudentHead:
@@ -82,7 +78,7 @@ def train(targets: Targets, heldout: Targets, output: Output, *, width: int, pro
     bar = tqdm(range(UPDATES), desc="student", disable=not progress, leave=False)
     for step in bar:
         index = torch.randint(len(targets.row), (BATCH,), generator=generator).to(targets.row.device)
-        loss = sum(part.mean() for part in losses(head, targets.at(index), output))
+        loss = losses(head, targets.at(index), output).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -103,7 +99,7 @@ def train(targets: Targets, heldout: Targets, output: Output, *, width: int, pro
 @torch.no_grad()
 def heldout_loss(head: StudentHead, targets: Targets, output: Output) -> float:
     """Return the mean loss of the held-out terms."""
-    pieces = [sum(losses(head, targets.at(index), output)) for index in chunks(targets)]
+    pieces = [losses(head, targets.at(index), output) for index in chunks(targets)]
     return float(torch.cat(pieces).mean())
 
 

@@ -64,8 +64,8 @@ def check_student(tensors: Mapping[str, Tensor] | None, student: Mapping[str, An
         ValueError: naming what does not fit.
     """
     if (tensors is None) != (not student):
-        found = "no tensors of it" if tensors is None else "tensors of one"
-        raise ValueError(f"{STUDENT}: the config has {'a' if student else 'no'} student, and there are {found}")
+        what = "no tensors of it" if tensors is None else "tensors of one"
+        raise ValueError(f"{STUDENT}: the config has {'a' if student else 'no'} student, and there are {what}")
     if tensors is None:
         return
     if student["posterior"] != fingerprint:
