@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_bayes.chains.sampling import sample
     from hf_bayes.fit.calibration import fit_calibration
+    from hf_bayes.fit.distil import distil
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
@@ -107,6 +108,7 @@ _MODULES = {
     "attach": "models.attaching",
     "cross_fit_calibration": "training.cross_fitting",
     "decompose": "uncertainty.decomposition",
+    "distil": "fit.distil",
     "fit_calibration": "fit.calibration",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
@@ -157,6 +159,7 @@ __all__ = [
     "attach",
     "cross_fit_calibration",
     "decompose",
+    "distil",
     "fit_calibration",
     "fit_laplace",
     "fit_mc_dropout",

@@ -50,13 +50,19 @@ class Arguments:
     output_dir: str = field(default="evaluation", metadata={"help": "Directory of results.json and the figure."})
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})
     members: int | None = field(default=None, metadata={"help": "Number of members. Default: all."})
+    predict: str | None = field(
+        default=None, metadata={"help": "members, linearised, distilled ... (see from_pretrained). Default: as stored."}
+    )
     calibrated: bool = field(default=True, metadata={"help": "Apply the temperature stored with the posterior."})
     batch_size: int = field(default=8, metadata={"help": "Windows or rows of a batch."})
 
     @property
     def loading(self) -> dict[str, Any]:
         """The arguments of ``from_pretrained``."""
-        return {"members": self.members, "base_model": self.base_model, "calibrated": self.calibrated}
+        return {
+            "members": self.members, "base_model": self.base_model, "prediction": self.predict,
+            "calibrated": self.calibrated,
+        }  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -17,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from hf_bayes import BayesianTrainingArguments, MAPConfig, MeanFieldConfig, SGHMCConfig, fit_laplace
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
 from hf_bayes.training.tuning.candidates import Candidate
@@ -111,6 +112,14 @@ def a_classifier() -> Namespace:
     return {"inputs": batch()}
 
 
+def a_classifier_to_distil() -> Namespace:
+    model = with_lora(saved_base(tiny_bert()))
+    run = trainer("my-posterior", EnsembleConfig(num_chains=3, prior_std=1.0), model=model, train=label_rows())
+    run.train()
+    run.save_model()
+    return {"rows": label_rows(220), "queries_of_another_kind": label_rows(20, seed=1), "inputs": batch()}
+
+
 def predictions() -> Namespace:
     probabilities = torch.randn(8, 3).softmax(-1)
     rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
@@ -129,6 +138,7 @@ SNIPPETS = {
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
+    ("docs/distilled.md", 0): Snippet(a_classifier_to_distil),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),

@@ -1,1 +1,1 @@
-"""Posteriors of models that are already trained: Laplace, SWAG, MC dropout, and prior predictive checks."""
+"""Posteriors of models that are already trained: Laplace, SWAG, MC dropout; students; prior predictive checks."""

@@ -56,6 +56,7 @@ def fit_swag(posterior: Posterior, *, rank: int = 20) -> Posterior:
             diagnostics={**config.diagnostics, "verdict": verdict},
             metrics={},
             calibration={},
+            student={},
         ),
         posterior.adapter_config,
         trace,

@@ -25,11 +25,12 @@ from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.current_members import CurrentMembers, share_of
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
-from hf_bayes.models.loading import load
+from hf_bayes.models.loading import load, student_network
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Reader, Readings
 from hf_bayes.models.refusals import refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, name_of_link
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
@@ -106,8 +107,9 @@ class BayesianModel(HostMethods):
             base_model: another path or name of the base model, or the model itself; None means the recorded name.
             check_base: True to refuse a base model whose fingerprint differs.
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
-                ``linearise``). None takes "members" if ``members`` is given, else the name stored with the posterior:
-                Laplace approximations of classifiers of sequences or images, and of regressions, are linearised.
+                ``linearise``), or "distilled" (by the student of ``distil``). None takes "members" if ``members`` is
+                given, else the name stored with the posterior: Laplace approximations of classifiers of sequences or
+                images, and of regressions, are linearised.
             calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
                 belongs to the stored way of prediction and to all members, and is not applied to others.
         Raises:
@@ -119,6 +121,8 @@ class BayesianModel(HostMethods):
         how: dict[str, Any] = {"members": members, "base_model": base_model, "check_base": check_base, "dtype": dtype,
                                "device_map": device_map, "trust_remote_code": trust_remote_code}  # fmt: skip
         model, layout, theta, posterior = load(directory_or_repo, cls.task, cls.auto_class, location=location, **how)
+        if prediction == DISTILLED:
+            theta = student_network(posterior, members).to(theta)
         bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
         bayesian._restoration.own_base = own_base
         bayesian.use_settings_of(posterior)
@@ -137,9 +141,18 @@ class BayesianModel(HostMethods):
         return {}
 
     def predict_by(self, prediction: str) -> Self:
-        """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors are those of ``linearise``."""
+        """Set the way of prediction: a name of ``gaussian_links.PREDICTIONS``, or "distilled".
+
+        Raises:
+            ValueError: for another name, as ``linearise``, and if there is no student or the model holds members.
+        """
+        if prediction == DISTILLED:
+            self.predictor = self._student()
+            self.current_members.own_temperature = self._stored_temperature()
+            return self
         if prediction not in list(PREDICTIONS):  # a list also compares what has no hash
-            raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
+            known = ", ".join([*PREDICTIONS, DISTILLED])
+            raise ValueError(f"prediction must be one of {known}, got {prediction!r:.100}")
         return self.linearise(PREDICTIONS[prediction])
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
@@ -152,6 +165,11 @@ class BayesianModel(HostMethods):
             ValueError: for an unknown link, for a posterior that is not Gaussian, and if the class of the task does not
                 support this. The model then predicts as before.
         """
+        if self.predictor.imitates is not None:
+            raise ValueError(
+                "this model was loaded with prediction='distilled' and holds one network: load the posterior again to "
+                "predict by its members or linearised"
+            )
         self.predictor = self._predictor_by(link)
         self.current_members.own_temperature = self._stored_temperature()
         return self
@@ -160,12 +178,17 @@ class BayesianModel(HostMethods):
         """Return the stored temperature of the mixture, or 1 if it was fitted for another prediction."""
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
         count = len(self.theta) if self.predictor.averages_members else 0
-        fits = (stored.get("prediction"), stored.get("num_members")) == (name_of_link(self.predictor.link), count)
+        own = self.predictor.imitates or (name_of_link(self.predictor.link), count)
+        fits = (stored.get("prediction"), stored.get("num_members")) == own
         return float(stored["temperature"]) if fits else 1.0
 
     def _predictor_by(self, link: str | None) -> Predictor:
         """Return the predictor for ``link``; None means by members."""
         raise AssertionError("the task's class defines _predictor_by")
+
+    def _student(self) -> Predictor:
+        """Return the predictor by the student of the posterior."""
+        raise AssertionError("the task's class defines _student")
 
     @property
     def is_linearised(self) -> bool:

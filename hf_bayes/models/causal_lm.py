@@ -22,9 +22,10 @@ from hf_bayes.members.head import ChunkedHead
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
+from hf_bayes.models.distilled import DistilledTokens
 from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
+from hf_bayes.models.predictors import MemberLogLik, Predictive, Reader, Readings
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.token_uncertainty import Scores
@@ -91,6 +92,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def _predictor_by(self, link: str | None) -> TokenPredictor:
         return token_predictor(self.causal, self, link)
 
+    def _student(self) -> TokenPredictor:
+        return DistilledTokens(self.causal, self)
+
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def refuse_unknown_inputs(self, inputs: dict[str, Any]) -> None:
@@ -122,8 +126,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         inputs = self.numbered(inputs)
         return self.causal.log_lik(self.likelihood, theta, inputs, labels, folded=folded, weights=weights)
 
-    def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], logits [M, n, V] of the members there), a chunk at a time.
+    def predictions(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Predictive]]:
+        """Yield (flat positions [n], the posterior predictive there), a chunk at a time.
 
         Args:
             inputs: the inputs of a forward pass without a cache.
@@ -131,7 +135,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         """
         with self.predictor.open(self):
             states = self.causal.hidden(self, self.numbered(inputs))
-            yield from self.predictor.member_logits(self, states, positions)
+            yield from self.predictor.predict(self, states, positions)
 
     @predicts
     def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:

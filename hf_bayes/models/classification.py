@@ -12,6 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_bayes.core.layout import Layout
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.distilled import DistilledPredictor
 from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
@@ -156,6 +157,9 @@ class BayesianClassifier(BayesianModel):
 
     def _predictor_by(self, link: str | None) -> InputPredictor:
         return MemberPredictor() if link is None else LinearisedPredictor(self, link)
+
+    def _student(self) -> InputPredictor:
+        return DistilledPredictor(self)
 
     @staticmethod
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:

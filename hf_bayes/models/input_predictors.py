@@ -26,6 +26,7 @@ class MemberPredictor:
 
     link: str | None = None
     averages_members = True
+    imitates: tuple[str, int] | None = None
 
     def check_shown(self) -> None:
         """Accept any members."""
@@ -55,6 +56,7 @@ class LinearisedPredictor:
     """
 
     averages_members = False
+    imitates: tuple[str, int] | None = None
 
     def __init__(self, model: BayesianModel, link: str) -> None:
         self.link: str | None = link

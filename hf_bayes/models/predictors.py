@@ -1,4 +1,4 @@
-"""The ways in which a Bayesian model predicts: by its members, by linearised members, or by a closed form.
+"""The ways in which a Bayesian model predicts: by members, linearised, by a closed form, or by a student.
 
 A model holds one predictor, and ``BayesianModel.linearise`` replaces it. Models of whole inputs take an
 ``InputPredictor`` (``input_predictors``), language models a ``TokenPredictor`` (``token_predictors``). A predictor is
@@ -71,10 +71,12 @@ class Predictor(Protocol):
         link: how Gaussian logits become probabilities, a name of ``gaussian_links.LINKS``; None if nothing is
             linearised.
         averages_members: False if predictions integrate over the Gaussian, independently of a number of members.
+        imitates: the prediction and number of members that a distilled student imitates; None for other predictors.
     """
 
     link: str | None
     averages_members: bool
+    imitates: tuple[str, int] | None
 
     def check_shown(self) -> None:
         """Raise a ValueError if the model cannot predict by members other than its own."""

@@ -35,12 +35,6 @@ class TokenPredictor(Predictor, Protocol):
         """Prepare the model's members for forward passes until the end of the block."""
         ...
 
-    def member_logits(
-        self, model: BayesianModel, states: HiddenStates, positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], logits [M, n, V] of the members there), a chunk at a time."""
-        ...
-
     def predict(
         self, model: BayesianModel, states: HiddenStates, positions: Tensor
     ) -> Iterator[tuple[Tensor, Predictive]]:
@@ -57,6 +51,7 @@ class MemberTokens:
 
     link: str | None = None
     averages_members = True
+    imitates: tuple[str, int] | None = None
     keeps_caches = True
     tensors_per_state = 1
 
@@ -153,6 +148,7 @@ class ClosedFormTokens:
     """
 
     averages_members = False
+    imitates: tuple[str, int] | None = None
     keeps_caches = False
     tensors_per_state = 1
 
@@ -175,12 +171,6 @@ class ClosedFormTokens:
     def open(self, model: BayesianModel) -> AbstractContextManager[None]:
         """Leave the model's members as they are."""
         return nullcontext()
-
-    def member_logits(
-        self, model: BayesianModel, states: HiddenStates, positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Raise: there are no members."""
-        raise AssertionError("a closed form has no members")
 
     def predict(
         self, model: BayesianModel, states: HiddenStates, positions: Tensor

@@ -6,7 +6,8 @@ A record of "bayesian-text-generation" is transformers' own, with three more key
      "uncertainty": {"total", "aleatoric", "epistemic", "sequence_logprob", "sequence_logprob_tokenwise"},
      "num_members": M}
 
-``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm.
+``num_members`` is the number of members that were averaged: epistemic uncertainty is at most its logarithm. Records of
+a distilled student have no such key.
 ``tokens`` are the new tokens up to the end of the row, the end token included. All numbers are floats in nats, of the
 raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabilities of the sequence. ``token`` is the
 token's part of the text: joined, the tokens that are not special are the generated text. A character that is spread
@@ -96,7 +97,8 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         new = model_outputs["generated_sequence"][0][:, -num_new:]
         for row, record in enumerate(records):
             record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
-            record["num_members"] = self.model.num_members
+            if not self.model.is_closed_form:
+                record["num_members"] = self.model.num_members
         return records
 
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:

@@ -20,6 +20,7 @@ from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
 from hf_bayes.posteriors.storage.json_types import has_keys
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.student import check_description
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 
@@ -29,6 +30,7 @@ CALIBRATION = (
     "temperature", "log_std_error", "nll", "calibrated_nll", "nll_std_error", "num_terms", "num_members", "prediction",
 )  # fmt: skip
 """The keys of ``PosteriorConfig.calibration``."""
+_OBJECTS = ("method", "prior", "base_model", "head", "calibration", "student", "versions", "diagnostics", "metrics")
 
 
 @functools.cache
@@ -69,6 +71,7 @@ class PosteriorConfig:
             for a Gaussian also by outputs that are linear in the parameters ("linearised", ...).
         calibration: the temperature of the mixture for that prediction with all members, and what it changes on
             held-out rows (the fields of ``metrics.calibration.Calibration``); empty if none was fitted.
+        student: the description of a distilled student (the keys ``student.KEYS``); empty without one.
         versions: library -> version.
         seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
         diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
@@ -91,6 +94,7 @@ class PosteriorConfig:
     head: dict[str, Any] = field(default_factory=dict)
     prediction: str = "members"
     calibration: dict[str, Any] = field(default_factory=dict)
+    student: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +142,7 @@ class PosteriorConfig:
         _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
-        for name in ("method", "prior", "base_model", "head", "calibration", "versions", "diagnostics", "metrics"):
+        for name in _OBJECTS:
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
@@ -159,6 +163,8 @@ class PosteriorConfig:
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
         self._check_prediction()
         self._check_calibration()
+        if self.student:
+            check_description(self.student)
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")

@@ -6,6 +6,7 @@
     adapter_config.json  adapter_model.safetensors        LoRA: a plain peft adapter, see ``Posterior.representative``
     members/member_000/...                                Draws: each a plain peft adapter (else model.safetensors)
     covariance.safetensors                                Gaussian: means and covariances by parameter name
+    student.safetensors                                   the head of a distilled student
     trace.json                                            the log of the chains of a run, for plots
     tokenizer.json, chat_template.jinja, ...              sidecars: tokenizer, processor, generation config
 """
@@ -29,6 +30,7 @@ from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
 from hf_bayes.posteriors.storage.listing import shown
+from hf_bayes.posteriors.student import STUDENT, student_shapes
 
 TENSORS = "model.safetensors"
 GAUSSIAN = "covariance.safetensors"
@@ -46,6 +48,7 @@ class Parts(NamedTuple):
     adapter_config: dict[str, Any] | None
     trace: dict[str, Any] | None = None
     sidecars: Sidecars = _NO_SIDECARS
+    student: dict[str, Tensor] | None = None
 
 
 def member_files(row: Tensor, layout: Layout, adapter_config: dict[str, Any] | None) -> dict[str, Content]:
@@ -95,7 +98,8 @@ def expected_shapes(contents: Mapping[str, Any], names: list[str]) -> dict[str, 
             if contents[name] != adapter_config:
                 raise ValueError(f"{name} differs from {ADAPTER_CONFIG}: all members are one kind of adapter")
         found = {key: found[name] for name, key in adapter_keys(found).items()}
-    return {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+    shapes = {name: found for name in names if name.endswith((ADAPTER, TENSORS))}
+    return shapes | ({STUDENT: student_shapes(config.student)} if config.student else {})
 
 
 def read_parts(contents: Mapping[str, Any]) -> Parts:
@@ -120,12 +124,12 @@ def read_parts(contents: Mapping[str, Any]) -> Parts:
         approximation = _gaussian(files[GAUSSIAN], config)
     if adapter_config is not None and not torch.equal(theta_of(ADAPTER), approximation.rows[0]):
         raise ValueError(f"{ADAPTER} is not the mean or first member that the other files hold")
-    return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars)
+    return Parts(approximation, config, adapter_config, files.get(TRACE), sidecars, files.get(STUDENT))
 
 
 def _expected_names(config: PosteriorConfig, *, adapter: bool) -> set[str]:
     files = {ADAPTER_CONFIG, ADAPTER} if adapter else {TENSORS}
-    expected = {CONFIG} | (files if adapter else set())
+    expected = {CONFIG} | (files if adapter else set()) | ({STUDENT} if config.student else set())
     if config.approximation in GAUSSIANS:
         return expected | {GAUSSIAN}
     return expected | {f"{member_folder(index)}/{name}" for index in range(config.num_members) for name in files}

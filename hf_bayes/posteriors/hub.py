@@ -18,6 +18,7 @@ from hf_bayes.posteriors import sidecars, storage
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import GAUSSIAN, TRACE
+from hf_bayes.posteriors.student import STUDENT
 
 CARD = "README.md"
 DOWNLOAD = ("token", "cache_dir", "force_download", "local_files_only")
@@ -27,7 +28,7 @@ FILES = ("*.json", "*.safetensors", "*.md", *sidecars.NAMES)
 """Patterns of the files of a posterior."""
 # An upload deletes the files of an earlier push that match these and are not uploaded again. A member left there would
 # make the posterior unreadable. A chat template left there would be used with the new posterior.
-_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, *sidecars.NAMES]
+_REPLACED = ["members/*", ADAPTER_CONFIG, ADAPTER, GAUSSIAN, TRACE, STUDENT, *sidecars.NAMES]
 
 
 def fetch(

@@ -45,6 +45,7 @@ from hf_bayes.posteriors.model_card import CardFields, card_fields, render_card
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar, sidecars_in
 from hf_bayes.posteriors.storage import POSTERIOR, Content
 from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.student import STUDENT, check_student
 
 _NUM_GAUSSIAN_MEMBERS = 10
 
@@ -71,6 +72,7 @@ class Posterior:
         adapter_config: the content of peft's ``adapter_config.json`` for the parameters of an adapter, else None.
         trace: the log of the chains of the run, for plots (docs/diagnostics.md), or None without a run.
         sidecars: the files of tokenizer, chat template, image processor and generation config.
+        student: the tensors of a distilled student, or None without one.
         source: the directory or repository that the posterior was read from, for messages, or None.
         folder: the real path of the files that the posterior was read from, or None.
     Raises:
@@ -82,6 +84,7 @@ class Posterior:
     adapter_config: dict[str, Any] | None = None
     trace: dict[str, Any] | None = None
     sidecars: Sidecars = field(default_factory=Sidecars)
+    student: dict[str, Tensor] | None = None
     source: str | None = field(default=None, init=False, repr=False)
     folder: str | None = field(default=None, init=False, repr=False)
 
@@ -98,6 +101,8 @@ class Posterior:
             config = lora_config.explicit(lora_config.for_inference(self.adapter_config), self.layout.named_shapes)
             object.__setattr__(self, "adapter_config", config)
             check_adapter_keys(self.layout)
+        if self.student is not None or self.config.student:
+            check_student(self.student, self.config.student, self.fingerprint)
 
     # -- content ---------------------------------------------------------------------------------------------------
 
@@ -304,6 +309,8 @@ class Posterior:
             files |= member_files(self.representative, self.layout, self.adapter_config)
         if not self.approximation.num_stored:
             files[GAUSSIAN] = self.approximation.tensors(self.layout)
+        if self.student is not None:
+            files[STUDENT] = self.student
         files |= self.sidecars.files
         adapter = self.adapter_config is not None
         files["README.md"] = render_card(config.to_dict(), adapter=adapter, repo_id=repo_id, **card)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import scripts.evaluate_uncertainty as script
-from hf_bayes import Posterior
+from hf_bayes import Posterior, distil
+from hf_bayes.fit import distil_training
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 from tests.members.subjects import bert_tagger
@@ -41,6 +42,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(
         tmp_path_factory.mktemp("classifier"), tiny_bert(num_labels=2, **CLASSES), train=runs.label_rows(num_labels=2)
     )
+
+
+def test_a_student_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str) -> None:
+    monkeypatch.setattr(distil_training, "UPDATES", 30)
+    folder = str(tmp_path / "distilled")
+    distil(classifier, runs.label_rows(220), batch_size=20, progress=False).save_pretrained(folder)
+    arguments = ["--posterior", folder, "--test", table_of(tmp_path / "test.csv"), "--text_column", "query"]
+    results = evaluate(monkeypatch, tmp_path, *arguments, "--label_column", "parity", "--predict", "distilled")
+    assert results["members"] == 1
+    assert "member_nll" not in results
+    assert results["epistemic"] > 0
 
 
 def table_of(path: Path, *, labels: tuple[str, ...] = ("even", "odd")) -> str:

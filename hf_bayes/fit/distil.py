@@ -1,0 +1,184 @@
+"""``distil``: a posterior -> the same posterior with a student, which predicts in one forward pass.
+
+The student is a small head on the last hidden state of one network of the posterior (``uncertainty.student_head``). It
+is trained on the posterior's own predictions for unlabelled rows: their probabilities, and their aleatoric and
+epistemic uncertainties. docs/distilled.md has measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import default_data_collator
+
+from hf_bayes.core.number_checks import is_count
+from hf_bayes.fit.distil_report import predictions_of, report_of
+from hf_bayes.fit.distil_targets import MAX_TERMS, InputReader, Reader, Targets, TokenReader, collect
+from hf_bayes.fit.distil_training import kl, train
+from hf_bayes.models.attaching import MODELS
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.loading import network_of
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.student import NETWORKS
+from hf_bayes.uncertainty.gaussian_links import name_of_link
+from hf_bayes.uncertainty.student_head import StudentHead
+
+HELDOUT_SHARE = 0.1
+MIN_ROWS, MIN_TERMS = 10, 200
+MAX_WIDTH = 256
+
+
+def distil(
+    posterior: Posterior | str | os.PathLike[str],
+    rows: Any,
+    *,
+    collate: Callable[..., Any] | None = None,
+    batch_size: int = 8,
+    base_model: Any = None,
+    prediction: str | None = None,
+    members: int | None = None,
+    other: Any = None,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Return the posterior with a distilled student; ``from_pretrained(..., prediction="distilled")`` predicts by it.
+
+    Args:
+        posterior: a posterior, its directory or its repository on the Hub.
+        rows: rows as of training; labels are not used. More rows, and rows from more places, make a better student. A
+            tenth of them is held out for the report, which stands in the ``student`` entry of the posterior's config.
+        collate: rows -> a batch of tensors; None is transformers' default collator.
+        batch_size: rows of a forward pass; the result depends on it by rounding only.
+        base_model, prediction, members: as in ``from_pretrained``, for the prediction that the student learns.
+        other: rows of another kind, never trained on, for the AUROC of the report.
+        device: where the model runs; None is where ``from_pretrained`` loads it.
+        progress: show a progress bar.
+    Raises:
+        ValueError: for too few rows, predictions without classes (regressions, several labels), or a posterior whose
+            members agree everywhere.
+    """
+    _check(rows, batch_size)
+    loaded = posterior if isinstance(posterior, Posterior) else Posterior.from_pretrained(posterior)
+    plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
+    kind = MODELS[loaded.config.task]
+    with (
+        kind.from_pretrained(
+            plain, base_model=base_model, prediction=prediction, members=members, calibrated=False
+        ) as model,
+        torch.no_grad(),
+    ):
+        if device is not None:
+            model.to(torch.device(device))  # type: ignore[arg-type]
+        batches = _Batches(collate or default_data_collator, batch_size, model.device, progress)
+        description, tensors = _distil(model, plain, rows, other, batches)
+    config = dataclasses.replace(loaded.config, student=description)
+    return dataclasses.replace(loaded, config=config, student=tensors)
+
+
+def _distil(
+    model: BayesianModel, posterior: Posterior, rows: Any, other: Any, batches: _Batches
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the description and the tensors of a student."""
+    networks = [network_of(posterior, name).to(model.theta) for name in NETWORKS]
+    names: Sequence[str] = NETWORKS
+    if torch.equal(*networks):
+        networks, names = networks[:1], names[:1]
+    reader = _reader(model, rows, batches, networks[0])
+    found = collect(reader, batches.of(rows, "teacher"), networks)
+    _check_terms(found[0])
+    is_heldout = _heldout(len(rows))[found[0].row]
+    untrained = [
+        _network_kl(model, reader, network, one.at(is_heldout)) for network, one in zip(networks, found, strict=True)
+    ]
+    chosen = min(range(len(networks)), key=untrained.__getitem__)
+    network, targets = networks[chosen], found[chosen].to(model.device)
+    is_heldout = is_heldout.to(model.device)
+    heldout = targets.at(is_heldout)
+    width = min(MAX_WIDTH, targets.hidden.shape[-1])
+    with model.members.bind(network):
+        with torch.enable_grad():
+            head = train(targets.at(~is_heldout), heldout, reader.logits, width=width, progress=batches.progress)
+        elsewhere = None
+        if other is not None:
+            (elsewhere,) = collect(reader, batches.of(other, "other rows"), [network])
+            elsewhere = elsewhere.to(model.device)
+        report = report_of(heldout, head, reader.logits, elsewhere) | {"network_kl": untrained[chosen]}
+    averages = model.predictor.averages_members
+    description = {
+        "posterior": posterior.fingerprint,
+        "network": names[chosen],
+        "output": reader.output,
+        "hidden_size": targets.hidden.shape[-1],
+        "width": width,
+        "prediction": name_of_link(model.predictor.link),
+        "num_members": len(model.theta) if averages else 0,
+        "num_terms": int((~is_heldout).sum()),
+        "report": report,
+    }
+    return description, {name: value.cpu().contiguous() for name, value in head.state_dict().items()}
+
+
+def _reader(model: BayesianModel, rows: Any, batches: _Batches, network: Tensor) -> Reader:
+    if model.shifts_labels:
+        return TokenReader(model, per_row=max(1, MAX_TERMS // len(rows)))
+    first = next(iter(batches.of(rows, "", quiet=True)))
+    return InputReader(model, {name: value for name, value in first.items() if name != "labels"}, network)
+
+
+def _network_kl(model: BayesianModel, reader: Reader, network: Tensor, targets: Targets) -> float:
+    """Return the mean KL(mixture || network) in nats."""
+    targets = targets.to(model.device)
+    untrained = StudentHead(targets.hidden.shape[-1], 1).to(model.device)
+    with model.members.bind(network):
+        return float(kl(targets, predictions_of(untrained, targets, reader.logits)).mean())
+
+
+class _Batches:
+    """Makes batches of rows on the device of a model."""
+
+    def __init__(self, collate: Callable[..., Any], batch_size: int, device: Any, progress: bool) -> None:
+        self.collate, self.batch_size, self.device, self.progress = collate, batch_size, device, progress
+
+    def of(self, rows: Any, what: str, quiet: bool = False) -> Iterable[dict[str, Any]]:
+        """Yield the batches of rows, with a progress bar."""
+        loader: DataLoader[Any] = DataLoader(rows, batch_size=self.batch_size, collate_fn=self.collate)
+        for batch in tqdm(loader, desc=what, disable=quiet or not self.progress, leave=False):
+            yield {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _heldout(num_rows: int) -> Tensor:
+    """Return [num_rows] bool: True for the rows that are held out, a random tenth."""
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
+    return order < max(1, round(HELDOUT_SHARE * num_rows))
+
+
+def _check(rows: Any, batch_size: Any) -> None:
+    if not is_count(batch_size):
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise ValueError(f"rows must be a list or a data set with a length, got {type(rows).__name__}")
+    if len(rows) < MIN_ROWS:
+        raise ValueError(
+            f"a student needs at least {MIN_ROWS} rows, got {len(rows)}: labels are not needed, so more "
+            "rows of the same kind cost nothing"
+        )
+
+
+def _check_terms(targets: Targets) -> None:
+    if len(targets.row) < MIN_TERMS:
+        raise ValueError(
+            f"a student needs at least {MIN_TERMS} rows of a classifier or tokens of texts, got {len(targets.row)}: "
+            "labels are not needed, so give more rows of the same kind"
+        )
+    if not bool((targets.epistemic > 1e-9).any()):
+        raise ValueError(
+            "the members agree on all rows (epistemic uncertainty 0), so there is nothing to distil: use the model "
+            "itself, or a posterior of more than one member"
+        )
