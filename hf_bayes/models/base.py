@@ -30,7 +30,7 @@ from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Read
 from hf_bayes.models.refusals import refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, name_of_link
+from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
 
@@ -106,7 +106,7 @@ class BayesianModel(HostMethods):
             base_model: another path or name of the base model, or the model itself; None means the recorded name.
             check_base: True to refuse a base model whose fingerprint differs.
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
-                ``linearise``). None takes "members" if ``members`` is given, else the name stored with the posterior:
+                ``linearise``), or "single_pass". None takes "members" if ``members`` is given, else the name stored with the posterior:
                 Laplace approximations of classifiers of sequences or images, and of regressions, are linearised.
             calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
                 belongs to the stored way of prediction and to all members, and is not applied to others.
@@ -137,10 +137,10 @@ class BayesianModel(HostMethods):
         return {}
 
     def predict_by(self, prediction: str) -> Self:
-        """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors are those of ``linearise``."""
+        """Set the way of prediction to a name of ``gaussian_links.PREDICTIONS``; errors as in the methods for it."""
         if prediction not in list(PREDICTIONS):  # a list also compares what has no hash
             raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction!r:.100}")
-        return self.linearise(PREDICTIONS[prediction])
+        return self.single_pass() if prediction == SINGLE_PASS else self.linearise(PREDICTIONS[prediction])
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
         """Switch to outputs that are linear in theta: f(x, mean) + J (theta - mean) with theta ~ N(mean, V).
@@ -156,11 +156,30 @@ class BayesianModel(HostMethods):
         self.current_members.own_temperature = self._stored_temperature()
         return self
 
+    def single_pass(self, **options: Any) -> Self:
+        """Switch to predictions by one forward pass that carries means and variances (docs/single_pass.md).
+
+        Args:
+            options: ``deterministic_scores`` (True takes queries and keys at their means), and for classifiers and
+                regressions ``link`` (a name of ``gaussian_links.LINKS``) and ``structure`` ("diagonal", or "full" for
+                small models).
+        Raises:
+            ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
+                predicts as before.
+        """
+        self.predictor = self._single_pass_predictor(**options)
+        self.current_members.own_temperature = self._stored_temperature()
+        return self
+
+    def _single_pass_predictor(self, **options: Any) -> Predictor:
+        """Return the predictor of ``single_pass``."""
+        raise AssertionError("the task's class defines _single_pass_predictor")
+
     def _stored_temperature(self) -> float:
         """Return the stored temperature of the mixture, or 1 if it was fitted for another prediction."""
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
         count = len(self.theta) if self.predictor.averages_members else 0
-        fits = (stored.get("prediction"), stored.get("num_members")) == (name_of_link(self.predictor.link), count)
+        fits = (stored.get("prediction"), stored.get("num_members")) == (self.predictor.prediction, count)
         return float(stored["temperature"]) if fits else 1.0
 
     def _predictor_by(self, link: str | None) -> Predictor:
@@ -170,7 +189,7 @@ class BayesianModel(HostMethods):
     @property
     def is_linearised(self) -> bool:
         """True if predictions are linear in theta."""
-        return self.predictor.link is not None
+        return self.predictor.prediction.startswith("linearised")
 
     @property
     def is_closed_form(self) -> bool:

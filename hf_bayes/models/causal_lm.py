@@ -24,8 +24,9 @@ from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.decoding import Decoding, score
 from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
-from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
+from hf_bayes.models.predictors import MemberLogLik, Predictive, Reader, Readings
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
+from hf_bayes.models.single_pass.predictors import SinglePassTokens
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.posteriors.posterior import Posterior
@@ -84,12 +85,20 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return int(self.config.get_text_config().vocab_size)
 
     @property
+    def _num_cached(self) -> int:
+        """The number of members whose keys and values a cache holds."""
+        return 1 if self.is_closed_form else self.num_members
+
+    @property
     def num_root_columns(self) -> int | None:
         head = self.core.get_output_embeddings()
         return None if head is None else self.likelihood.num_root_columns(head.weight.shape[0])
 
     def _predictor_by(self, link: str | None) -> TokenPredictor:
         return token_predictor(self.causal, self, link)
+
+    def _single_pass_predictor(self, **options: Any) -> TokenPredictor:
+        return SinglePassTokens(self.causal, self, **options)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -132,6 +141,12 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         with self.predictor.open(self):
             states = self.causal.hidden(self, self.numbered(inputs))
             yield from self.predictor.member_logits(self, states, positions)
+
+    def predictions(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Predictive]]:
+        """Yield (flat positions [n], the prediction there), a chunk at a time; arguments as of ``member_logits``."""
+        with self.predictor.open(self):
+            states = self.causal.hidden(self, self.numbered(inputs))
+            yield from self.predictor.predict(self, states, positions)
 
     @predicts
     def each_term(self, inputs: dict[str, Any], function: Callable[[Tensor, Tensor], Any]) -> list[Any]:
@@ -222,7 +237,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                     "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
-        num_kept = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        cuts = isinstance(logits_to_keep, int) and self.predictor.cuts_feed_forward
+        num_kept = int(logits_to_keep) if cuts else 0
         with self.predictor.open(self):
             states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
             rows, length, device = states.num_rows, states.hidden.shape[1], states.hidden.device
@@ -308,7 +324,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return inputs
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        return self.decoding.reorder(self.num_members, past_key_values, beam_idx)
+        return self.decoding.reorder(self._num_cached, past_key_values, beam_idx)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         config = super()._prepare_generated_length(*args, **kwargs)
@@ -317,7 +333,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
     ) -> Any:
-        self.decoding.check_cache(self.num_members, generation_config, model_kwargs, batch_size)
+        self.decoding.check_cache(self._num_cached, generation_config, model_kwargs, batch_size)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:

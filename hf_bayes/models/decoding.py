@@ -26,7 +26,6 @@ from hf_bayes.models.token_uncertainty import (
     record,
     to_scores,
 )
-from hf_bayes.uncertainty.mixture_temperature import temper
 
 
 class ModelOfText(Protocol):
@@ -47,7 +46,7 @@ class ModelOfText(Protocol):
 
     def score(self, input_ids: Tensor, attention_mask: Tensor, *, first: int, **inputs: Any) -> Scores: ...
 
-    def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]: ...
+    def predictions(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Predictive]]: ...
 
     def row_slices(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
 
@@ -181,9 +180,10 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
     valid = (mask[:, first:] * mask[:, first - 1 : -1]).bool()
     flat = torch.arange(rows * length, device=mask.device).view(rows, length)[:, first - 1 : -1][valid]
     pieces = []
-    with closing(model.member_logits(inputs, flat)) as chunks:  # an error must not leave tangents behind
-        for index, logits in chunks:
-            prediction = temper(model.spread.predict(logits), model.mixture_temperature)
+    with closing(model.predictions(inputs, flat)) as chunks:  # an error must not leave tangents behind
+        for index, found in chunks:
+            assert found.members is not None  # require_members refuses closed forms
+            prediction, logits = found.members
             pieces.append(record(prediction, logits, input_ids.flatten()[index + 1]))
     return to_scores(join(pieces), valid, model.spread)
 

@@ -12,6 +12,8 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictors import Predictive, Predictor
 
+from hf_bayes.uncertainty.gaussian_links import name_of_link
+
 
 class InputPredictor(Predictor, Protocol):
     """A way to predict one answer for each input, or one for each of its tokens."""
@@ -24,6 +26,7 @@ class InputPredictor(Predictor, Protocol):
 class MemberPredictor:
     """Average the probabilities of the members."""
 
+    prediction = "members"
     link: str | None = None
     averages_members = True
 
@@ -58,6 +61,7 @@ class LinearisedPredictor:
 
     def __init__(self, model: BayesianModel, link: str) -> None:
         self.link: str | None = link
+        self.prediction = name_of_link(link)
         self.linearisation = linearisation_of(model, link)
 
     def check_shown(self) -> None:

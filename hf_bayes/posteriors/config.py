@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class PosteriorConfig:
             for a Gaussian also by outputs that are linear in the parameters ("linearised", ...).
         calibration: the temperature of the mixture for that prediction with all members, and what it changes on
             held-out rows (the fields of ``metrics.calibration.Calibration``); empty if none was fitted.
+        layer_factors: path of a module -> the factor of the variance that its weights add in a single pass, fitted to
+            members or to held-out rows; empty if none was fitted.
         versions: library -> version.
         seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
         diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
@@ -91,6 +94,7 @@ class PosteriorConfig:
     head: dict[str, Any] = field(default_factory=dict)
     prediction: str = "members"
     calibration: dict[str, Any] = field(default_factory=dict)
+    layer_factors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +142,7 @@ class PosteriorConfig:
         _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
-        for name in ("method", "prior", "base_model", "head", "calibration", "versions", "diagnostics", "metrics"):
+        for name in ("method", "prior", "base_model", "head", "calibration", "layer_factors", "versions", "diagnostics", "metrics"):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
@@ -159,6 +163,7 @@ class PosteriorConfig:
         _require(fine, "num_data", self.num_data, "a number > 0 or null")
         self._check_prediction()
         self._check_calibration()
+        self._check_layer_factors()
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
@@ -174,6 +179,11 @@ class PosteriorConfig:
             self.prediction,
             f"one of {', '.join(known)} for {self.approximation}",
         )
+
+    def _check_layer_factors(self) -> None:
+        for path, factor in self.layer_factors.items():
+            fine = _is_line(path) and is_number(factor) and 0 < factor < math.inf
+            _require(fine, "layer_factors", {path: factor}, "a number > 0 for each layer")
 
     def _check_calibration(self) -> None:
         if not self.calibration:

@@ -50,6 +50,8 @@ class Moments(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _IN_PLACE:
+                raise NotImplementedError(f"{name_of(func)}, which writes in place")
             result = func(*_means(args), **{name: _means(value) for name, value in kwargs.items()})
             if func in _NOISELESS or not _is_floating(result):
                 return result
@@ -71,6 +73,10 @@ _NOISELESS = {
     Tensor.new_tensor,
 }
 """Operations that read the shape of a tensor and not its values."""
+
+
+_IN_PLACE = {Tensor.__setitem__, Tensor.copy_, Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.masked_fill_, Tensor.clamp_}
+"""Operations that would change the mean and not the spread."""
 
 
 def mean_of(value: Any) -> Any:
