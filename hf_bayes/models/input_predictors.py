@@ -11,7 +11,6 @@ from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictors import Predictive, Predictor
-
 from hf_bayes.uncertainty.gaussian_links import name_of_link
 
 

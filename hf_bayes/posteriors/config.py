@@ -142,7 +142,17 @@ class PosteriorConfig:
         _require(self.task in list(TASKS), "task", self.task, f"one of {', '.join(TASKS)}")
         known = ["draws", *GAUSSIANS]
         _require(self.approximation in known, "approximation", self.approximation, f"one of {', '.join(known)}")
-        for name in ("method", "prior", "base_model", "head", "calibration", "layer_factors", "versions", "diagnostics", "metrics"):
+        for name in (
+            "method",
+            "prior",
+            "base_model",
+            "head",
+            "calibration",
+            "layer_factors",
+            "versions",
+            "diagnostics",
+            "metrics",
+        ):
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
             _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)

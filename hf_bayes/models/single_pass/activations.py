@@ -1,4 +1,4 @@
-"""Elementwise functions of a Gaussian, linearised at its mean (eqs. 3, 4 and 46 to 52), and products of two Gaussians."""
+"""Elementwise functions of a Gaussian, linearised at its mean (eqs. 3, 4, 46 to 52), and products of two Gaussians."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def query_noise(weights: Tensor, value: Tensor, key: Tensor, variance: Tensor, s
 def key_noise(
     weights: Tensor, query: Tensor, value: Tensor, variance: Tensor, features: Tensor | None, scale: float
 ) -> Tensor:
-    """Return the variance [B, H, T, d] from uncertain keys; q_t . dk_s is correlated between tokens s as ``features``."""
+    """Return the variance [B, H, T, d] from uncertain keys, whose noise is correlated as ``features``."""
     spread = weights * (query.square() @ variance.mT).sqrt()
     output = weights @ value
     if features is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention, norms
 from hf_bayes.models.single_pass.activations import product_variance, slope
-from hf_bayes.models.single_pass.moments import Moments, mean_of, name_of
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, name_of
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.token_correlation import blended, unit
 
@@ -41,7 +41,7 @@ class Diagonal:
         """Return the spread of the result; see ``Spread``."""
         rule = _RULES.get(function)
         if rule is None:
-            raise NotImplementedError(name_of(function))
+            raise NoRule(name_of(function))
         return rule(self, function, args, kwargs, result)
 
     def new(self, variance: Tensor, features: Tensor | None = None, source: LinearSource | None = None) -> Diagonal:
@@ -82,7 +82,7 @@ def _variances(value: Any) -> Any:
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
     Tensor.contiguous, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.expand,
     Tensor.expand_as, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten, Tensor.clone, torch.clone,
-    Tensor.detach, Tensor.mT.__get__, Tensor.movedim, torch.movedim, Tensor.repeat, Tensor.view_as,
+    Tensor.detach, Tensor.movedim, torch.movedim, Tensor.repeat, Tensor.view_as,
 )  # fmt: skip
 def _arranged(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     found = function(own.variance, *args[1:], **kwargs)
@@ -91,13 +91,17 @@ def _arranged(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tens
     if source is not None:
         lead = result.shape[:-1]
         same = keeps_outputs and lead.numel() == own.variance.shape[:-1].numel()
-        source = source.leading(lambda part: part.reshape(*lead, part.shape[-1])) if same and function in _RESHAPES else None
+        source = (
+            source.leading(lambda part: part.reshape(*lead, part.shape[-1])) if same and function in _RESHAPES else None
+        )
     if features is not None and function is Tensor.repeat:
         features = None
     elif features is not None and _merges_positions(own.variance, result):
         features = unit(features.mean(1, keepdim=True))
     return own.new(found, features, source)
 
+
+_RULES[getattr(Tensor.mT, "__get__")] = _arranged  # noqa: B009 - mypy takes the property for a tensor
 
 _RESHAPES = {
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
@@ -107,7 +111,9 @@ _RESHAPES = {
 
 def _merges_positions(before: Tensor, after: Tensor) -> bool:
     """Check for transformers' rearrangement of the query heads of one token, which stand in place of positions."""
-    return before.ndim == after.ndim == 4 and before.shape[2] > 1 == after.shape[2] and before.shape[3] == after.shape[3]
+    return (
+        before.ndim == after.ndim == 4 and before.shape[2] > 1 == after.shape[2] and before.shape[3] == after.shape[3]
+    )
 
 
 @_rule(Tensor.to, Tensor.float, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double)
@@ -151,7 +157,9 @@ def _of_rows(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 def _joined(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     tensors = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    found = [x.spread.variance if isinstance(x, Moments) else torch.zeros_like(x, dtype=own.variance.dtype) for x in tensors]
+    found = [
+        x.spread.variance if isinstance(x, Moments) else torch.zeros_like(x, dtype=own.variance.dtype) for x in tensors
+    ]
     features = [x.spread.features for x in tensors if isinstance(x, Moments)]
     both = None
     if all(part is not None for part in features) and len(features) == sum(x.numel() > 0 for x in tensors):
@@ -177,7 +185,7 @@ def _masked(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
 def _dropped(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
     if training:
-        raise NotImplementedError("dropout in training mode")
+        raise NoRule("dropout in training mode")
     return own
 
 
@@ -190,7 +198,7 @@ def _dropped(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 )  # fmt: skip
 def _sum(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     if kwargs.get("alpha", 1) != 1:
-        raise NotImplementedError(f"{name_of(function)} with alpha")
+        raise NoRule(f"{name_of(function)} with alpha")
     random = [value for value in args if isinstance(value, Moments)]
     found = sum(variance_of(value) for value in args)
     if len(random) == 1:
@@ -206,7 +214,7 @@ def _product(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
     first, second = args
     if function in (torch.div, Tensor.div, Tensor.__truediv__):
         if isinstance(second, Moments):
-            raise NotImplementedError("division by an uncertain tensor")
+            raise NoRule("division by an uncertain tensor")
         second = 1 / second
     if isinstance(first, Moments) and isinstance(second, Moments):
         means, variances = (mean_of(first), mean_of(second)), (variance_of(first), variance_of(second))
@@ -222,7 +230,7 @@ def _product(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 def _linear(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     weight = args[1] if len(args) > 1 else kwargs["weight"]
     if isinstance(weight, Moments):
-        raise NotImplementedError("a linear layer with an uncertain weight")
+        raise NoRule("a linear layer with an uncertain weight")
     wide = weight.detach().to(own.variance.dtype)
     return own.new(own.variance @ wide.square().mT, own.features, LinearSource(wide, own.variance))
 
@@ -240,12 +248,18 @@ def _matmul(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
     return own.new(found, None if features is None else unit(features))
 
 
+@_rule(F.softmax, torch.softmax, Tensor.softmax)
+def _softmax(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+    if result.ndim != 4:  # in attention [B, H, T, S] scores are taken at their means (eq. 59)
+        raise NoRule(f"{name_of(function)} outside of attention")
+
+
 @_rule(torch.mean, Tensor.mean, torch.sum, Tensor.sum)
 def _reduced(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     keep = kwargs.get("keepdim", False)
     if not isinstance(dim, int):
-        raise NotImplementedError(f"{name_of(function)} over {dim}")
+        raise NoRule(f"{name_of(function)} over {dim}")
     count = own.variance.shape[dim] if "mean" in name_of(function) else 1
     if own.features is not None and own.variance.ndim == 3 and dim % 3 == 1:
         columns = own.variance.sqrt()[..., None] * own.features[:, :, None]
@@ -274,7 +288,7 @@ def _layer_norm(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Te
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(given["normalized_shape"]) != 1:
-        raise NotImplementedError("layer_norm over several dimensions")
+        raise NoRule("layer_norm over several dimensions")
     wide = mean_of(args[0]).to(own.variance.dtype)
     found = norms.layer_norm_variance(wide, own.variance, given.get("weight"), given.get("eps", 1e-5))
     return own.new(found, own.features)

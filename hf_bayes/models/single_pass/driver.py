@@ -15,7 +15,7 @@ from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
 from hf_bayes.models.single_pass.installed import frozen_forward, random_module
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
 from hf_bayes.models.single_pass.weight_laws import parts_of
 
 STRUCTURES = ("diagonal", "full")
@@ -53,8 +53,8 @@ class SinglePass:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
         if (attention := attention_of(members.core.config)) not in ATTENTION:
             raise ValueError(
-                f"a single pass has rules for the attention implementations eager and sdpa, got {attention!r}: load the "
-                "base model with attn_implementation='sdpa', or predict by members"
+                f"a single pass has rules for the attention implementations eager and sdpa, got {attention!r}: load "
+                "the base model with attn_implementation='sdpa', or predict by members"
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
         values, parts = members.layout.unflatten(mean.detach()), parts_of(covariance, members.layout)
@@ -97,8 +97,6 @@ class SinglePass:
             for module, forward in self.frozen:
                 module.forward = forward
             yield
-        except NotImplementedError as error:
-            raise ValueError(f"a single pass has no rule for {error}: predict by members") from error
         finally:
             for item in self.random:
                 vars(item.module).pop("forward", None)
@@ -140,11 +138,11 @@ def naming_modules(model: nn.Module) -> Iterator[None]:
         handles.append(module.register_forward_hook(_leaving(entered)))
     try:
         yield
-    except NotImplementedError as error:
+    except NoRule as error:
         path, module = entered[-1] if entered else ("the model", model)
         raise ValueError(
             f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}): a single pass has no rule for "
-            f"{error}, which it applies to an uncertain tensor. Predict by members, or choose a subspace behind it"
+            f"{error.what}, which it applies to an uncertain tensor. Predict by members, or choose a subspace behind it"
         ) from error
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""All covariances, between units, tokens and layers: a tensor is mean + sum_j root_j e_j with shared noise e_j ~ N(0, 1).
+"""All covariances, between units, tokens and layers: tensors are mean + sum_j root_j e_j with shared e_j ~ N(0, 1).
 
 Every operation of torch is linearised by forward-mode differentiation, for all columns of the root at once. Sums of
 correlated tensors (a branch and its skip connection) are exact, because both refer to the same noise. Each layer with

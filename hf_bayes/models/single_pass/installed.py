@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,7 +23,7 @@ from hf_bayes.models.single_pass.moments import Moments, mean_of
 from hf_bayes.models.single_pass.norms import gain_of, rms_norm_variance
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.token_correlation import blended, compressed
-from hf_bayes.models.single_pass.weight_laws import WeightLaw, transposed, weight_law
+from hf_bayes.models.single_pass.weight_laws import transposed, weight_law
 
 SUPPORTED = "torch.nn.Linear, transformers' Conv1D, and peft LoRA on one of them"
 
@@ -100,7 +99,8 @@ class RandomLora:
         self.own = weights | {key: values[name].to(weights[key]) for key, name in names.items()}
         dtype = _wide(weights["lora_A"].dtype)
         self.low, self.high = (
-            weight_law(self.own[key].to(dtype), None, parts.get(names.get(key, "")), None) for key in ("lora_A", "lora_B")
+            weight_law(self.own[key].to(dtype), None, parts.get(names.get(key, "")), None)
+            for key in ("lora_A", "lora_B")
         )
         frozen = base.weight.detach().to(dtype)
         frozen = frozen.mT if isinstance(base, Conv1D) else frozen

@@ -4,7 +4,7 @@ With l = A x, the noise of A reaches l as C_l, and all of l's second moment meet
 
     Var y_k = sum_i (W + c E B E A)_ki^2 Var x_i + c^2 [ B_k C_l B_k' + (noise of B at E l, Cov l) ].
 
-For deterministic x and diagonal covariances, this is the exact variance of the product of A and B.
+This is the exact variance of the product of A, B and an x of independent elements.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def lora_variance(
     """
     from_low = low.covariance(mean, variance)  # [..., r, r]
     through = torch.einsum("kr,...rs,ks->...k", high.mean, from_low, high.mean)
-    spread = from_low.diagonal(dim1=-2, dim2=-1)
-    spread = spread if variance is None else spread + variance @ low.mean.square().mT
+    spread = from_low
+    if variance is not None:
+        spread = from_low + (low.mean * variance[..., None, :]) @ low.mean.mT
     return scaling**2 * through, scaling**2 * high.variance(mean @ low.mean.mT, spread)

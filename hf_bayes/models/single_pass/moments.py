@@ -14,6 +14,18 @@ import torch
 from torch import Tensor
 
 
+class NoRule(ValueError):
+    """An operation on an uncertain tensor for which a structure has no rule.
+
+    Attributes:
+        what: the operation.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"a single pass has no rule for {what}: predict by members")
+        self.what = what
+
+
 class Spread(Protocol):
     """A structure of the covariance of a tensor."""
 
@@ -25,7 +37,7 @@ class Spread(Protocol):
             args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
             result: its result for the means.
         Raises:
-            NotImplementedError: if the structure has no rule for the operation.
+            NoRule: if the structure has no rule for the operation.
         """
         ...
 
@@ -34,10 +46,10 @@ class Moments(Tensor):
     """A Gaussian tensor.
 
     Attributes:
-        spread: the structure of its covariance.
+        spread: a ``Spread``, the structure of its covariance.
     """
 
-    spread: Spread
+    spread: Any
 
     @staticmethod
     def of(mean: Tensor, spread: Spread) -> Moments:
@@ -51,7 +63,7 @@ class Moments(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _IN_PLACE:
-                raise NotImplementedError(f"{name_of(func)}, which writes in place")
+                raise NoRule(f"{name_of(func)}, which writes in place")
             result = func(*_means(args), **{name: _means(value) for name, value in kwargs.items()})
             if func in _NOISELESS or not _is_floating(result):
                 return result
@@ -75,7 +87,15 @@ _NOISELESS = {
 """Operations that read the shape of a tensor and not its values."""
 
 
-_IN_PLACE = {Tensor.__setitem__, Tensor.copy_, Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.masked_fill_, Tensor.clamp_}
+_IN_PLACE = {
+    Tensor.__setitem__,
+    Tensor.copy_,
+    Tensor.mul_,
+    Tensor.__imul__,
+    Tensor.div_,
+    Tensor.masked_fill_,
+    Tensor.clamp_,
+}
 """Operations that would change the mean and not the spread."""
 
 

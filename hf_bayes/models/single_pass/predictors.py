@@ -62,7 +62,11 @@ class SinglePassPredictor:
     averages_members = False
 
     def __init__(
-        self, model: BayesianModel, link: str = "bridge", structure: str = "diagonal", deterministic_scores: bool = False
+        self,
+        model: BayesianModel,
+        link: str = "bridge",
+        structure: str = "diagonal",
+        deterministic_scores: bool = False,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")

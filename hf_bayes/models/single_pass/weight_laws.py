@@ -54,7 +54,8 @@ class WeightLaw:
 
         Args:
             mean: [..., in] E a.
-            variance: [..., in] variances of a, whose elements are independent; None means 0.
+            variance: [..., in] variances of a, whose elements are independent, or [..., in, in] its covariance; None
+                means 0.
         """
         rotated = self._rotated_moment(mean, variance) @ self.values.mT
         found = rotated if self.left is None else rotated @ self.left.square().mT
@@ -64,8 +65,10 @@ class WeightLaw:
         weights = self.columns[..., :-1]
         spread = torch.einsum("rki,...i->...rk", weights, mean) + self.columns[..., -1]
         found = found + torch.einsum("r,...rk->...k", self.scales, spread.square())
-        if variance is not None:
+        if variance is not None and variance.ndim == mean.ndim:
             found = found + variance @ torch.einsum("r,rki->ik", self.scales, weights.square())
+        elif variance is not None:
+            found = found + torch.einsum("r,rki,...ij,rkj->...k", self.scales, weights, variance, weights)
         return found.clamp_min(0)  # scales of shrunk directions are negative, and rounding may leave less than 0
 
     def covariance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
@@ -113,10 +116,13 @@ class WeightLaw:
 
     def _rotated_moment(self, mean: Tensor, variance: Tensor | None) -> Tensor:
         """Return [..., in], the second moments of a in the basis ``right``."""
-        if self.right is None:
-            return mean.square() if variance is None else mean.square() + variance
-        moment = (mean @ self.right).square()
-        return moment if variance is None else moment + variance @ self.right.square()
+        moment = mean.square() if self.right is None else (mean @ self.right).square()
+        if variance is None:
+            return moment
+        if variance.ndim > mean.ndim:
+            rotated = variance if self.right is None else self.right.mT @ variance @ self.right
+            return moment + rotated.diagonal(dim1=-2, dim2=-1)
+        return moment + (variance if self.right is None else variance @ self.right.square())
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +159,8 @@ def parts_of(covariance: Covariance, layout: Layout) -> dict[str, _Part]:
             ones = torch.ones(covariance.dim).to(covariance.precision_cholesky)
             return {n: _Part(torch.zeros_like(v[0]), None, None, v, ones) for n, v in columns.items()}
     raise ValueError(
-        f"a single pass has no rule for a covariance of kind {covariance.kind!r}: it has rules for diagonal, kronecker, "
-        "low_rank and full. Predict by members"
+        f"a single pass has no rule for a covariance of kind {covariance.kind!r}: it has rules for diagonal, "
+        "kronecker, low_rank and full. Predict by members"
     )
 
 
