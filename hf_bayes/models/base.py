@@ -107,7 +107,8 @@ class BayesianModel(HostMethods):
             check_base: True to refuse a base model whose fingerprint differs.
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
                 ``linearise``), or "single_pass" (by one forward pass). None takes "members" if ``members`` is given,
-                else the name stored with the posterior: Laplace approximations of classifiers of sequences or images, and of regressions, are linearised.
+                else the name stored with the posterior: Laplace approximations of classifiers of sequences or images,
+                and of regressions, are linearised.
             calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
                 belongs to the stored way of prediction and to all members, and is not applied to others.
         Raises:

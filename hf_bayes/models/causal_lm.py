@@ -131,19 +131,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         inputs = self.numbered(inputs)
         return self.causal.log_lik(self.likelihood, theta, inputs, labels, folded=folded, weights=weights)
 
-    def member_logits(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], logits [M, n, V] of the members there), a chunk at a time.
-
-        Args:
-            inputs: the inputs of a forward pass without a cache.
-            positions: flat indices b * T + t.
-        """
-        with self.predictor.open(self):
-            states = self.causal.hidden(self, self.numbered(inputs))
-            yield from self.predictor.member_logits(self, states, positions)
-
     def predictions(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Predictive]]:
-        """Yield (flat positions [n], the prediction there), a chunk at a time; arguments as of ``member_logits``."""
+        """Yield (flat positions [n], the prediction there) of a batch without a cache, a chunk at a time."""
         with self.predictor.open(self):
             states = self.causal.hidden(self, self.numbered(inputs))
             yield from self.predictor.predict(self, states, positions)
@@ -237,8 +226,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                     "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
-        cuts = isinstance(logits_to_keep, int) and self.predictor.cuts_feed_forward
-        num_kept = int(logits_to_keep) if cuts else 0
+        num_kept = logits_to_keep if isinstance(logits_to_keep, int) and self.predictor.cuts_feed_forward else 0
         with self.predictor.open(self):
             states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
             rows, length, device = states.num_rows, states.hidden.shape[1], states.hidden.device

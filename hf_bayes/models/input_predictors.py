@@ -60,8 +60,8 @@ class LinearisedPredictor:
 
     def __init__(self, model: BayesianModel, link: str) -> None:
         self.link: str | None = link
-        self.prediction = name_of_link(link)
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""

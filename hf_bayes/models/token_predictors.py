@@ -37,12 +37,6 @@ class TokenPredictor(Predictor, Protocol):
         """Prepare the model's members for forward passes until the end of the block."""
         ...
 
-    def member_logits(
-        self, model: BayesianModel, states: HiddenStates, positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], logits [M, n, V] of the members there), a chunk at a time."""
-        ...
-
     def predict(
         self, model: BayesianModel, states: HiddenStates, positions: Tensor
     ) -> Iterator[tuple[Tensor, Predictive]]:
@@ -107,8 +101,9 @@ class LinearisedTokens(MemberTokens):
 
     def __init__(self, causal: CausalMembers, model: BayesianModel, link: str) -> None:
         super().__init__(causal)
-        self.link, self.prediction = link, name_of_link(link)
+        self.link = link
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
         self.linearisation.gaussian = moved(self.linearisation.gaussian, model.theta)
         if model.current_members.shown is not None:
             self.check_shown()
@@ -163,8 +158,8 @@ class ClosedFormTokens:
 
     def __init__(self, causal: CausalMembers, model: BayesianModel, link: str) -> None:
         self.link: str | None = link
-        self.prediction = name_of_link(link)
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
         self.head = ClosedHead(model, causal.head, link)
         self.linearisation.gaussian = moved(self.linearisation.gaussian, model.theta)
 
@@ -181,12 +176,6 @@ class ClosedFormTokens:
     def open(self, model: BayesianModel) -> AbstractContextManager[None]:
         """Leave the model's members as they are."""
         return nullcontext()
-
-    def member_logits(
-        self, model: BayesianModel, states: HiddenStates, positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Raise: there are no members."""
-        raise AssertionError("a closed form has no members")
 
     def predict(
         self, model: BayesianModel, states: HiddenStates, positions: Tensor

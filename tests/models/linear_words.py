@@ -60,8 +60,9 @@ def attached(model: nn.Module, subspace: str, means: Tensor, theta: Tensor) -> A
 def linear_logits(bayesian: BayesianModelForCausalLM, inputs: dict[str, Tensor]) -> Tensor:
     """[M, B, T, V] that a linearised model hands to the mixture."""
     rows, length = inputs["input_ids"].shape
-    chunks = bayesian.member_logits({**inputs, "use_cache": False}, torch.arange(rows * length))
-    return torch.cat([logits for _, logits in chunks], 1).unflatten(1, (rows, length))
+    chunks = bayesian.predictions({**inputs, "use_cache": False}, torch.arange(rows * length))
+    found = [prediction.members[1] for _, prediction in chunks if prediction.members is not None]
+    return torch.cat(found, 1).unflatten(1, (rows, length))
 
 
 def brute_force(model: nn.Module, layout: Layout, inputs: dict[str, Tensor], mean: Tensor, theta: Tensor) -> Tensor:

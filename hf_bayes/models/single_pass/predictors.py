@@ -172,13 +172,6 @@ class SinglePassTokens:
             model.current_members.show(self.mean.to(model.theta), model.spread)
             yield
 
-    def member_logits(
-        self, model: BayesianModel, states: HiddenStates, positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (flat positions [n], the log-probabilities [1, n, V] of the prediction), a chunk at a time."""
-        for index, found in self.predict(model, states, positions):
-            yield index, found.logits[None]
-
     def predict(
         self, model: BayesianModel, states: HiddenStates, positions: Tensor
     ) -> Iterator[tuple[Tensor, Predictive]]:
