@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
+    from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
     from hf_bayes.methods.averaging.ensemble import EnsembleConfig
     from hf_bayes.methods.averaging.map import MAPConfig
@@ -108,6 +109,8 @@ _MODULES = {
     "cross_fit_calibration": "training.cross_fitting",
     "decompose": "uncertainty.decomposition",
     "fit_calibration": "fit.calibration",
+    "fit_layer_factors": "fit.single_pass",
+    "fit_variance_factor": "fit.single_pass",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
@@ -159,8 +162,10 @@ __all__ = [
     "decompose",
     "fit_calibration",
     "fit_laplace",
+    "fit_layer_factors",
     "fit_mc_dropout",
     "fit_swag",
+    "fit_variance_factor",
     "mixture",
     "pipeline",
     "print_record",

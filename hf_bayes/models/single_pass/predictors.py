@@ -79,6 +79,16 @@ class SinglePassPredictor:
         ]
         self._checked = False
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules with random weights."""
+        return self.passes[0].paths
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers."""
+        for one in self.passes:
+            one.set_factors(factors)
+
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
 
@@ -158,6 +168,15 @@ class SinglePassTokens:
             words = torch.zeros(1, 2, dtype=torch.long, device=model.device)
             states = self.causal.hidden(model, {"input_ids": words, "use_cache": False})
             list(self._logits(states, torch.arange(2, device=model.device)))
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules with random weights."""
+        return self.single.paths
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers."""
+        self.single.set_factors(factors)
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""
