@@ -25,8 +25,8 @@ LARGEST = 1e3
 """The largest factor, and the inverse of the smallest."""
 
 PULL = 0.1
-"""The weight of (log factor)^2 beside the mean squared error of log EU: layers that the rows do not tell apart stay near
-each other, and near 1."""
+"""The weight of (log factor)^2 beside the mean squared error of log EU: layers that the rows do not tell apart stay
+near each other, and near 1."""
 
 
 def fit_variance_factor(posterior: Posterior | str | os.PathLike[str], heldout: Any, **options: Any) -> Posterior:
