@@ -72,7 +72,7 @@ def test_full_variance_is_that_of_members(family: str) -> None:
         found = run(bayesian, inputs, structure="full")
         paper = run(bayesian, inputs, structure="full", deterministic_scores=True)
     ratio = float(found.spread.variance.sum() / variance.sum())
-    assert abs(ratio - 1) < 0.1  # the bound; 2,000 draws leave .03
+    assert abs(ratio - 1) < 0.1  # 2,000 draws leave .03, and curvature the rest
     if family not in ("head", "qwen3", "gpt2", "llama classifier"):  # queries are random in the others
         assert float(paper.spread.variance.sum() / variance.sum()) < ratio - 0.01
 
