@@ -19,7 +19,7 @@ from benchmarks.models import SHAPES, Subject
 
 GROUPS = {
     "cpu": ("decode", "prefill", "training", "uncertainty", "generation", "overhead", "laplace", "linearised",
-            "updates"),
+            "single_pass", "updates"),
     "cuda": ("accelerator",),
 }  # fmt: skip
 SUBJECTS = {"cpu": ("30M", "float32", 8), "cuda": ("8B", "bfloat16", 10)}

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
     from hf_bayes.fit.prior_predictive import prior_predictive
+    from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
     from hf_bayes.methods.averaging.ensemble import EnsembleConfig
     from hf_bayes.methods.averaging.map import MAPConfig
@@ -110,6 +111,8 @@ _MODULES = {
     "decompose": "uncertainty.decomposition",
     "distil": "fit.distil",
     "fit_calibration": "fit.calibration",
+    "fit_layer_factors": "fit.single_pass",
+    "fit_variance_factor": "fit.single_pass",
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
@@ -162,8 +165,10 @@ __all__ = [
     "distil",
     "fit_calibration",
     "fit_laplace",
+    "fit_layer_factors",
     "fit_mc_dropout",
     "fit_swag",
+    "fit_variance_factor",
     "mixture",
     "pipeline",
     "print_record",

@@ -153,6 +153,7 @@ SNIPPETS = {
     ("docs/trl.md", 0): Snippet(
         chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
     ),
+    ("docs/single_pass.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
     ("docs/uncertainty.md", 2): Snippet(dict),

@@ -29,8 +29,7 @@ CONFIGURATIONAL_FACTOR = 2.0
 unknown."""
 
 ACCEPTANCE_RANGE = (0.1, 0.99)
-"""The range of a useful mean acceptance. Below it nearly all proposals are refused; above it steps are far smaller than
-needed."""
+"""The range of a useful mean acceptance. Below it nearly all proposals are refused; above it steps are too small."""
 
 MAX_UNMOVED = 0.01
 """The largest tolerated share of a chain's numbers that a noisy update leaves unchanged. By chance it is a few in a

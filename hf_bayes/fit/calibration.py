@@ -48,13 +48,14 @@ def fit_calibration(
     with kind.from_pretrained(
         loaded, base_model=base_model, prediction=prediction, members=members, calibrated=False
     ) as model:
-        batches = _batches(heldout, collate or default_data_collator, batch_size, model.device)
+        batches = batches_of(heldout, collate, batch_size, model.device)
         found = calibration_of(model, batches)
     config = dataclasses.replace(loaded.config, calibration=found.to_dict())
     return dataclasses.replace(loaded, config=config)
 
 
-def _batches(rows: Any, collate: Callable[..., Any], batch_size: int, device: Any) -> Iterable[dict[str, Any]]:
-    loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+def batches_of(rows: Any, collate: Callable[..., Any] | None, batch_size: int, device: Any) -> Iterable[dict[str, Any]]:
+    """Yield batches of rows on a device; without ``collate`` by transformers' default collator."""
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size, collate_fn=collate or default_data_collator)
     for batch in loader:
         yield with_tensors(batch, lambda tensor: tensor.to(device))

@@ -27,7 +27,6 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import network_of
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
-from hf_bayes.uncertainty.gaussian_links import name_of_link
 from hf_bayes.uncertainty.student_head import StudentHead
 
 HELDOUT_SHARE = 0.1
@@ -117,7 +116,7 @@ def _distil(
         "output": reader.output,
         "hidden_size": targets.hidden.shape[-1],
         "width": width,
-        "prediction": name_of_link(model.predictor.link),
+        "prediction": model.predictor.prediction,
         "num_members": len(model.theta) if averages else 0,
         "num_terms": int((~is_heldout).sum()),
         "report": report,

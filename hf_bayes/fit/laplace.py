@@ -201,7 +201,11 @@ def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> 
     """Return the verdict on a Gaussian around given points, with the measurement behind it."""
     if spread is None:
         return {"converged": None, "verdict": f"a Gaussian around {len(theta)} given points: not assessed"}
-    found = {"ruled_spread": spread.temperature, "ruled_spread_std_error": spread.std_error, "kind": "gaussian"}
+    found: dict[str, Any] = {
+        "ruled_spread": spread.temperature,
+        "ruled_spread_std_error": spread.std_error,
+        "kind": "gaussian",
+    }
     judged = Diagnostics(dim=theta.shape[1], distance=[], temperature=config.temperature, **found).summary()
     return {name: judged[name] for name in ("converged", "verdict", "temperature", *found)}
 

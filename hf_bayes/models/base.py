@@ -31,7 +31,7 @@ from hf_bayes.models.refusals import refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
-from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, name_of_link
+from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
 
 
@@ -58,11 +58,10 @@ class BayesianModel(HostMethods):
     shifts_labels: ClassVar[bool] = False
     """True if the label of a position is the next token."""
     linearises: ClassVar[bool] = False
-    """True if a Laplace approximation of the model predicts linearised when it is loaded.
-
-    Taggers would take a backward pass for each label at each position, language models would lose the cache of
-    ``generate``: both are linearised on request only.
-    """
+    """True if a loaded Laplace approximation predicts linearised. That would cost taggers and language models too much:
+    a backward pass for each label at each position, and the cache of ``generate``."""
+    _student: Callable[[], Predictor]
+    _single_pass_predictor: Callable[..., Predictor]
 
     def __init__(self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True) -> None:
         core = core_of(model)
@@ -107,9 +106,9 @@ class BayesianModel(HostMethods):
             base_model: another path or name of the base model, or the model itself; None means the recorded name.
             check_base: True to refuse a base model whose fingerprint differs.
             prediction: "members", "linearised" (by draws), "linearised_probit" or "linearised_bridge" (see
-                ``linearise``), or "distilled" (by the student of ``distil``). None takes "members" if ``members`` is
-                given, else the name stored with the posterior: Laplace approximations of classifiers of sequences or
-                images, and of regressions, are linearised.
+                ``linearise``), "single_pass" (by one forward pass), or "distilled" (by the student of ``distil``). None
+                takes "members" if ``members`` is given, else the name stored with the posterior: Laplace approximations
+                of classifiers of sequences or images, and of regressions, are linearised.
             calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
                 belongs to the stored way of prediction and to all members, and is not applied to others.
         Raises:
@@ -144,16 +143,14 @@ class BayesianModel(HostMethods):
         """Set the way of prediction: a name of ``gaussian_links.PREDICTIONS``, or "distilled".
 
         Raises:
-            ValueError: for another name, as ``linearise``, and if there is no student or the model holds members.
+            ValueError: for another name, as ``linearise`` and ``single_pass``, and if there is no student or the model
+                holds members.
         """
         if prediction == DISTILLED:
-            self.predictor = self._student()
-            self.current_members.own_temperature = self._stored_temperature()
-            return self
+            return self._use(self._student())
         if prediction not in list(PREDICTIONS):  # a list also compares what has no hash
-            known = ", ".join([*PREDICTIONS, DISTILLED])
-            raise ValueError(f"prediction must be one of {known}, got {prediction!r:.100}")
-        return self.linearise(PREDICTIONS[prediction])
+            raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, distilled, got {prediction!r:.100}")
+        return self.single_pass() if prediction == SINGLE_PASS else self.linearise(PREDICTIONS[prediction])
 
     def linearise(self, link: str | None = "monte_carlo") -> Self:
         """Switch to outputs that are linear in theta: f(x, mean) + J (theta - mean) with theta ~ N(mean, V).
@@ -170,30 +167,38 @@ class BayesianModel(HostMethods):
                 "this model was loaded with prediction='distilled' and holds one network: load the posterior again to "
                 "predict by its members or linearised"
             )
-        self.predictor = self._predictor_by(link)
-        self.current_members.own_temperature = self._stored_temperature()
-        return self
+        return self._use(self._predictor_by(link))
 
-    def _stored_temperature(self) -> float:
-        """Return the stored temperature of the mixture, or 1 if it was fitted for another prediction."""
+    def single_pass(self, **options: Any) -> Self:
+        """Switch to predictions by one forward pass that carries means and variances (docs/single_pass.md).
+
+        Args:
+            options: ``deterministic_scores`` (True takes queries and keys at their means), and for classifiers and
+                regressions ``link`` (a name of ``gaussian_links.LINKS``) and ``structure`` ("diagonal", or "full" for
+                small models).
+        Raises:
+            ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
+                predicts as before.
+        """
+        return self._use(self._single_pass_predictor(**options))
+
+    def _use(self, predictor: Predictor) -> Self:
+        """Predict by this predictor, at the stored temperature of the mixture if it was fitted for this prediction."""
+        self.predictor = predictor
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
-        count = len(self.theta) if self.predictor.averages_members else 0
-        own = self.predictor.imitates or (name_of_link(self.predictor.link), count)
+        own = predictor.imitates or (predictor.prediction, len(self.theta) if predictor.averages_members else 0)
         fits = (stored.get("prediction"), stored.get("num_members")) == own
-        return float(stored["temperature"]) if fits else 1.0
+        self.current_members.own_temperature = float(stored["temperature"]) if fits else 1.0
+        return self
 
     def _predictor_by(self, link: str | None) -> Predictor:
         """Return the predictor for ``link``; None means by members."""
         raise AssertionError("the task's class defines _predictor_by")
 
-    def _student(self) -> Predictor:
-        """Return the predictor by the student of the posterior."""
-        raise AssertionError("the task's class defines _student")
-
     @property
     def is_linearised(self) -> bool:
         """True if predictions are linear in theta."""
-        return self.predictor.link is not None
+        return self.predictor.prediction.startswith("linearised")
 
     @property
     def is_closed_form(self) -> bool:
@@ -306,8 +311,6 @@ class BayesianModel(HostMethods):
         Args:
             function: called with the members' logits [M, n, C] and the labels [n] (or [n, C]) of n terms; once for all
                 terms, or for a few at a time if C is a vocabulary.
-        Returns:
-            One result for each call, in the order of the terms.
         """
         raise AssertionError("the task's class defines each_term")
 
@@ -325,8 +328,7 @@ class BayesianModel(HostMethods):
         """Return [B], the number of likelihood terms in each row of a batch with ``labels`` [B, ...]."""
         labels = inputs["labels"]
         labels = next_tokens(labels, inputs.get("attention_mask")) if self.shifts_labels else labels
-        terms = self.likelihood.is_term(labels)
-        return terms.reshape(len(labels), -1).sum(1)
+        return self.likelihood.is_term(labels).reshape(len(labels), -1).sum(1)
 
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""

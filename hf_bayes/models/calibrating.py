@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_bayes.metrics.calibration import NUM_GROUPS, Calibration, GroupSums, fit_calibration
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import Predictive
-from hf_bayes.uncertainty.gaussian_links import name_of_link
 
 
 def calibration_of(
@@ -65,7 +64,7 @@ def fit_to(model: BayesianModel, sums: GroupSums, *, num_members: int | None = N
     return fit_calibration(
         sums,
         num_members=count if model.predictor.averages_members else 0,
-        prediction=name_of_link(model.predictor.link),
+        prediction=model.predictor.prediction,
     )
 
 

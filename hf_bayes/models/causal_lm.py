@@ -27,6 +27,7 @@ from hf_bayes.models.generation_refusals import refuse
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Reader, Readings
 from hf_bayes.models.refusals import refuse_bidirectional, refuse_hidden_state
+from hf_bayes.models.single_pass.predictors import SinglePassTokens
 from hf_bayes.models.token_predictors import MemberTokens, TokenPredictor, token_predictor
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.posteriors.posterior import Posterior
@@ -85,6 +86,11 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         return int(self.config.get_text_config().vocab_size)
 
     @property
+    def _num_cached(self) -> int:
+        """The number of members whose keys and values a cache holds."""
+        return 1 if self.is_closed_form else self.num_members
+
+    @property
     def num_root_columns(self) -> int | None:
         head = self.core.get_output_embeddings()
         return None if head is None else self.likelihood.num_root_columns(head.weight.shape[0])
@@ -94,6 +100,9 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
 
     def _student(self) -> TokenPredictor:
         return DistilledTokens(self.causal, self)
+
+    def _single_pass_predictor(self, **options: Any) -> TokenPredictor:
+        return SinglePassTokens(self.causal, self, **options)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -105,9 +114,8 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         mask = inputs.get("attention_mask")
         if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
             return inputs
-        if not bool((mask[:, :-1] < mask[:, 1:]).any()):  # no padding before a token
-            return inputs
-        if "position_ids" not in inspect.signature(self.core.forward).parameters:
+        is_padded_before = bool((mask[:, :-1] < mask[:, 1:]).any())
+        if not is_padded_before or "position_ids" not in inspect.signature(self.core.forward).parameters:
             return inputs
         return {**inputs, "position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)}
 
@@ -120,19 +128,13 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def log_lik(
         self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
     ) -> MemberLogLik:
-        inputs = {**inputs, "use_cache": False}
+        inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"} | {"use_cache": False}
         labels = next_tokens(inputs.pop("labels"), inputs.get("attention_mask"))
-        inputs.pop("logits_to_keep", None)
-        inputs = self.numbered(inputs)
-        return self.causal.log_lik(self.likelihood, theta, inputs, labels, folded=folded, weights=weights)
+        numbered = self.numbered(inputs)
+        return self.causal.log_lik(self.likelihood, theta, numbered, labels, folded=folded, weights=weights)
 
     def predictions(self, inputs: dict[str, Any], positions: Tensor) -> Generator[tuple[Tensor, Predictive]]:
-        """Yield (flat positions [n], the posterior predictive there), a chunk at a time.
-
-        Args:
-            inputs: the inputs of a forward pass without a cache.
-            positions: flat indices b * T + t.
-        """
+        """Yield (flat positions b * T + t [n], the prediction there) of a batch without a cache, a chunk at a time."""
         with self.predictor.open(self):
             states = self.causal.hidden(self, self.numbered(inputs))
             yield from self.predictor.predict(self, states, positions)
@@ -226,7 +228,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
                     "whole text, without a cache; generate does so by itself. linearise(None) goes back to members"
                 )
             inputs = {**inputs, "use_cache": False}
-        num_kept = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        num_kept = logits_to_keep if isinstance(logits_to_keep, int) and self.predictor.cuts_feed_forward else 0
         with self.predictor.open(self):
             states = self.causal.hidden_of_last(self, inputs, cache, num_kept)
             rows, length, device = states.num_rows, states.hidden.shape[1], states.hidden.device
@@ -308,11 +310,10 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
         refuse("continuous batching", "its paged cache deals one row of tokens to all sequences")
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = self.core.prepare_inputs_for_generation(*args, **kwargs)
-        return inputs
+        return self.core.prepare_inputs_for_generation(*args, **kwargs)
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        return self.decoding.reorder(self.num_members, past_key_values, beam_idx)
+        return self.decoding.reorder(self._num_cached, past_key_values, beam_idx)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         config = super()._prepare_generated_length(*args, **kwargs)
@@ -321,7 +322,7 @@ class BayesianModelForCausalLM(BayesianModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
     ) -> Any:
-        self.decoding.check_cache(self.num_members, generation_config, model_kwargs, batch_size)
+        self.decoding.check_cache(self._num_cached, generation_config, model_kwargs, batch_size)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:

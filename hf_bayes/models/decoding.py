@@ -179,8 +179,9 @@ def _score_rows(model: ModelOfText, input_ids: Tensor, attention_mask: Tensor, f
     pieces = []
     with closing(model.predictions(inputs, flat)) as chunks:  # an error must not leave tangents behind
         for index, found in chunks:
-            assert found.members is not None  # score refuses closed forms
-            pieces.append(record(*found.members, input_ids.flatten()[index + 1]))
+            assert found.members is not None  # require_members refuses closed forms
+            prediction, logits = found.members
+            pieces.append(record(prediction, logits, input_ids.flatten()[index + 1]))
     return to_scores(join(pieces), valid, model.spread)
 
 

@@ -19,6 +19,7 @@ from hf_bayes.models.loading import student_network
 from hf_bayes.models.output_layer import OutputLayer
 from hf_bayes.models.predictives import ClassPredictive
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.decomposition import Prediction, Uncertainty
 from hf_bayes.uncertainty.likelihoods import Likelihood
 from hf_bayes.uncertainty.mixture_temperature import temper
@@ -52,6 +53,7 @@ class Student:
         ValueError: if the posterior of the model has no student, or the model holds members.
     """
 
+    prediction = DISTILLED
     link: str | None = None
     averages_members = False
 
@@ -107,6 +109,7 @@ class DistilledTokens(Student):
     """Predict the next token by a student."""
 
     keeps_caches = True
+    cuts_feed_forward = True
     tensors_per_state = 1
 
     def __init__(self, causal: CausalMembers, model: BayesianModel) -> None:

@@ -11,6 +11,7 @@ from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictors import Predictive, Predictor
+from hf_bayes.uncertainty.gaussian_links import name_of_link
 
 
 class InputPredictor(Predictor, Protocol):
@@ -24,6 +25,7 @@ class InputPredictor(Predictor, Protocol):
 class MemberPredictor:
     """Average the probabilities of the members."""
 
+    prediction = "members"
     link: str | None = None
     averages_members = True
     imitates: tuple[str, int] | None = None
@@ -61,6 +63,7 @@ class LinearisedPredictor:
     def __init__(self, model: BayesianModel, link: str) -> None:
         self.link: str | None = link
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
 
     def check_shown(self) -> None:
         """Accept any members, since predictions do not read them."""

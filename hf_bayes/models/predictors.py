@@ -68,6 +68,7 @@ class Predictor(Protocol):
     """A way to predict.
 
     Attributes:
+        prediction: its name among ``gaussian_links.PREDICTIONS``.
         link: how Gaussian logits become probabilities, a name of ``gaussian_links.LINKS``; None if nothing is
             linearised.
         averages_members: False if predictions integrate over the Gaussian, independently of a number of members.
@@ -77,6 +78,9 @@ class Predictor(Protocol):
     link: str | None
     averages_members: bool
     imitates: tuple[str, int] | None
+
+    @property
+    def prediction(self) -> str: ...
 
     def check_shown(self) -> None:
         """Raise a ValueError if the model cannot predict by members other than its own."""

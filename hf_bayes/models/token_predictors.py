@@ -17,7 +17,7 @@ from hf_bayes.models.linearised import linearisation_of
 from hf_bayes.models.linearised_lm import ClosedHead, drawn, refuse_backwards_only, tangents
 from hf_bayes.models.predictives import GaussianClasses, MemberClasses
 from hf_bayes.models.predictors import Predictive, Predictor
-from hf_bayes.uncertainty.gaussian_links import LINKS
+from hf_bayes.uncertainty.gaussian_links import LINKS, name_of_link
 
 
 class TokenPredictor(Predictor, Protocol):
@@ -25,10 +25,12 @@ class TokenPredictor(Predictor, Protocol):
 
     Attributes:
         keeps_caches: whether keys and values of earlier tokens can be kept from one forward pass to the next.
+        cuts_feed_forward: whether the last feed-forward layer may run at the positions alone that are read.
         tensors_per_state: tensors that are held for each hidden state of a member.
     """
 
     keeps_caches: bool
+    cuts_feed_forward: bool
     tensors_per_state: int
 
     def open(self, model: BayesianModel) -> AbstractContextManager[None]:
@@ -49,10 +51,12 @@ class TokenPredictor(Predictor, Protocol):
 class MemberTokens:
     """Average the members' probabilities of the next token."""
 
+    prediction = "members"
     link: str | None = None
     averages_members = True
     imitates: tuple[str, int] | None = None
     keeps_caches = True
+    cuts_feed_forward = True
     tensors_per_state = 1
 
     def __init__(self, causal: CausalMembers) -> None:
@@ -100,6 +104,7 @@ class LinearisedTokens(MemberTokens):
         super().__init__(causal)
         self.link = link
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
         self.linearisation.gaussian = moved(self.linearisation.gaussian, model.theta)
         if model.current_members.shown is not None:
             self.check_shown()
@@ -150,11 +155,13 @@ class ClosedFormTokens:
     averages_members = False
     imitates: tuple[str, int] | None = None
     keeps_caches = False
+    cuts_feed_forward = True
     tensors_per_state = 1
 
     def __init__(self, causal: CausalMembers, model: BayesianModel, link: str) -> None:
         self.link: str | None = link
         self.linearisation = linearisation_of(model, link)
+        self.prediction = name_of_link(link)
         self.head = ClosedHead(model, causal.head, link)
         self.linearisation.gaussian = moved(self.linearisation.gaussian, model.theta)
 

@@ -40,7 +40,7 @@ class HeldOutRows:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hide: bool | None = None,
     ) -> None:
-        if model.is_linearised:
+        if model.is_linearised or model.is_closed_form:
             raise ValueError("held-out rows judge draws, and a linearised model has none: call linearise(None) first")
         self.model, self.batches, self.num_rows = model, batches, num_rows
         self.mesh, self.context = mesh, context

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,10 @@ CALIBRATION = (
     "temperature", "log_std_error", "nll", "calibrated_nll", "nll_std_error", "num_terms", "num_members", "prediction",
 )  # fmt: skip
 """The keys of ``PosteriorConfig.calibration``."""
-_OBJECTS = ("method", "prior", "base_model", "head", "calibration", "student", "versions", "diagnostics", "metrics")
+_OBJECTS = (
+    "method", "prior", "base_model", "head", "calibration", "student", "layer_factors", "versions", "diagnostics",
+    "metrics",
+)  # fmt: skip
 
 
 @functools.cache
@@ -72,6 +76,8 @@ class PosteriorConfig:
         calibration: the temperature of the mixture for that prediction with all members, and what it changes on
             held-out rows (the fields of ``metrics.calibration.Calibration``); empty if none was fitted.
         student: the description of a distilled student (the keys ``student.KEYS``); empty without one.
+        layer_factors: path of a module -> the factor of the variance that its weights add in a single pass, fitted to
+            members or to held-out rows; empty if none was fitted.
         versions: library -> version.
         seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
         diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
@@ -95,6 +101,7 @@ class PosteriorConfig:
     prediction: str = "members"
     calibration: dict[str, Any] = field(default_factory=dict)
     student: dict[str, Any] = field(default_factory=dict)
+    layer_factors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
@@ -165,6 +172,7 @@ class PosteriorConfig:
         self._check_calibration()
         if self.student:
             check_description(self.student)
+        self._check_layer_factors()
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
@@ -180,6 +188,11 @@ class PosteriorConfig:
             self.prediction,
             f"one of {', '.join(known)} for {self.approximation}",
         )
+
+    def _check_layer_factors(self) -> None:
+        for path, factor in self.layer_factors.items():
+            fine = _is_line(path) and is_number(factor) and 0 < factor < math.inf
+            _require(fine, "layer_factors", {path: factor}, "a number > 0 for each layer")
 
     def _check_calibration(self) -> None:
         if not self.calibration:

@@ -196,17 +196,21 @@ LINKS: dict[str, Callable[[Tensor, Tensor], GaussianPrediction]] = {
 }
 """The functions that turn Gaussian logits into probabilities, by name."""
 
+SINGLE_PASS = "single_pass"
+"""The prediction mode that computes moments of hidden states in one forward pass."""
+
 PREDICTIONS: dict[str, str | None] = {
     "members": None,
     "linearised": "monte_carlo",
     "linearised_probit": "probit",
     "linearised_bridge": "bridge",
+    SINGLE_PASS: "bridge",
 }
-"""Name of a prediction mode in a posterior's file -> the link of its linearised outputs (None: predict by members)."""
+"""Name of a prediction mode in a posterior's file -> the link of its Gaussian outputs (None: predict by members)."""
 
 
 def name_of_link(link: str | None) -> str:
-    """Return the name of the prediction mode whose link this is."""
+    """Return the name of the prediction mode by members, or by linearised members, whose link this is."""
     return next(name for name, known in PREDICTIONS.items() if known == link)
 
 

@@ -61,7 +61,8 @@ def linear_logits(bayesian: BayesianModelForCausalLM, inputs: dict[str, Tensor])
     """[M, B, T, V] that a linearised model hands to the mixture."""
     rows, length = inputs["input_ids"].shape
     chunks = bayesian.predictions({**inputs, "use_cache": False}, torch.arange(rows * length))
-    return torch.cat([found.members[1] for _, found in chunks], 1).unflatten(1, (rows, length))
+    found = [prediction.members[1] for _, prediction in chunks if prediction.members is not None]
+    return torch.cat(found, 1).unflatten(1, (rows, length))
 
 
 def brute_force(model: nn.Module, layout: Layout, inputs: dict[str, Tensor], mean: Tensor, theta: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""A single pass through a live model: its own code runs on tensors that carry a mean and a covariance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.members.engine import Members
+from hf_bayes.models.compat import attention_of
+from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.factors import Factors, NoiseSources
+from hf_bayes.models.single_pass.installed import frozen_forward, random_module
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.weight_laws import parts_of
+
+STRUCTURES = ("diagonal", "full")
+"""The structures of the covariance of hidden states."""
+
+ATTENTION = (None, "eager", "sdpa")
+"""Implementations of attention for which there are rules."""
+
+
+class SinglePass:
+    """The replacement of a model's random members by one Gaussian N(mean, covariance) over its parameters.
+
+    Args:
+        members: the member engine of the model.
+        mean: [d].
+        covariance: of theta. The covariance between different layers is dropped.
+        structure: "diagonal" for large models, "full" for small ones.
+        deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+        factors: {path of a module: calibration factor of its noise}; 1 where none is given.
+    Raises:
+        ValueError: naming a module or a structure without a rule.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        mean: Tensor,
+        covariance: Covariance,
+        *,
+        structure: str = "diagonal",
+        deterministic_scores: bool = False,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        if structure not in STRUCTURES:
+            raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
+        if (attention := attention_of(members.core.config)) not in ATTENTION:
+            raise ValueError(
+                f"a single pass has rules for the attention implementations eager and sdpa, got {attention!r}: load "
+                "the base model with attn_implementation='sdpa', or predict by members"
+            )
+        self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
+        values, parts = members.layout.unflatten(mean.detach()), parts_of(covariance, members.layout)
+        self.random = [random_module(item, values, parts, 1.0) for item in members.stacked]
+        self.set_factors(factors or {})
+        random = {id(item.module) for item in members.stacked}
+        others = [(m, frozen_forward(m)) for m in members.model.modules() if id(m) not in random]
+        self.frozen = [(module, forward) for module, forward in others if forward is not None]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules with random weights, in the order of the model."""
+        return [module.path for module in self.random]
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers; layers that are not named get 1.
+
+        Raises:
+            ValueError: for a layer without random weights.
+        """
+        if unknown := sorted(set(factors) - set(self.paths)):
+            raise ValueError(f"calibration factors of layers that are not random: {unknown}. Calibrate again")
+        for module in self.random:
+            module.factor = float(factors.get(module.path, 1.0))
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Within the block, the model computes moments. Afterwards its members are back."""
+        members, context = self.members, self.members.context
+        members.require_attached()
+        bound = context.tensors, context.num_members
+        for item in members.stacked:
+            item.remove()
+        members.blocked.remove()
+        settings, replaced = self._settings(), [(module, vars(module).get("forward")) for module, _ in self.frozen]
+        try:
+            context.tensors, context.num_members = {}, 1
+            for item in self.random:
+                item.module.forward = _random_forward(item, settings)
+            for module, forward in self.frozen:
+                module.forward = forward
+            yield
+        finally:
+            for item in self.random:
+                vars(item.module).pop("forward", None)
+            for module, before in replaced:
+                vars(module).pop("forward", None)
+                if before is not None:
+                    module.forward = before
+            context.tensors, context.num_members = bound
+            for stacked in members.stacked:
+                stacked.install()
+            members.blocked.install()
+
+    def _settings(self) -> Any:
+        empty = torch.zeros(0)
+        if self.structure == "full":
+            return Factors(empty, NoiseSources(), self.deterministic_scores)
+        return Diagonal(empty, None, None, self.deterministic_scores)
+
+
+def _random_forward(item: Any, settings: Any) -> Callable[..., Moments]:
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Moments:
+        noise = x.spread if isinstance(x, Moments) else None
+        plain = mean_of(x)
+        return Moments.of(item.mean(plain), item.spread(plain, noise, settings))
+
+    return forward
+
+
+# -- faults, by name ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def naming_modules(model: nn.Module) -> Iterator[None]:
+    """Within the block, an operation without a rule is reported with the module that uses it."""
+    entered: list[tuple[str, nn.Module]] = []
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(_entering(entered, path)))
+        handles.append(module.register_forward_hook(_leaving(entered)))
+    try:
+        yield
+    except NoRule as error:
+        path, module = entered[-1] if entered else ("the model", model)
+        raise ValueError(
+            f"{path or 'the model'} ({type(module).__module__}.{type(module).__name__}): a single pass has no rule for "
+            f"{error.what}, which it applies to an uncertain tensor. Predict by members, or choose a subspace behind it"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def checking_variances(model: nn.Module) -> Iterator[None]:
+    """Within the block, the first module whose output has a variance that is negative or not finite is reported."""
+    handles = [module.register_forward_hook(_checking(path)) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_sound(spread: Any) -> bool:
+    """Check that all variances are finite and not negative."""
+    variance = spread.variance
+    return bool(((variance >= 0) & (variance < float("inf"))).all())
+
+
+def _entering(entered: list[tuple[str, nn.Module]], path: str) -> Callable[..., None]:
+    return lambda module, args: entered.append((path, module))
+
+
+def _leaving(entered: list[tuple[str, nn.Module]]) -> Callable[..., None]:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.pop()
+
+    return leave
+
+
+def _checking(path: str) -> Callable[..., None]:
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Moments) and not is_sound(output.spread):
+            variance = output.spread.variance  # type: ignore[attr-defined]
+            bad = int((~((variance >= 0) & (variance < float("inf")))).sum())
+            raise ValueError(
+                f"{path or 'the model'} ({type(module).__name__}): {bad} of {variance.numel()} variances of its output "
+                "are negative or not finite in a single pass: the model or its posterior has diverged, or the "
+                "posterior is too wide for float32. Predict by members, or fit a smaller posterior (a larger prior "
+                "precision)"
+            )
+
+    return check

@@ -1,0 +1,130 @@
+"""All covariances, between units, tokens and layers: tensors are mean + sum_j root_j e_j with shared e_j ~ N(0, 1).
+
+Every operation of torch is linearised by forward-mode differentiation, for all columns of the root at once. Sums of
+correlated tensors (a branch and its skip connection) are exact, because both refer to the same noise. Each layer with
+random weights adds noise of its own. The number of columns grows with units times tokens, so this structure is for
+small models. It is the reference by which ``diagonal`` is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.models.single_pass import attention
+from hf_bayes.models.single_pass.linear import root_of
+from hf_bayes.models.single_pass.moments import Moments, mean_of
+
+
+class NoiseSources:
+    """The number of independent noises e_j that one forward pass has added so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The columns of a root of the covariance.
+
+    Attributes:
+        roots: [r, *shape of the mean], the columns of the first r noises; the columns of later noises are 0.
+        sources: the noises of the pass.
+        deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+    """
+
+    roots: Tensor
+    sources: NoiseSources
+    deterministic_scores: bool = False
+
+    @property
+    def variance(self) -> Tensor:
+        """The variances, in the shape of the mean."""
+        return self.roots.square().sum(0)
+
+    def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the spread of the result; see ``Spread``."""
+        if function in (Tensor.__iadd__, Tensor.add_):
+            function = torch.add
+        run: Callable[..., Any] = function
+        if function is F.scaled_dot_product_attention:
+            run = self._attention
+        random = _random_in((args, kwargs))
+        count = max(len(x.spread.roots) for x in random)
+        roots = [self._padded(x.spread.roots, count) for x in random]
+        means = [mean_of(x).detach().clone() for x in random]
+
+        def changed(*values: Tensor) -> Any:
+            places = iter(values)
+            return run(*_with(args, places), **_with(kwargs, places))
+
+        def along(*tangents: Tensor) -> Any:
+            return torch.func.jvp(changed, tuple(means), tangents)[1]
+
+        with torch.inference_mode(False), torch.no_grad():
+            found = torch.vmap(along)(*roots)
+        if isinstance(found, Tensor):
+            return self.new(found)
+        return [self.new(part) for part in found]
+
+    def new(self, roots: Tensor) -> Factors:
+        """Return a spread with the same settings."""
+        return Factors(roots, self.sources, self.deterministic_scores)
+
+    def _padded(self, roots: Tensor, count: int) -> Tensor:
+        return torch.cat([roots, roots.new_zeros(count - len(roots), *roots.shape[1:])])
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **options: Any) -> Tensor:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) if repeats > 1 else x for x in (key, value))
+        scale = options.get("scale") or query.shape[-1] ** -0.5
+        if self.deterministic_scores:
+            query, key = _without_tangent(query), _without_tangent(key)
+        weights = attention.weights_of(query, key, attn_mask, scale, causal=bool(options.get("is_causal")))
+        return weights @ value
+
+
+def added_noise(joint: Tensor, shape: torch.Size, transported: Factors | None, like: Factors) -> Factors:
+    """Return the spread of a linear layer's output: the transported noise of its input, and new noise.
+
+    Args:
+        joint: [B, n, n] covariance of the new noise, n = T * out.
+        shape: [B, T, out] or [B, out], of the output.
+        transported: the noise of the input behind the mean of the weight; None for a deterministic input.
+        like: a spread with the settings and the noises of the pass.
+    """
+    columns = root_of(joint).permute(2, 0, 1).reshape(-1, *shape)
+    sources = like.sources
+    before = columns.new_zeros(sources.count, *shape)
+    if transported is not None:
+        before[: len(transported.roots)] = transported.roots
+    sources.count += len(columns)
+    return like.new(torch.cat([before, columns]))
+
+
+def _without_tangent(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def _random_in(value: Any) -> list[Any]:
+    """Return the Gaussian tensors among arguments, in order."""
+    if isinstance(value, Moments):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [found for item in items for found in _random_in(item)]
+
+
+def _with(value: Any, places: Any) -> Any:
+    """Return arguments with other tensors in place of the Gaussian ones, in order."""
+    if isinstance(value, Moments):
+        return next(places)
+    if isinstance(value, dict):
+        return {name: _with(item, places) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with(item, places) for item in value)
+    return value

@@ -1,0 +1,132 @@
+"""A tensor that is Gaussian: its values are the mean, and ``spread`` is its covariance.
+
+``Moments`` goes through a model's own code in place of an ordinary tensor. torch calls ``__torch_function__`` for every
+operation on it. The mean is the result of the same operation on ordinary tensors. So a posterior without variance gives
+the model's own outputs, bit for bit. The spread comes from the rule that its structure has for the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class NoRule(ValueError):
+    """An operation on an uncertain tensor for which a structure has no rule.
+
+    Attributes:
+        what: the operation.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"a single pass has no rule for {what}: predict by members")
+        self.what = what
+
+
+class Spread(Protocol):
+    """A structure of the covariance of a tensor."""
+
+    def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the spread of each tensor in ``result``: one spread, a list of spreads, or None for no noise.
+
+        Args:
+            function: the operation of torch.
+            args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
+            result: its result for the means.
+        Raises:
+            NoRule: if the structure has no rule for the operation.
+        """
+        ...
+
+
+class Moments(Tensor):
+    """A Gaussian tensor.
+
+    Attributes:
+        spread: a ``Spread``, the structure of its covariance.
+    """
+
+    spread: Any
+
+    @staticmethod
+    def of(mean: Tensor, spread: Spread) -> Moments:
+        """Return a tensor with this mean and spread."""
+        found: Moments = mean.as_subclass(Moments)  # type: ignore[arg-type]
+        found.spread = spread
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _IN_PLACE:
+                raise NoRule(f"{name_of(func)}, which writes in place")
+            result = func(*_means(args), **{name: _means(value) for name, value in kwargs.items()})
+            if func in _NOISELESS or not _is_floating(result):
+                return result
+            spread = _first((args, kwargs)).spread.after(func, args, kwargs, result)
+        if isinstance(result, Tensor):
+            return result if spread is None else Moments.of(result, spread)
+        pairs = zip(result, spread, strict=True)
+        return type(result)(each if own is None else Moments.of(each, own) for each, own in pairs)
+
+
+_NOISELESS = {
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_empty,
+    Tensor.new_full,
+    Tensor.new_tensor,
+}
+"""Operations that read the shape of a tensor and not its values."""
+
+
+_IN_PLACE = {
+    Tensor.__setitem__,
+    Tensor.copy_,
+    Tensor.mul_,
+    Tensor.__imul__,
+    Tensor.div_,
+    Tensor.masked_fill_,
+    Tensor.clamp_,
+}
+"""Operations that would change the mean and not the spread."""
+
+
+def mean_of(value: Any) -> Any:
+    """Return the mean of a Gaussian tensor, and other values unchanged."""
+    return value.as_subclass(Tensor) if isinstance(value, Moments) else value
+
+
+def name_of(function: Any) -> str:
+    """Return the name of an operation of torch for an error."""
+    return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
+
+
+def _means(value: Any) -> Any:
+    if isinstance(value, Moments):
+        return value.as_subclass(Tensor)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_means(item) for item in value)
+    return value
+
+
+def _first(value: Any) -> Any:
+    """Return the first Gaussian tensor among arguments."""
+    if isinstance(value, Moments):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := _first(item)) is not None), None)
+
+
+def _is_floating(result: Any) -> bool:
+    """Check for a floating point tensor, or several."""
+    if isinstance(result, Tensor):
+        return result.is_floating_point()
+    return isinstance(result, (tuple, list)) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result)

@@ -1,0 +1,218 @@
+"""Predictors that run a model once: classifiers and regressions, and language models token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.covariance import moved
+from hf_bayes.members.evaluation_mode import evaluating
+from hf_bayes.models import predictives
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.causal_members import CausalMembers, HiddenStates
+from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.factors import Factors
+from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
+from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
+from hf_bayes.uncertainty.likelihoods import Categorical, widened
+
+
+def gaussian_of(model: BayesianModel) -> Gaussian:
+    """Return the posterior of a model in the dtype and on the device of its members.
+
+    Raises:
+        ValueError: for draws, which are not Gaussian.
+    """
+    posterior = model.posterior
+    if posterior is None or not isinstance(posterior.approximation, Gaussian):
+        found = "none" if posterior is None else f"a posterior of {posterior.config.approximation}"
+        raise ValueError(
+            f"a single pass needs a Gaussian posterior, got {found}: fit SWAG through the draws or a Laplace "
+            "approximation (docs/laplace.md), distil the members into a student, or predict by members"
+        )
+    return moved(posterior.approximation, model.theta)  # type: ignore[no-any-return]
+
+
+def factors_of(model: BayesianModel) -> Mapping[str, float]:
+    """Return the calibration factors of layers that are stored with the posterior, if the model is calibrated."""
+    if model.posterior is None or not model.calibrated:
+        return {}
+    return model.posterior.config.layer_factors
+
+
+class SinglePassPredictor:
+    """Predict from Gaussian outputs of one forward pass for each component of the posterior.
+
+    Args:
+        link: from Gaussian logits to probabilities; regressions need none.
+        structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
+        deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+    Raises:
+        ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
+    """
+
+    prediction = SINGLE_PASS
+    averages_members = False
+    imitates: tuple[str, int] | None = None
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        link: str = "bridge",
+        structure: str = "diagonal",
+        deterministic_scores: bool = False,
+    ) -> None:
+        if link not in LINKS:
+            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
+        self.link: str | None = link
+        gaussian = gaussian_of(model)
+        how: dict[str, Any] = {"structure": structure, "deterministic_scores": deterministic_scores}
+        self.passes = [
+            SinglePass(model.members, mean, covariance, factors=factors_of(model), **how)
+            for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True)
+        ]
+        self._checked = False
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules with random weights."""
+        return self.passes[0].paths
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers."""
+        for one in self.passes:
+            one.set_factors(factors)
+
+    def check_shown(self) -> None:
+        """Accept any members, since predictions do not read them."""
+
+    def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the means [K, B, ..., C] and the covariances [K, B, ..., C, C] of the outputs."""
+        found = []
+        for one in self.passes:
+            logits = self._run(model, one, inputs)
+            if not is_sound(logits.spread):
+                with checking_variances(model.model):
+                    self._run(model, one, inputs)
+            found.append((widened(mean_of(logits)), output_covariance(logits)))
+        means, covariances = zip(*found, strict=True)
+        return torch.stack(means), torch.stack([value.to(means[0].dtype) for value in covariances])
+
+    def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
+        """Return the prediction by Gaussian outputs."""
+        means, covariances = self.outputs(model, inputs)
+        assert self.link is not None
+        return predictives.of_gaussian(means, covariances, model.likelihood, self.link, model.mixture_temperature)
+
+    def _run(self, model: BayesianModel, one: SinglePass, inputs: dict[str, Any]) -> Any:
+        if not self._checked:
+            with naming_modules(model.model):
+                logits = _logits(model, one, inputs)
+            self._checked = True
+            return logits
+        return _logits(model, one, inputs)
+
+
+def _logits(model: BayesianModel, one: SinglePass, inputs: dict[str, Any]) -> Any:
+    with one.open():
+        logits = model.members.forward(inputs).logits
+    if not isinstance(logits, Moments):
+        raise ValueError("the random parameters do not reach the outputs in a single pass: predict by members")
+    return logits
+
+
+def output_covariance(logits: Any) -> Tensor:
+    """Return [B, ..., C, C] of outputs [B, ..., C]."""
+    spread = logits.spread
+    if isinstance(spread, Factors):
+        return torch.einsum("r...k,r...l->...kl", spread.roots, spread.roots)
+    return torch.diag_embed(spread.variance) if spread.source is None else spread.source.covariance()
+
+
+class SinglePassTokens:
+    """Predict the next token from one forward pass; a cache holds the variances of values beside their means.
+
+    Args:
+        deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+    Raises:
+        ValueError: for a posterior that is not one Gaussian, or a module without a rule.
+    """
+
+    prediction = SINGLE_PASS
+    link: str | None = None
+    averages_members = False
+    imitates: tuple[str, int] | None = None
+    keeps_caches = True
+    cuts_feed_forward = False  # its outputs at positions that are not read are padded in place
+    tensors_per_state = 3  # a mean, a variance, and the features of tokens
+
+    def __init__(self, causal: CausalMembers, model: BayesianModel, deterministic_scores: bool = False) -> None:
+        self.causal = causal
+        gaussian = gaussian_of(model)
+        if len(gaussian.means) > 1:
+            raise ValueError(
+                f"the posterior is a mixture of {len(gaussian.means)} Gaussians, and a single pass of a language model "
+                "takes one: predict by members, or make one Gaussian of it (posterior.approximation.single())"
+            )
+        self.mean = gaussian.means
+        self.single = SinglePass(
+            model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
+            factors=factors_of(model),
+        )  # fmt: skip
+        with evaluating(model), naming_modules(model.model), self.open(model):
+            words = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+            states = self.causal.hidden(model, {"input_ids": words, "use_cache": False})
+            list(self._logits(states, torch.arange(2, device=model.device)))
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the modules with random weights."""
+        return self.single.paths
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers."""
+        self.single.set_factors(factors)
+
+    def check_shown(self) -> None:
+        """Accept any members, since predictions do not read them."""
+
+    def require_members(self, what: str) -> None:
+        """Accept generation and scores, whose records come from the single pass."""
+
+    @contextmanager
+    def open(self, model: BayesianModel) -> Iterator[None]:
+        """Let the model compute moments until the end of the block."""
+        with self.single.open(), model.current_members.restored(), torch.no_grad():
+            model.current_members.show(self.mean.to(model.theta), model.spread)
+            yield
+
+    def predict(
+        self, model: BayesianModel, states: HiddenStates, positions: Tensor
+    ) -> Iterator[tuple[Tensor, Predictive]]:
+        """Yield (flat positions [n], the prediction there), a chunk at a time."""
+        assert isinstance(model.likelihood, Categorical)
+        for index, logits in self._logits(states, positions):
+            mean = widened(mean_of(logits))
+            probs = mean.softmax(-1)
+            spread = logits.spread
+            product = spread.variance * probs if spread.source is None else spread.source.times(probs)
+            found = word_prediction(mean, spread.variance, product, probs)
+            if not is_sound(spread):
+                raise ValueError(
+                    "variances of logits are not finite in a single pass: the model or its posterior has diverged, or "
+                    "the posterior is too wide for float32. Predict by members"
+                )
+            yield index, GaussianWords(found, model.likelihood, model.mixture_temperature)
+
+    def _logits(self, states: HiddenStates, positions: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        for index, logits in self.causal.logits(self.mean, states, positions):
+            if not isinstance(logits, Moments):
+                raise ValueError("the random parameters do not reach the logits in a single pass: predict by members")
+            yield index, logits[0]

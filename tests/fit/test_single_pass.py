@@ -1,0 +1,71 @@
+"""Calibration factors of a single pass, by labels and by members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_bayes import (
+    BayesianModelForSequenceClassification,
+    LaplaceConfig,
+    Posterior,
+    fit_laplace,
+    fit_layer_factors,
+    fit_variance_factor,
+)
+from tests import runs
+from tests.tiny_models import batch, tiny_bert, with_lora
+
+ROWS = [{"labels" if name == "label" else name: v for name, v in row.items()} for row in runs.label_rows(40, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def wide() -> Posterior:
+    """A posterior of LoRA that is too wide for its rows."""
+    model = with_lora(tiny_bert(), layers_to_transform=[1])
+    return fit_laplace(model, runs.label_rows(10), LaplaceConfig(prior_std=0.3, check_gradient=False))
+
+
+def loaded(posterior: Posterior | Path, **options: object) -> BayesianModelForSequenceClassification:
+    return BayesianModelForSequenceClassification.from_pretrained(
+        posterior, base_model=tiny_bert(), prediction="single_pass", **options
+    )
+
+
+def nll(posterior: Posterior | Path, **options: object) -> float:
+    with loaded(posterior, **options) as model:
+        inputs = {name: torch.tensor([row[name] for row in ROWS]) for name in ROWS[0]}
+        return float(model.evaluate_batch(inputs)[0]["nll"].mean())
+
+
+def test_a_factor_by_labels_is_stored_and_lowers_the_nll(wide: Posterior, tmp_path: Path) -> None:
+    fit_variance_factor(wide, ROWS, base_model=tiny_bert()).save_pretrained(tmp_path)
+    factors = Posterior.from_pretrained(tmp_path).config.layer_factors
+    assert len(set(factors.values())) == 1
+    assert nll(tmp_path) <= nll(wide)
+    assert nll(tmp_path, calibrated=False) == pytest.approx(nll(wide), rel=1e-6)
+
+
+def test_factors_of_layers_bring_the_uncertainty_of_members(wide: Posterior) -> None:
+    found = fit_layer_factors(wide, ROWS, members=64, base_model=tiny_bert())
+    factors = found.config.layer_factors
+    assert all(".layer.1." in path or "classifier" in path for path in factors)
+    assert len(factors) == 3
+    with loaded(wide, calibrated=False) as model:
+        before = model(**batch()).epistemic
+        members = model.predict_by("members")(**batch()).epistemic
+    with loaded(found) as model:
+        after = model(**batch()).epistemic
+    error = [(part / members).log().square().mean() for part in (before, after)]
+    assert error[1] < error[0]
+
+
+def test_layers_that_are_not_random_are_refused(wide: Posterior) -> None:
+    wide.config.layer_factors["elsewhere"] = 2.0
+    try:
+        with pytest.raises(ValueError, match="'elsewhere'"):
+            loaded(wide)
+    finally:
+        del wide.config.layer_factors["elsewhere"]

@@ -1,0 +1,127 @@
+"""A single pass through live models of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForSequenceClassification
+
+from hf_bayes.distributions.covariance import Diagonal
+from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.moments import Moments, mean_of
+from tests.members import subjects
+from tests.models.single_pass.cases import DOUBLE, attached, member_moments
+from tests.tiny_models import inputs_of, tiny_bert, tiny_gpt2, tiny_llama, tiny_vit, with_lora
+
+
+def llama_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    config = tiny_llama(hidden_size=8, num_labels=3).config
+    return with_lora(LlamaForSequenceClassification(config).double().eval())
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bert": (lambda: with_lora(tiny_bert(dtype=DOUBLE)), "trainable"),
+    "vit": (lambda: with_lora(tiny_vit(dtype=DOUBLE)), "trainable"),
+    "llama": (lambda: with_lora(tiny_llama(dtype=DOUBLE)), "trainable"),
+    "llama classifier": (llama_classifier, "trainable"),
+    "gpt2": (lambda: with_lora(tiny_gpt2(dtype=DOUBLE)), "trainable"),
+    "mistral": (lambda: with_lora(subjects.mistral(DOUBLE)), "trainable"),
+    "qwen3": (lambda: with_lora(subjects.qwen3(DOUBLE), target_modules=["v_proj", "down_proj"]), "trainable"),
+    "head": (lambda: tiny_bert(dtype=DOUBLE), "last_layer"),
+}
+
+
+def run(bayesian: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    gaussian = bayesian.posterior.approximation
+    one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], **options)
+    with torch.no_grad(), naming_modules(bayesian.model), one.open():
+        return bayesian.members.forward(inputs).logits
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mean_is_the_models_own_logits_bit_for_bit(family: str, attention: str) -> None:
+    build, subspace = FAMILIES[family]
+    model = build()
+    model.set_attn_implementation(attention)  # type: ignore[operator]
+    inputs = inputs_of(model, padding="right")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    with attached(model, subspace) as bayesian:
+        before = bayesian(**inputs).logits
+        for structure in ("diagonal", "full"):
+            found = run(bayesian, inputs, structure=structure)
+            assert torch.equal(mean_of(found), expected)
+            assert is_sound(found.spread)
+        assert torch.equal(bayesian(**inputs).logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_variance_is_that_of_members(family: str) -> None:
+    build, subspace = FAMILIES[family]
+    model = build()
+    inputs = inputs_of(model, rows=2)
+    with attached(model, subspace, 1e-4) as bayesian:
+        _mean, variance = member_moments(bayesian, inputs, 2000)
+        found = run(bayesian, inputs, structure="full")
+        paper = run(bayesian, inputs, structure="full", deterministic_scores=True)
+    ratio = float(found.spread.variance.sum() / variance.sum())
+    assert abs(ratio - 1) < 0.1  # 2,000 draws leave .03, and curvature the rest
+    if family not in ("head", "qwen3", "gpt2", "llama classifier"):  # queries are random in the others
+        assert float(paper.spread.variance.sum() / variance.sum()) < ratio - 0.01
+
+
+def test_modules_without_a_rule_are_refused_by_name() -> None:
+    with attached(tiny_bert(dtype=DOUBLE), r"word_embeddings") as bayesian:
+        gaussian = bayesian.posterior.approximation
+        with pytest.raises(ValueError, match=r"word_embeddings\.weight.*random Embedding"):
+            SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0])
+
+
+def test_an_operation_without_a_rule_is_refused_with_its_module() -> None:
+    model = tiny_bert(dtype=DOUBLE)
+    model.bert.pooler.activation = _Sorted()
+    with attached(model, r"layer\.1\.output\.dense") as bayesian:
+        with pytest.raises(ValueError, match=r"pooler\.activation \(.*_Sorted\).*sort"):
+            run(bayesian, inputs_of(model))
+        assert not any("forward" in vars(m) for m in model.bert.pooler.modules() if isinstance(m, _Sorted))
+
+
+def test_variances_that_are_not_finite_name_their_layer() -> None:
+    model = tiny_bert()
+    fault = pytest.raises(ValueError, match=r"layer\.1\.output.*not finite")
+    with attached(model, r"layer\.1\.output\.dense", 1e38) as bayesian, fault, checking_variances(bayesian.model):
+        run(bayesian, inputs_of(model))
+
+
+def test_calibration_factors_scale_the_noise_of_their_layer() -> None:
+    model = tiny_bert(dtype=DOUBLE)
+    with attached(model, "last_layer") as bayesian:
+        one = run(bayesian, inputs_of(model)).spread.variance
+        four = run(bayesian, inputs_of(model), factors={"classifier": 4.0}).spread.variance
+        assert (four / one - 4).abs().max() < 1e-12
+        with pytest.raises(ValueError, match="'elsewhere'"):
+            run(bayesian, inputs_of(model), factors={"elsewhere": 2.0})
+
+
+def test_unknown_settings_are_refused() -> None:
+    with attached(tiny_bert(dtype=DOUBLE), "last_layer") as bayesian:
+        theta = bayesian.theta[0].detach()
+        with pytest.raises(ValueError, match="diagonal, full, got 'banana'"):
+            SinglePass(bayesian.members, theta, Diagonal(torch.ones_like(theta)), structure="banana")
+        bayesian.core.config._attn_implementation = "flex_attention"
+        with pytest.raises(ValueError, match="flex_attention"):
+            SinglePass(bayesian.members, theta, Diagonal(torch.ones_like(theta)))
+
+
+class _Sorted(nn.Module):
+    """A module whose operation has no rule."""
+
+    def forward(self, x: Moments) -> torch.Tensor:
+        return x.sort(-1).values

@@ -1,0 +1,48 @@
+"""Shared noise: sums of correlated tensors, and operations of torch, against Jacobians."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_bayes.models.single_pass.factors import Factors, NoiseSources, added_noise
+from hf_bayes.models.single_pass.moments import Moments
+from tests.models.single_pass.cases import covariance_matrix, normal
+
+MEAN, ROOTS = normal(2, 3, 4), normal(5, 2, 3, 4, seed=1)
+
+
+def gaussian() -> Any:
+    return Moments.of(MEAN.clone(), Factors(ROOTS, NoiseSources()))
+
+
+def test_a_branch_and_its_skip_connection_are_correlated() -> None:
+    x = gaussian()
+    found = (x + nn.functional.linear(x, -torch.eye(4, dtype=MEAN.dtype))).spread
+    assert found.variance.abs().max() < 1e-20
+    assert x.spread.variance.min() > 0
+
+
+def test_any_function_is_linearised() -> None:
+    def function(x: Any) -> Any:
+        return torch.tanh(x.view(2, 12).cumsum(1)).softmax(-1)
+
+    jacobian = torch.func.jacrev(function)(MEAN)
+    expected = torch.einsum("boczd,rczd->rbo", jacobian, ROOTS) if jacobian.ndim == 5 else None
+    found = function(gaussian()).spread.roots
+    assert expected is not None
+    assert (found - expected).abs().max() < 1e-12
+
+
+def test_new_noise_is_independent_of_earlier_noise() -> None:
+    sources = NoiseSources()
+    like = Factors(torch.zeros(0), sources)
+    joint = covariance_matrix(6).expand(2, 6, 6)
+    first = added_noise(joint, torch.Size((2, 3, 2)), None, like)
+    second = added_noise(joint, torch.Size((2, 3, 2)), first, like)
+    flat = second.roots.permute(1, 2, 3, 0).reshape(2, 6, -1)
+    assert (flat @ flat.mT - 2 * joint).abs().max() < 1e-10
+    assert sources.count == 12
+    assert first.roots.shape[0] != second.roots.shape[0]

@@ -1,0 +1,44 @@
+"""A tensor that carries a mean and a spread through operations of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from tests.models.single_pass.cases import normal
+
+
+def moments(*shape: int) -> Moments:
+    return Moments.of(normal(*shape), Diagonal(normal(*shape, seed=1).square()))
+
+
+def test_mean_is_the_result_on_ordinary_tensors() -> None:
+    x = moments(2, 3)
+    assert torch.equal(mean_of(torch.tanh(x) * 2), normal(2, 3).tanh() * 2)
+    assert type(mean_of(x)) is Tensor
+    assert type(x) is Moments
+
+
+def test_shapes_and_comparisons_are_ordinary() -> None:
+    x = moments(2, 3)
+    assert x.shape == (2, 3)
+    assert x.size(0) == 2
+    assert x.dtype == torch.float64
+    assert type(x > 0) is Tensor
+    assert type(torch.zeros_like(x)) is Tensor
+
+
+def test_several_results_have_spreads_of_their_own() -> None:
+    first, second = moments(2, 6).split(3, -1)
+    assert torch.equal(second.spread.variance, normal(2, 6, seed=1).square()[:, 3:])
+    assert not torch.equal(first.spread.variance, second.spread.variance)
+
+
+def test_unknown_operations_are_refused_by_name() -> None:
+    with pytest.raises(NoRule, match="cumsum"):
+        moments(2, 3).cumsum(0)
+    with pytest.raises(NoRule, match="writes in place"):
+        torch.zeros(2, 3)[0] = moments(3)

@@ -1,0 +1,88 @@
+"""Predictions of loaded posteriors in a single pass: classes, numbers, words, generation and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_bayes import BayesianModelForSequenceClassification, SGHMCConfig
+from hf_bayes.core.layout import select
+from hf_bayes.distributions.covariance import COVARIANCES
+from tests import tiny_models as models
+from tests.models.linear_cases import random_covariance
+from tests.models.single_pass.cases import DOUBLE, attached
+from tests.models.trained import from_disk
+from tests.runs import label_rows, trainer
+from tests.tiny_models import batch, tiny_bert, tiny_gpt2, tiny_llama, with_lora
+
+LANGUAGE = {
+    "llama": lambda: with_lora(tiny_llama(dtype=DOUBLE, eos_token_id=None)),
+    "gpt2": lambda: with_lora(tiny_gpt2(dtype=DOUBLE, eos_token_id=None)),
+    "llama values": lambda: with_lora(
+        tiny_llama(dtype=DOUBLE, eos_token_id=None), target_modules=["v_proj"], layers_to_transform=[1]
+    ),
+}
+
+
+def test_a_head_predicts_as_the_linearised_model() -> None:
+    for kind in COVARIANCES:
+        model = tiny_bert(dtype=DOUBLE, hidden_size=4, intermediate_size=6)
+        covariance = random_covariance(kind, select(model, "last_layer"))
+        inputs = models.inputs_of(model, padding="right")
+        with attached(model, "last_layer", covariance=covariance) as bayesian:
+            expected = bayesian.linearise("probit")(**inputs).logits
+            found = bayesian.single_pass(link="probit")(**inputs).logits
+        assert (found - expected).abs().max() < 1e-10  # a linear model: rounding
+
+
+def test_names_of_predictions_choose_a_single_pass() -> None:
+    model = with_lora(tiny_bert(dtype=DOUBLE))
+    with attached(model, "trainable") as bayesian:
+        output = bayesian.predict_by("single_pass")(**models.inputs_of(model))
+        assert bayesian.is_closed_form
+        assert not bayesian.is_linearised
+        assert output.epistemic is not None
+        assert bool((output.epistemic > 0).all())
+        bayesian.predict_by("members")
+        assert not bayesian.is_closed_form
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_cache_gives_the_predictions_of_the_whole_text(name: str, padding: str | None) -> None:
+    inputs = batch(rows=3, length=6, padding=padding)
+    with attached(LANGUAGE[name](), "trainable") as bayesian:
+        bayesian.single_pass()
+        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+        output = bayesian.generate(**inputs, **options)
+        without = bayesian.generate(**inputs, **options, use_cache=False)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 5, dtype=torch.long)], 1)
+        scores = bayesian.score(output.sequences, mask, first=6)
+    assert torch.equal(output.sequences, without.sequences)
+    for field in ("epistemic", "total", "logprobs"):
+        assert (output[field] - without[field]).abs().max() < 1e-5
+        assert (output[field] - getattr(scores, field)).abs().max() < 1e-5
+    assert bool((output.epistemic > 1e-6).all())
+
+
+def test_beams_reorder_variances_in_the_cache() -> None:
+    with attached(LANGUAGE["llama"](), "trainable") as bayesian:
+        bayesian.single_pass()
+        options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
+        cached = bayesian.generate(**batch(rows=2), **options)
+        assert torch.equal(cached, bayesian.generate(**batch(rows=2), **options, use_cache=False))
+
+
+def test_draws_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    base = from_disk(tiny_bert(), tmp_path / "base")
+    rows = label_rows(16)
+    run = trainer(
+        tmp_path / "run", SGHMCConfig(num_chains=2, draws_per_chain=2), model=with_lora(base), train=rows, max_steps=8
+    )
+    run.train()
+    run.save_model()
+    with pytest.raises(ValueError, match=r"SWAG through the draws.*distil"):
+        BayesianModelForSequenceClassification.from_pretrained(tmp_path / "run", prediction="single_pass")
