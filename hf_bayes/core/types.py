@@ -76,6 +76,10 @@ class Prior(Protocol):
         """Return the gradient [M, d] of ``log_prob`` for theta [M, d]."""
         ...
 
+    def to(self, like: Tensor) -> Prior:
+        """Return the same prior in the dtype and on the device of ``like``."""
+        ...
+
 
 class Approximation(Protocol):
     """The result of a run, from which members are drawn: ``Draws`` or ``Gaussian``."""

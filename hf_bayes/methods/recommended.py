@@ -7,10 +7,10 @@ prior that suits modes. Figures are in docs/results/recommend.md.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from hf_bayes.core.config import MODE_PRIOR_SCALE, MethodConfig
-from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.registry import METHODS
 
 TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
 """One for each of four chains. The first is the posterior."""
@@ -19,7 +19,7 @@ DRAWS = 4
 """Draws of each chain. They cost nothing in training, and predictions with four members of a chain are smoother."""
 
 
-def on_ladder(*, inherits: bool = False) -> SGHMCConfig:
+def on_ladder(*, inherits: bool = False) -> MethodConfig:
     """Return SGHMC on the ladder.
 
     Args:
@@ -27,7 +27,8 @@ def on_ladder(*, inherits: bool = False) -> SGHMCConfig:
     """
     scales = [1.0, *(MODE_PRIOR_SCALE for _ in TEMPERATURES[1:])]
     ladder = {"temperature": list(TEMPERATURES), **({} if inherits else {"prior_scale": scales})}
-    return SGHMCConfig(num_chains=len(TEMPERATURES), draws_per_chain=DRAWS, ladder=ladder)
+    fields: dict[str, Any] = {"num_chains": len(TEMPERATURES), "draws_per_chain": DRAWS, "ladder": ladder}
+    return METHODS["sghmc"](**fields)
 
 
 def recommended(num_heldout: int | None, *, num_processes: int = 1, inherits: bool = False) -> tuple[MethodConfig, str]:
@@ -47,6 +48,6 @@ def recommended(num_heldout: int | None, *, num_processes: int = 1, inherits: bo
     else:
         return method, f"no method was given: SGHMC, and {num_heldout} held-out rows choose T of {rungs}"
     return (
-        replace(method, ladder=None),
+        METHODS["sghmc"](num_chains=method.num_chains, draws_per_chain=DRAWS),
         f"no method was given: SGHMC at T = 1; {reason}. With few rows for each class a lower T predicts better",
     )

@@ -61,7 +61,7 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
 
     It needs rows by number, one process for all chains, 4 draws, and ``SPREAD_SHARE`` of a run long enough to pay it.
     """
-    data, found = objective.data, plan.approximation
+    data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
     if data is None or objective.private is not None or objective.scale.num_terms is None:
         return None
     draws = _draws(found, seed)
@@ -75,7 +75,10 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
         gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
         if gradients is None:
             return None
-        ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
+        try:
+            ruled, num_ruled = _ruled(objective, plan, point, step * (draws - center), share)
+        except ValueError:  # a module without gradients of single rows, as one that is called twice
+            return None
     if num_ruled < 1:
         return None
     temperature, error = ruled_spread(ruled / step, gradients / step, num_ruled)
@@ -117,4 +120,4 @@ def _ruled(
     covariance = curvature.covariance(tau)
     deviations = deviations.to(tau)
     ruled = deviations - covariance.product(tau * deviations)
-    return ruled, float((1 - tau * covariance.variance).double().sum())
+    return ruled.cpu(), float((1 - tau * covariance.variance).double().sum())

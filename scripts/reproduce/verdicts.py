@@ -38,8 +38,9 @@ from hf_bayes import (
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.verdict import Diagnostics
-from scripts.reproduce.gold_targets import GOLDS, Gold, Target, load, target
-from scripts.reproduce.golds import FeaturesConfig, FeaturesForSequenceClassification, distance, members_of
+from scripts.reproduce.gold_chains import GOLDS, Gold, load
+from scripts.reproduce.gold_runs import distance, members_of
+from scripts.reproduce.gold_targets import FeaturesConfig, FeaturesForSequenceClassification, Target, target
 from scripts.reproduce.report import RESULTS, keep, table
 
 NAME = "verdicts"

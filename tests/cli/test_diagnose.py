@@ -65,7 +65,7 @@ def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pyte
 def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) -> None:
     trainer = run(tmp_path / "run")
     acting = "\x1b]0;owned\x07 \u202e [bold]$\\frac{$ \n"
-    found, trace = trainer.diagnosis.summary()
+    found, trace = trainer.diagnosis.summary(trainer.posterior.approximation)
     found |= {"verdict": acting, "values": acting}
     metrics = {f"{acting}_nll": 1.0, f"{acting}_member_nll": 1.0}
     config = dataclasses.replace(trainer.posterior.config, diagnostics=found, metrics=metrics)

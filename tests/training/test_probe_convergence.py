@@ -28,7 +28,7 @@ def test_logits_reveal_chains_that_differ_in_wrong_classes_only(tmp_path: Path) 
         probs = torch.stack([0.5 + label, (0.5 - label) * share, (0.5 - label) * (1 - share)], 2)
         draws[..., -3:] = probs.log()  # biases, beside weights of 0
         trainer.run.draws = list(draws.unbind(1))
-        found, trace = trainer.diagnosis.summary()
+        found, trace = trainer.diagnosis.summary(trainer.posterior.approximation)
         assert found["values"] == "draws"
         assert max(found["rhat"], found["rhat_terms"]) < 1.05
         assert min(found["ess"], found["ess_terms"]) > 200

@@ -6,8 +6,8 @@ Expansions to second order at p = softmax(m), with the variance w_k = Var[z_k - 
     I(y; z) = E KL(softmax(z) || E softmax(z)) = tr(F S) / 2 = p . w / 2,   F = diag(p) - p p'.
 
 Both need S only through its diagonal and the product S p. The first is limited to positive probabilities. The second
-grows without bound, while I < H[q], so that H[q] (1 - exp(-I / H[q])) is used. The centred probit of ``gaussian_links`` is
-several times further from Monte Carlo (in KL) for 2,000 words, and the Laplace bridge loses most of the epistemic
+grows without bound, while I < H[q], so that H[q] (1 - exp(-I / H[q])) is used. For 2,000 words the centred probit of
+``gaussian_links`` is several times further from Monte Carlo (in KL), and the Laplace bridge loses most of the epistemic
 uncertainty, because one concentration cannot fit the few words that matter and all others.
 """
 
