@@ -92,6 +92,9 @@ class FlatPrior:
     def grad(self, theta: Tensor) -> Tensor:
         return torch.zeros_like(theta)
 
+    def to(self, like: Tensor) -> Self:
+        return self
+
 
 class ByColumn(NamedTuple):
     """A prior in a form that serves for work on a few columns of theta at a time (``column_blocks.in_blocks``).
