@@ -210,7 +210,7 @@ class Run(Generic[State]):
             return {}
         dim = self._start.shape[1]
         draws = torch.stack(self.draws, 1) if self.draws else torch.zeros(len(self.chains), 0, dim)
-        held = {} if self.loss is None or isinstance(self.method, Rule) else {"held.loss": self.loss.cpu()}
+        held = {} if self.loss is None or not self.method.is_exact else {"held.loss": self.loss.cpu()}
         return {
             **{f"state.{name}": value.detach().cpu() for name, value in self.state._asdict().items()},
             "generator": torch.stack([rng.get_state() for rng in self.rngs]),

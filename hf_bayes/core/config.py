@@ -97,8 +97,8 @@ class MethodConfig:
         self._check_number("init_jitter", self.init_jitter, minimum=0.0)
         if self.warm_start_learning_rate is not None:
             self._check_number("warm_start_learning_rate", self.warm_start_learning_rate, minimum=0.0, strict=True)
-        stds = self.prior_std.values() if isinstance(self.prior_std, dict) else [self.prior_std]
-        for std in stds:
+        by_expression = self.prior_std_by_expression
+        for std in [self.prior_std] if by_expression is None else by_expression.values():
             if std is not None:
                 self._check_number("prior_std", std, minimum=0.0, strict=True)
         if isinstance(self.schedule, Mapping):
@@ -116,6 +116,11 @@ class MethodConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready fields, with the method's name."""
         return {"name": self.name, **dataclasses.asdict(self)}
+
+    @property
+    def prior_std_by_expression(self) -> dict[str, float] | None:
+        """``prior_std`` if it maps expressions on names to numbers; None if it is one number, or left open."""
+        return self.prior_std if isinstance(self.prior_std, dict) else None
 
     @property
     def num_warm_start_steps(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Need = Literal["none", "useful", "needed"]
-OwnRate = Literal["whitening", "range_test", "unused", "given"]
+OwnRate = Literal["whitening", "range_test", "from_length", "unused", "given"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,16 @@ class Requirements:
         tensor_names_setting: the setting that selects tensors by name, as error messages quote it; empty without one.
         tensor_scales_setting: the setting that scales tensors relative to each other, likewise.
         learning_rate: how a run without a learning rate finds one. "whitening": the method finds a step size of its
-            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates. "unused":
-            another setting takes its place. "given": it does not find one, so the user has to give one.
+            own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates.
+            "from_length": 1 / sqrt(n) for n updates. "unused": another setting takes its place. "given": it does not
+            find one, so the user has to give one.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
         heldout: "whole": that pass also uses held-out rows. "split": it fits on one half of them and judges the fit on
             the other half. "none": it uses none.
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
-        least_heldout: the smallest number of held-out rows.
+        least_heldout: the smallest number of held-out rows, see ``least_rows``.
         compares_chains: chains are compared with each other during the run, so one process needs all of them.
         draws_are_chain_states: the stored draws are states that the chains visited.
         ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
@@ -66,6 +67,17 @@ class Requirements:
     ends_at_map: bool = False
     predicts_linearised: bool = False
     drops_inputs: bool = False
+
+    def least_rows(self, unit: str) -> int:
+        """Return the smallest number of held-out rows.
+
+        A row of tokens has many likelihood terms, so a fifth of the rows will do; not fewer, since the tokens of a row
+        say similar things.
+
+        Args:
+            unit: the unit of a likelihood term, "token" or "example".
+        """
+        return max(2, self.least_heldout // 5) if unit == "token" else self.least_heldout
 
 
 def need_of_gradient_variance(measure: bool | None) -> Need:

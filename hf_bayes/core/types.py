@@ -159,9 +159,13 @@ class HeldOut(NamedTuple):
 
     Attributes:
         part: the rows to score: "all", "even" or "odd".
+        num_members: the number of draws that will predict; None is M. Another number than M gives an estimate: the NLL
+            of n draws is close to a + b / n, and the mean NLL of single draws and that of the mixture give a and b. It
+            has no gradient.
     """
 
     part: str
+    num_members: int | None = None
 
 
 class AllRows(NamedTuple):
@@ -248,6 +252,11 @@ class Rule(NamedTuple, Generic[State]):
     anchor: Callable[[State], Tensor | None] = no_anchor
     rescale: Callable[[State, float], State] = scale_momentum
 
+    @property
+    def is_exact(self) -> bool:
+        """False: the gradient of an update may be noisy."""
+        return False
+
 
 class Kernel(NamedTuple, Generic[State]):
     """A method with any number of evaluations per move: HMC, Metropolis.
@@ -263,6 +272,11 @@ class Kernel(NamedTuple, Generic[State]):
     step: Callable[[State, Evaluate, Rngs], tuple[State, Info]]
     finish: Callable[[State, Tensor], Approximation]
     final_pass: None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """True: the target must not change between two evaluations."""
+        return True
 
 
 def locate_at_theta(state: State, rngs: Rngs) -> tuple[Tensor, State]:

@@ -34,6 +34,10 @@ from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 from hf_bayes.methods.sgmcmc.whitening import num_measured, whiten
+from hf_bayes.methods.variational.ekf import EKFConfig
+from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
+from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
@@ -45,6 +49,10 @@ METHODS: dict[str, type[MethodConfig]] = {
     "map": MAPConfig,
     "ensemble": EnsembleConfig,
     "mean_field": MeanFieldConfig,
+    "ivon": IVONConfig,
+    "low_rank_vi": LowRankVIConfig,
+    "full_rank_vi": FullRankVIConfig,
+    "ekf": EKFConfig,
     "metropolis": MetropolisConfig,
     "hmc": HMCConfig,
     "laplace": LaplaceConfig,
@@ -126,13 +134,13 @@ def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = Tru
             "got None: give one, or leave the schedule out"
         )
     if own == "given":
-        finds = ("whitening", "range_test")
+        finds = ("whitening", "range_test", "from_length")
         finding = (name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds)
         raise ValueError(
             f"{config.name} with these settings needs a learning_rate, got None: give one. With their defaults, "
             f"{', '.join(finding)} find one themselves"
         )
-    if own == "unused":
+    if own in ("unused", "from_length"):
         return config
     if own == "range_test":
         falls = falls and config.requirements.rate_falls and config.schedule is None

@@ -5,37 +5,44 @@
     dF/dmean    = E[grad U(theta)]
     dF/dlog std = E[grad U(theta) eps] std - T
 
-Adam minimises F with one eps per chain and update. With ``temper="likelihood"`` U is U_lik + T U_prior, and so F is
-E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian posterior with covariance S at T = 1, its mean and the precision
-diag(S^-1) / T.
+Adam minimises F with one eps per chain and update, or with a pair eps, -eps. With ``temper="likelihood"`` U is
+U_lik + T U_prior, and so F is E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian posterior with covariance S at
+T = 1, its mean and the precision diag(S^-1) / T.
 
 Three properties make one draw enough. First, the entropy is exact. Second, the part of grad U(theta) that is linear in
 eps, slope * eps, is learned coordinate by coordinate (least mean squares) and replaced by its expectation. As slope
 depends only on past draws, both gradients stay unbiased. The noise of a Gaussian prior vanishes in this way, as if its
 part were in closed form, and on a diagonal Gaussian posterior all noise vanishes. Third, q averages the iterates after
 burn-in, or of the second half of the run if that is shorter (Polyak & Juditsky 1992): the remaining noise falls as
-1 / sqrt(updates).
+1 / sqrt(updates). The average of log std would be too small, by half the variance of its iterates. Variances are
+averaged: dF/dlog std = 0 on average over the iterates means E[std^2] = T / E_q[diag of the Hessian of U].
+
+``estimator="stick_the_landing"`` (Roeder, Wu & Duvenaud 2017) has slope = T / std: the path derivative of log q, which
+is the optimal slope at the optimum, and needs no memory.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_bayes.core.column_blocks import in_blocks
-from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.energy import by_column
-
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
-"""The constants of Adam."""
+from hf_bayes.methods.variational.gaussian_vi import (
+    EnergyGradient,
+    ReparametrisedVIConfig,
+    averaging_weight,
+    gaussian_entropy,
+    parts,
+)
+from hf_bayes.methods.variational.optimisers import direction
 
 SLOPE_RATE = 0.05
 """The rate of the least mean squares, with a memory of 20 updates.
@@ -46,20 +53,20 @@ rate / (2 - 3 rate) and twice that.
 
 
 class MeanFieldState(NamedTuple):
-    """q, the state of Adam, and the draw at which ``update`` receives the gradient.
+    """q, the state of the optimiser, and the draw at which ``update`` receives the gradient.
 
     Attributes:
         theta: [M, d] mean of q (averaged over iterates).
-        log_std: [M, d] log std of q (averaged over iterates).
+        variance: [M, d] variance of q (averaged over iterates).
         iterate: [M, 2, d] the last mean and log std.
-        first, second: [M, 2, d] Adam's moments.
+        first, second: [M, 2, d] the optimiser's moments.
         slope: [M, d] regression of grad U(mean + std eps) on eps.
         noise: [M, d] eps of the current draw.
         step: [M] int64, number of updates done.
     """
 
     theta: Tensor
-    log_std: Tensor
+    variance: Tensor
     iterate: Tensor
     first: Tensor
     second: Tensor
@@ -69,111 +76,92 @@ class MeanFieldState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanFieldConfig(MethodConfig):
-    """Mean-field Gaussian variational inference. A chain ends in one Gaussian; ``draws_per_chain`` is not used.
-
-    Attributes:
-        init_std: standard deviation of q at the start, in parameter units.
-        std_learning_rate: Adam's step size for log std, a relative change per update. It follows the schedule of the
-            learning rate, which is Adam's step size for the mean, in parameter units.
-    """
+class MeanFieldConfig(ReparametrisedVIConfig):
+    """Mean-field Gaussian variational inference: q has independent elements."""
 
     name: ClassVar[str] = "mean_field"
-    num_chains: int = 1
-    init_std: float = 0.01
-    std_learning_rate: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.temperature == 0:
-            raise ValueError(
-                f"{self.name}: temperature must be > 0, got {self.temperature}: at T = 0 the std of q is 0 and its "
-                'mean the MAP. Use method="map"'
-            )
-        self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
-        self._check_number("std_learning_rate", self.std_learning_rate, minimum=0.0, strict=True)
-
-    @property
-    def requirements(self) -> Requirements:
-        return Requirements(learning_rate="range_test", draws_are_chain_states=False)
 
     def build(self, problem: Problem) -> Rule[MeanFieldState]:
-        first_averaged = max(problem.burn_in, problem.num_steps // 2)
-
         def init(theta: Tensor, rngs: Rngs) -> MeanFieldState:
             log_std = torch.full_like(theta, math.log(self.init_std))
             iterate = torch.stack([theta, log_std], 1)
             zero, zeros = torch.zeros_like(theta), torch.zeros_like(iterate)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            return MeanFieldState(theta, log_std, iterate, zeros, zeros, zero, zero, steps)
+            variance = torch.full_like(theta, self.init_std**2)
+            return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, zero, steps)
 
         def locate(state: MeanFieldState, rngs: Rngs) -> tuple[Tensor, MeanFieldState]:
             state = state._replace(noise=randn(rngs, state.theta))
-            return _draw(state), state
+            return _draw(state, 1), state
+
+        def anchor(state: MeanFieldState) -> Tensor | None:
+            return _draw(state, -1) if self.num_draws == 2 else None
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            assert evaluation.grad_log_lik is not None
-            count = int(state.step[0]) + 1  # all chains have done the same updates
-            weight = 1 / max(1, count - first_averaged)
-            rates = lr, self.std_learning_rate * lr / problem.learning_rate
-            prior = by_column(problem.prior, lambda: _draw(state))
-            log_prior, sums_of_log_std = prior.log_prob, torch.zeros_like(state.theta[:, :2])
-
-            def advance(
-                grad_log_lik: Tensor, theta: Tensor, log_std: Tensor, iterate: Tensor, *rest: Tensor
-            ) -> tuple[Tensor, ...]:
-                nonlocal log_prior
-                first, second, slope, noise, *parameters = rest
-                std = iterate[:, 1].exp()
-                part, grad_log_prior = prior.of(torch.addcmul(iterate[:, 0], std, noise), *parameters)
-                log_prior = log_prior + part
-                # minus (grad U - slope * noise)
-                remainder = torch.add(grad_log_lik, grad_log_prior, alpha=self.prior_weight).addcmul_(slope, noise)
-                correlated = remainder * noise
-                # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
-                gradients = torch.empty_like(iterate)
-                torch.mul(remainder, -1 / problem.num_data, out=gradients[:, 0])
-                torch.sub(slope, correlated, out=gradients[:, 1])
-                gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
-                first, second, denominator = adam(gradients, first, second, count)
-                moved = gradients  # the memory is used again
-                for half, rate in enumerate(rates):
-                    direction = first[:, half], denominator[:, half]
-                    torch.addcdiv(iterate[:, half], *direction, value=-rate, out=moved[:, half])
-                theta, log_std = torch.lerp(theta, moved[:, 0], weight), torch.lerp(log_std, moved[:, 1], weight)
-                sums_of_log_std.add_(torch.stack([iterate[:, 1].sum(1), log_std.sum(1)], 1))
-                return theta, log_std, moved, first, second, slope.sub(correlated, alpha=SLOPE_RATE)
-
-            tensors = evaluation.grad_log_lik, *state[:-1], *prior.parameters
-            theta, log_std, iterate, first, second, slope = in_blocks(advance, *tensors)
-            new = MeanFieldState(theta, log_std, iterate, first, second, slope, state.noise, state.step + 1)
-            dim = theta.shape[1]
-            entropy = sums_of_log_std[:, 0] + 0.5 * dim * (1 + math.log(2 * math.pi))
-            drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
-            std = (sums_of_log_std[:, 1] / dim).exp()
-            return new, {"free_energy": drawn_energy - self.temperature * entropy, "std": std}
+            return self._update(state, evaluation, lr, problem)
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
-            return Gaussian.diagonal(state.theta, state.log_std.exp())
+            return Gaussian.diagonal(state.theta, state.variance.sqrt())
 
-        return Rule(init, locate, update, finish)
+        return Rule(init, locate, update, finish, anchor=anchor)
+
+    def _update(
+        self, state: MeanFieldState, evaluation: Evaluation, lr: float, problem: Problem
+    ) -> tuple[MeanFieldState, Info]:
+        assert evaluation.grad_log_lik is not None
+        count = int(state.step[0]) + 1  # all chains have done the same updates
+        weight, optimise = averaging_weight(problem, count), direction(self.optimizer, self.momentum)
+        rates = lr, self.std_learning_rate * lr / problem.learning_rate
+
+        def gradient_at(sign: int, grad_log_lik: Tensor) -> EnergyGradient:
+            point = partial(_draw, state, sign)
+            return EnergyGradient.of(grad_log_lik, problem.prior, point, weight=self.prior_weight)
+
+        here = gradient_at(1, evaluation.grad_log_lik)
+        pair = None if evaluation.anchor_grad is None else gradient_at(-1, evaluation.anchor_grad)
+        log_prior, sums_of_log_std = here.log_prior, torch.zeros_like(state.theta[:, :2])
+
+        def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            nonlocal log_prior
+            first, second, slope, noise, *of = rest
+            mean, std, size = iterate[:, 0], iterate[:, 1].exp(), len(here.tensors)
+            slope = slope if self.estimator == "learned_slope" else self.temperature / std
+            part, gradient = here.at(torch.addcmul(mean, std, noise), *of[:size])
+            log_prior = log_prior + part
+            beside = None
+            if pair is not None:
+                beside = pair.at(torch.addcmul(mean, std, noise, value=-1), *of[size:])[1]
+            even, odd = parts(gradient, beside, slope * noise)
+            correlated = odd * noise
+            # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
+            gradients = torch.empty_like(iterate)
+            torch.div(even, problem.num_data, out=gradients[:, 0])
+            torch.add(slope, correlated, out=gradients[:, 1])
+            gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
+            first, second, divisor = optimise(gradients, first, second, count)
+            moved = gradients  # the memory is used again
+            for half, rate in enumerate(rates):
+                torch.addcdiv(iterate[:, half], first[:, half], divisor[:, half], value=-rate, out=moved[:, half])
+            theta, variance = theta.lerp(moved[:, 0], weight), variance.lerp((2 * moved[:, 1]).exp(), weight)
+            averaged = moved[:, 1] if weight == 1 else 0.5 * variance.log()
+            sums_of_log_std.add_(torch.stack([iterate[:, 1].sum(1), averaged.sum(1)], 1))
+            if self.estimator == "learned_slope":
+                slope = slope.add(correlated, alpha=SLOPE_RATE)
+            return theta, variance, moved, first, second, slope
+
+        tensors = *state[:-1], *here.tensors, *(() if pair is None else pair.tensors)
+        theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
+        new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
+        dim = state.theta.shape[1]
+        drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
+        free_energy = drawn_energy - self.temperature * gaussian_entropy(sums_of_log_std[:, 0], dim)
+        return new, {"free_energy": free_energy, "std": (sums_of_log_std[:, 1] / dim).exp()}
 
 
-def _draw(state: MeanFieldState) -> Tensor:
-    """Return theta = mean + std eps [M, d] at the last iterate."""
+def _draw(state: MeanFieldState, sign: int) -> Tensor:
+    """Return theta = mean + sign std eps [M, d] at the last iterate."""
 
     def draw(iterate: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        return (torch.addcmul(iterate[:, 0], iterate[:, 1].exp(), noise),)
+        return (torch.addcmul(iterate[:, 0], iterate[:, 1].exp(), noise, value=sign),)
 
     return in_blocks(draw, state.iterate, state.noise)[0]
-
-
-def adam(gradient: Tensor, first: Tensor, second: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Adam's two moments after update number ``step`` (Kingma & Ba 2015, alg. 1).
-
-    The third tensor is the divisor of the first moment in Adam's direction.
-    """
-    first = torch.lerp(first, gradient, 1 - BETA1)
-    second = (BETA2 * second).addcmul_(gradient, gradient, value=1 - BETA2)
-    of_first, of_second = 1 - BETA1**step, 1 - BETA2**step
-    return first, second, second.sqrt().mul_(of_first / math.sqrt(of_second)).add_(of_first * EPSILON)

@@ -17,6 +17,9 @@ from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import GaussianPrior
 from hf_bayes.methods.variational import mean_field
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.methods.variational.optimisers import adam
+from tests.methods.variational.logistic import Regression, errors
+from tests.methods.variational.logistic import fit as fit_regression
 
 MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
 STD = torch.tensor([0.3, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -74,12 +77,10 @@ def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float) -> 
 
 @pytest.mark.statistics
 def test_the_recovery_check_catches_a_dropped_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    adam = mean_field.adam
-
-    def without_entropy(gradient: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def without_entropy(gradient: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return adam(gradient + gradient.new_tensor([0.0, 1.0])[:, None], *rest)
 
-    monkeypatch.setattr(mean_field, "adam", without_entropy)
+    monkeypatch.setattr(mean_field, "direction", lambda *names: without_entropy)
     assert gaussian_errors(fit(diagonal, MeanFieldConfig()), MEAN, STD)[1] > 0.01
 
 
@@ -191,10 +192,57 @@ def test_q_is_the_average_of_the_second_half_of_the_iterates() -> None:
         iterates.append(state.iterate)
         if step < 10:
             assert torch.equal(state.theta, state.iterate[:, 0])
-    average = torch.stack(iterates[10:]).mean(0)
+    means, log_stds = torch.stack(iterates[10:]).unbind(2)
     q = rule.finish(state, state.theta[:, None])
-    assert torch.allclose(q.means, average[:, 0], rtol=1e-12)
-    assert torch.allclose(q.stds, average[:, 1].exp(), rtol=1e-12)
+    assert torch.allclose(q.means, means.mean(0), rtol=1e-12)
+    assert torch.allclose(q.stds, (2 * log_stds).exp().mean(0).sqrt(), rtol=1e-12)
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("num_draws", [1, 2])
+def test_pairs_and_the_path_derivative_have_the_same_expectation(num_draws: int) -> None:
+    q = fit(diagonal, MeanFieldConfig(init_std=0.5, num_draws=num_draws, estimator="stick_the_landing"))
+    assert max(gaussian_errors(q, MEAN, STD)) < 0.01  # there is no noise, either
+
+
+def test_sgd_reaches_the_optimum() -> None:
+    config = MeanFieldConfig(optimizer="sgd", std_learning_rate=0.02, init_std=0.5)
+    q = sample(diagonal, starts(1), config, num_steps=3000, learning_rate=0.01).approximation
+    assert isinstance(q, Gaussian)
+    assert max(gaussian_errors(q, MEAN, STD)) < 0.01
+    assert config.requirements.learning_rate == "given"
+
+
+@pytest.mark.slow
+@pytest.mark.statistics
+@pytest.mark.parametrize("prior_std", [1.0, 10.0])
+def test_a_logistic_regression_ends_at_the_optimum(prior_std: float) -> None:
+    target = Regression.with_prior(prior_std)
+    best, steps = target.optimum(), {"num_steps": 10_000, "learning_rate": 0.01}
+    full = errors(target, fit_regression(target, MeanFieldConfig(), **steps), best)
+    pairs, single = (
+        errors(target, fit_regression(target, MeanFieldConfig(num_draws=k), batch=32, **steps), best) for k in (2, 1)
+    )
+    assert max(found.free_energy for found in (full, pairs, single)) < 0.02  # the requirements, as in the next line
+    assert max(full.std, pairs.std) < 0.02  # 3 standard deviations of one std
+    assert single.std > 0.02  # the twin: the batch's own error, 2.5 % at 5,000 averaged draws
+
+
+@pytest.mark.statistics
+def test_the_average_of_log_stds_would_be_too_small() -> None:
+    target = Regression.with_prior(1.0)
+    best, num_steps = target.optimum(), 2000
+    config = MeanFieldConfig(std_learning_rate=0.05)
+    rule = config.build(Problem(200, target.prior, 0.01, num_steps, 0, {"": (6,)}))
+    rngs, logs = [generator(0, chain) for chain in range(32)], torch.zeros(32, 6, dtype=torch.float64)
+    state = rule.init(torch.zeros(32, 6, dtype=torch.float64), rngs)
+    for step, rows in zip(range(num_steps), target.batches(32, 32), strict=False):
+        theta, state = rule.locate(state, rngs)
+        state, _ = rule.update(state, target.evaluate(theta, rows), 0.01, rngs)
+        logs += state.iterate[:, 1] * (2 / num_steps) if step >= num_steps // 2 else 0
+    bias = (state.variance.sqrt() / best.std).mean() - 1
+    assert abs(bias) < 0.01  # 192 standard deviations of 4 %: a standard error of 0.3 %
+    assert (logs.exp() / best.std).mean() - 1 < -0.02  # the twin
 
 
 @pytest.mark.statistics
@@ -220,6 +268,10 @@ def test_num_data_only_rescales_the_learning_rate() -> None:
     [
         ({"temperature": 0.0}, 'mean the MAP. Use method="map"'),
         ({"init_std": 0.0}, "init_std must be a finite number > 0, got 0.0"),
+        ({"optimizer": "lbfgs"}, "optimizer must be one of adamw, sgd, got 'lbfgs'"),
+        ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1, got 1.0"),
+        ({"estimator": "stl"}, "estimator must be one of learned_slope, stick_the_landing, got 'stl'"),
+        ({"num_draws": 0}, "num_draws must be 1 (one draw) or 2 (an antithetic pair), got 0"),
         ({"std_learning_rate": math.nan}, "std_learning_rate must be a finite number > 0, got nan"),
     ],
 )

@@ -1,0 +1,197 @@
+"""The update of Gaussians with correlations: a scale for each element, and factors between elements.
+
+    theta = mean + D kappa,   kappa = eps + W' noise,   D = diag(exp(log scale)),   cov(kappa) = A
+
+    dF/dmean      = E[grad U]
+    dF/dlog scale = E[r kappa] - (1 - c) T,   dF/dW = E[noise r'] - (1 - c) T W A^-1,   r = D grad U - c T A^-1 kappa
+
+``low_rank_vi`` has r independent ``noise``, A = I + W' W. ``full_rank_vi`` has noise = eps and a triangular W. W has no
+units, so one step size suits log scale and W.
+
+The part c T A^-1 kappa is the path derivative of log q, and has known expectations. c = 1 sticks the landing (Roeder,
+Wu and Duvenaud 2017): on a Gaussian posterior all noise vanishes at the optimum. c is learned by default, as the
+running regression of D grad U on T A^-1 kappa. It depends on past draws only, so all gradients stay unbiased.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.distributions.energy import energy, grad_energy
+from hf_bayes.methods.variational.gaussian_vi import (
+    ReparametrisedVIConfig,
+    averaging_weight,
+    gaussian_entropy,
+    parts,
+)
+from hf_bayes.methods.variational.optimisers import direction
+
+SLOPE_RATE = 0.05
+"""The rate of the running regression that learns c: a memory of 20 updates."""
+
+
+class FactoredState(NamedTuple):
+    """q, the state of the optimiser, and the draw at which ``update`` receives the gradient.
+
+    Attributes:
+        theta: [M, d] mean of q (averaged over iterates).
+        moments: [M, Q, d] what the structure averages over iterates, see ``Structure.moments``.
+        iterate: [M, 2 + r, d] the last mean, log scale, and W.
+        first, second: [M, 2 + r, d] the optimiser's moments.
+        slope: [M, 2] running products of T A^-1 kappa with D grad U and with itself.
+        noise: [M, n] the standard normal numbers of the current draw.
+        step: [M] int64, number of updates done.
+    """
+
+    theta: Tensor
+    moments: Tensor
+    iterate: Tensor
+    first: Tensor
+    second: Tensor
+    slope: Tensor
+    noise: Tensor
+    step: Tensor
+
+
+class Structure(ABC):
+    """The form of W [M, r, d]."""
+
+    @abstractmethod
+    def factors(self, theta: Tensor, rngs: Rngs) -> Tensor:
+        """Return W at the start, for theta [M, d]."""
+
+    @abstractmethod
+    def noise(self, theta: Tensor, rngs: Rngs) -> Tensor:
+        """Return the standard normal numbers [M, n] of a draw."""
+
+    @abstractmethod
+    def split(self, noise: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Return eps [M, d] and noise [M, r]."""
+
+    @abstractmethod
+    def solve(self, factors: Tensor, kappa: Tensor) -> Tensor:
+        """Return A^-1 kappa."""
+
+    @abstractmethod
+    def entropy_gradient(self, factors: Tensor) -> Tensor | float:
+        """Return the gradient W A^-1 of log det A / 2 in W."""
+
+    @abstractmethod
+    def free(self, gradient: Tensor) -> Tensor:
+        """Return the gradient in W, with 0 in elements that are not free."""
+
+    @abstractmethod
+    def half_log_det(self, factors: Tensor) -> Tensor:
+        """Return log det A / 2, [M]."""
+
+    @abstractmethod
+    def moments(self, scale: Tensor, factors: Tensor) -> Tensor:
+        """Return the numbers [M, Q, d] of the covariance D A D that are averaged over iterates."""
+
+    @abstractmethod
+    def covariance(self, moments: Tensor) -> Covariance:
+        """Return the covariance of averaged moments [Q, d]."""
+
+
+def factored_rule(config: ReparametrisedVIConfig, structure: Structure, problem: Problem) -> Rule[FactoredState]:
+    """Return the rule that minimises F over Gaussians of a structure."""
+
+    def init(theta: Tensor, rngs: Rngs) -> FactoredState:
+        log_scale, factors = torch.full_like(theta, math.log(config.init_std)), structure.factors(theta, rngs)
+        iterate = torch.cat([theta[:, None], log_scale[:, None], factors], 1)
+        moments, noise = structure.moments(log_scale.exp(), factors), torch.zeros_like(structure.noise(theta, rngs))
+        zeros, steps = torch.zeros_like(iterate), torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
+        slope = theta.new_zeros(len(theta), 2)
+        return FactoredState(theta, moments, iterate, zeros, zeros, slope, noise, steps)
+
+    def locate(state: FactoredState, rngs: Rngs) -> tuple[Tensor, FactoredState]:
+        state = state._replace(noise=structure.noise(state.theta, rngs))
+        return _draw(structure, state, 1), state
+
+    def anchor(state: FactoredState) -> Tensor | None:
+        return _draw(structure, state, -1) if config.num_draws == 2 else None
+
+    def finish(state: FactoredState, draws: Tensor) -> Gaussian:
+        return Gaussian(state.theta, tuple(map(structure.covariance, state.moments)))
+
+    return Rule(init, locate, partial(_update, config, structure, problem), finish, anchor=anchor)
+
+
+def _update(
+    config: ReparametrisedVIConfig,
+    structure: Structure,
+    problem: Problem,
+    state: FactoredState,
+    evaluation: Evaluation,
+    lr: float,
+    rngs: Rngs,
+) -> tuple[FactoredState, Info]:
+    count, temperature = int(state.step[0]) + 1, config.temperature  # all chains have done the same updates
+    mean, scale, factors = state.iterate[:, 0], state.iterate[:, 1].exp(), state.iterate[:, 2:]
+    kappa, noise = _kappa(structure, state)
+
+    def gradient_at(sign: int, found: Evaluation) -> Tensor:
+        return grad_energy(found, mean + sign * scale * kappa, problem.prior, prior_weight=config.prior_weight)
+
+    gradient, beside = gradient_at(1, evaluation), None
+    if evaluation.anchor_grad is not None:
+        beside = gradient_at(-1, evaluation._replace(grad_log_lik=evaluation.anchor_grad))
+    path = temperature * structure.solve(factors, kappa)
+    c, slope = _slope(config, state, scale * parts(gradient, beside, torch.zeros_like(gradient))[1], path)
+    even, odd = parts(gradient, beside, c * path / scale)
+    rest = scale * odd
+    gradients = torch.cat(
+        [
+            even[:, None] / problem.num_data,
+            (rest * kappa / temperature - (1 - c))[:, None],
+            structure.free(noise[:, :, None] * rest[:, None] / temperature)
+            - (1 - c)[:, :, None] * structure.entropy_gradient(factors),
+        ],
+        1,
+    )
+    rates = torch.full_like(state.iterate[:1, :, :1], config.std_learning_rate * lr / problem.learning_rate)
+    rates[:, 0] = lr
+    first, second, divisor = direction(config.optimizer, config.momentum)(gradients, state.first, state.second, count)
+    iterate, weight = state.iterate - rates * first / divisor, averaging_weight(problem, count)
+    theta = state.theta.lerp(iterate[:, 0], weight)
+    moments = state.moments.lerp(structure.moments(iterate[:, 1].exp(), iterate[:, 2:]), weight)
+    drawn = energy(evaluation, mean + scale * kappa, problem.prior, prior_weight=config.prior_weight)
+    half_log_det = state.iterate[:, 1].sum(1) + structure.half_log_det(factors)
+    free_energy = drawn - temperature * gaussian_entropy(half_log_det, theta.shape[1])
+    new = FactoredState(theta, moments, iterate, first, second, slope, state.noise, state.step + 1)
+    return new, {"free_energy": free_energy, "std": (half_log_det / theta.shape[1]).exp()}
+
+
+def _slope(config: ReparametrisedVIConfig, state: FactoredState, odd: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """Return c [M, 1] from earlier draws, and the running products with this draw.
+
+    Args:
+        odd: the odd part of D grad U.
+        path: T A^-1 kappa.
+    """
+    slope = state.slope
+    if config.estimator == "stick_the_landing":
+        return torch.ones_like(slope[:, :1]), slope
+    products = torch.stack([(odd * path).sum(1), path.square().sum(1)], 1)
+    c = (slope[:, :1] / slope[:, 1:].clamp_min(torch.finfo(slope.dtype).tiny)).clamp(0, 1)
+    return c, slope.lerp(products, SLOPE_RATE)
+
+
+def _kappa(structure: Structure, state: FactoredState) -> tuple[Tensor, Tensor]:
+    """Return kappa [M, d] of the last draw, and the noise [M, r] that the factors multiply."""
+    eps, noise = structure.split(state.noise, state.theta.shape[1])
+    return eps + (noise[:, None] @ state.iterate[:, 2:]).squeeze(1), noise
+
+
+def _draw(structure: Structure, state: FactoredState, sign: int) -> Tensor:
+    """Return mean + sign D kappa [M, d] at the last iterate."""
+    return state.iterate[:, 0] + sign * state.iterate[:, 1].exp() * _kappa(structure, state)[0]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.rng import generator
+from hf_bayes.core.types import Evaluation, Problem
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
+from hf_bayes.methods.variational.ivon import IVONConfig
+from tests.methods.variational.logistic import Regression, errors, fit
+from tests.runs import trainer
+
+MEAN = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
+STD = torch.tensor([0.3, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def diagonal(theta: Tensor, batch: object = None) -> Tensor:
+    return 0.5 * ((theta - MEAN) / STD).square().sum(1)
+
+
+def recovery_error(config: IVONConfig, temperature: float) -> float:
+    """Return the worst error of a mean in stds, or of a std relative to itself, on a diagonal Gaussian."""
+    theta = torch.zeros(2, 5, dtype=torch.float64)
+    q = sample(diagonal, theta, config, num_steps=1000, learning_rate=0.03).approximation
+    assert isinstance(q, Gaussian)
+    std = STD * math.sqrt(temperature)
+    return max(((q.means - MEAN) / std).abs().max().item(), (q.stds / std - 1).abs().max().item())
+
+
+@pytest.mark.parametrize("num_draws", [1, 2])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_diagonal_gaussian_is_recovered_to_one_percent(temperature: float, num_draws: int) -> None:
+    config = IVONConfig(temperature=temperature, num_draws=num_draws)
+    assert recovery_error(config, temperature) < 0.01  # the requirement; there is no noise, and 500 updates forget
+    # the twin: a T that is 5 % too high widens q by 2.5 %
+    assert recovery_error(dataclasses.replace(config, temperature=1.05 * temperature), temperature) > 0.01
+
+
+def test_an_unstated_rate_recovers_stds_of_any_size() -> None:
+    scales = torch.tensor([1e-4, 1e-2, 1.0, 1e2], dtype=torch.float64)
+    q = sample(
+        lambda theta, batch: 0.5 * (theta / scales).square().sum(1),
+        scales[None],
+        IVONConfig(),
+        num_steps=2500,
+        learning_rate=2500**-0.5,
+    ).approximation
+    assert isinstance(q, Gaussian)
+    assert (q.stds / scales - 1).abs().max() < 0.01  # from a start of 1e-2: sqrt(n) = 50 e-foldings forget it
+
+
+def test_updates_follow_the_equations() -> None:
+    prior = GaussianPrior(torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.8, dtype=torch.float64))
+    config = IVONConfig(temperature=0.7, init_std=0.2, momentum=0.8, precision_rate=0.3)
+    rule = config.build(Problem(10, prior, 0.1, 20, 0, {"": (5,)}))
+    rngs = [generator(0)]
+    state = rule.init(torch.zeros(1, 5, dtype=torch.float64), rngs)
+    mean, s, running = (
+        torch.zeros(5, dtype=torch.float64),
+        torch.full((5,), 0.7 / 0.04, dtype=torch.float64),
+        torch.zeros(()),
+    )
+    for step in range(1, 21):
+        theta, state = rule.locate(state, rngs)
+        gradient = 4 * theta.pow(3) + (theta - MEAN) / STD.square()  # of U_lik, not quadratic
+        rate = 0.1 / step
+        delta = theta[0] - mean
+        g = gradient[0] + (theta[0] - 0.5) / 0.64 - s * delta
+        h = s + g * delta * s / 0.7
+        running = 0.8 * running + 0.2 * g
+        std = (0.7 / s).sqrt()
+        mean = mean - (rate * running / (1 - 0.8**step) / s).clamp(-std, std)
+        x = (0.3 * rate / 0.1 * (h - s) / s).clamp(-1, 1)
+        s = s * (1 + x + x**2 / 2)
+        state, _ = rule.update(state, Evaluation(torch.zeros(1), -gradient), rate, rngs)
+    torch.testing.assert_close(state.iterate[0], mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state.precision[0], s, rtol=1e-12, atol=0)
+
+
+def test_precisions_stay_positive_where_curvature_is_negative() -> None:
+    result = sample(
+        lambda theta, batch: -50 * theta.square().sum(1),
+        torch.zeros(4, 5),
+        IVONConfig(init_std=1.0),
+        num_steps=30,
+        learning_rate=0.5,
+    )
+    assert (result.state.precision > 0).all()
+    assert result.state.variance.isfinite().all()
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("prior_std", [1.0, 10.0])
+def test_a_logistic_regression_ends_at_the_optimum(prior_std: float) -> None:
+    target = Regression.with_prior(prior_std)
+    best = target.optimum()
+    found = errors(target, fit(target, IVONConfig(), num_steps=4000, learning_rate=4000**-0.5), best)
+    assert found.free_energy < 0.02  # the requirements, as in the next line
+    assert found.std < 0.02
+    # the twin: a T that is 10 % too high widens q by 5 %
+    assert errors(target, fit(target, IVONConfig(temperature=1.1), num_steps=1000, learning_rate=0.03), best).std > 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.statistics
+@pytest.mark.parametrize("prior_std", [1.0, 10.0])
+def test_minibatches_keep_the_optimum_with_pairs(prior_std: float) -> None:
+    target = Regression.with_prior(prior_std)
+    best = target.optimum()
+    pairs, single = (
+        errors(target, fit(target, IVONConfig(num_draws=k), num_steps=10_000, learning_rate=0.01, batch=32), best)
+        for k in (2, 1)
+    )
+    assert max(pairs.free_energy, single.free_energy) < 0.02
+    assert pairs.std < 0.02  # 3 standard deviations of one std
+    assert single.std > 0.02  # the twin: the batch's own error, 2.5 % at 5,000 averaged draws
+
+
+def test_the_trainer_takes_a_rate_from_the_length_of_the_run(tmp_path: Path) -> None:
+    made = trainer(tmp_path, IVONConfig(), max_steps=16, learning_rate=None)
+    made.train()
+    assert made.active is not None
+    assert made.active.settings.learning_rate == 0.25
+    q = made.posterior.approximation
+    assert isinstance(q, Gaussian)
+    members = q.sample(2, generator("members"))
+    assert q.stds.isfinite().all()
+    assert not torch.equal(*members)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 0.0}, 'mean the MAP. Use method="map"'),
+        ({"init_std": 0.0}, "init_std must be a finite number > 0, got 0.0"),
+        ({"num_draws": 3}, "num_draws must be 1 (one draw) or 2 (an antithetic pair), got 3"),
+        ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1, got 1.0"),
+        ({"precision_rate": math.nan}, "precision_rate must be a finite number > 0 and < 1, got nan"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        IVONConfig(**fields)
+    assert message in str(error.value)
+
+
+def test_a_step_longer_than_newtons_is_refused() -> None:
+    with pytest.raises(ValueError, match="learning_rate must be at most 1, got 2: it is a fraction of Newton's step"):
+        IVONConfig().build(Problem(1, FlatPrior(), 2.0, 10, 5, {"": (5,)}))
