@@ -173,9 +173,9 @@ class BayesianModel(HostMethods):
         """Switch to predictions by one forward pass that carries means and variances (docs/single_pass.md).
 
         Args:
-            options: ``deterministic_scores`` (True takes queries and keys at their means), and for classifiers and
-                regressions ``link`` (a name of ``gaussian_links.LINKS``) and ``structure`` ("diagonal", or "full" for
-                small models).
+            options: ``structure`` ("low_rank", "diagonal", or "full" for small models that are no language models),
+                ``rank`` of "low_rank", ``deterministic_scores`` (True takes queries and keys at their means), and for
+                classifiers and regressions ``link`` (a name of ``gaussian_links.LINKS``).
         Raises:
             ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
                 predicts as before.

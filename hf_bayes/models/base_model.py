@@ -29,7 +29,7 @@ def core_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _config_of_adapter(model: nn.Module) -> PeftConfig | None:
+def config_of_adapter(model: nn.Module) -> PeftConfig | None:
     """Return the config of the active adapter; None for a model without an adapter."""
     return model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else None
 
@@ -42,7 +42,7 @@ def refuse_foreign(model: nn.Module, core: nn.Module) -> None:
         raise ValueError(
             f"{type(core).__name__} is {kind}; supported are {SUPPORTED}. Take one of these (docs/models.md)"
         )
-    if (adapter := _config_of_adapter(model)) is not None:
+    if (adapter := config_of_adapter(model)) is not None:
         _refuse_adapter(adapter)
     refuse_spread(core)
 
@@ -88,7 +88,7 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
     The fingerprint leaves random parameters out. The posterior has their values; a fresh head's values mean nothing.
     """
     config = core.config
-    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of images and text holds one
+    words = tokenizer_in(tokenizer)
     return {
         "name_or_path": _name(model, core),
         "revision": compat.commit_of(config),
@@ -96,9 +96,15 @@ def describe(model: nn.Module, core: PreTrainedModel, layout: Layout, tokenizer:
         "fingerprint": {
             "weights": fingerprint_weights(model, layout),
             "config": fingerprint_json(evaluation_fields(config.to_dict())),
-            "tokenizer": fingerprint_tokenizer(words) if isinstance(words, PreTrainedTokenizerBase) else None,
+            "tokenizer": None if words is None else fingerprint_tokenizer(words),
         },
     }
+
+
+def tokenizer_in(given: Any) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer, or the tokenizer of a processor of images and text; None for any other object."""
+    words = getattr(given, "tokenizer", given)
+    return words if isinstance(words, PreTrainedTokenizerBase) else None
 
 
 def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
@@ -218,7 +224,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     Raises:
         ValueError: for a LoRA that posteriors do not support, naming the field.
     """
-    config = _config_of_adapter(model)
+    config = config_of_adapter(model)
     if config is None:
         return None
     content: dict[str, Any] = plain({**config.to_dict(), "inference_mode": True}, lora_config.FILE)
@@ -231,7 +237,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _name(model: nn.Module, core: PreTrainedModel) -> str:
-    adapter = _config_of_adapter(model)
+    adapter = config_of_adapter(model)
     name = None if adapter is None else adapter.base_model_name_or_path
     return str(name or getattr(core, "name_or_path", "") or compat.source_of(core.config))
 

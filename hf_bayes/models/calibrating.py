@@ -30,7 +30,7 @@ def calibration_of(
         numbers: the number of each row, which decides on its group; None counts the rows.
         add_up: adds a tensor up over the processes that have other rows, in place.
     Raises:
-        ValueError: for too few rows, labels that are not classes, or a mixture that has a temperature already.
+        ValueError: for too few rows, labels that are numbers, or a mixture that has a temperature already.
     """
     sums = heldout_sums(model, batches, numbers=numbers)
     add_up(sums.curves)

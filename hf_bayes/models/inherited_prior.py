@@ -18,7 +18,7 @@ from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import check_tokenizer
+from hf_bayes.models.loading import check_tokenizer, read
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -79,7 +79,7 @@ def inherit(
             sets another prior. (Tokenizers: ``Inherited.check_tokenizer``.)
     """
     place = prior if is_place(prior) else None
-    posterior = prior if isinstance(prior, Posterior) else Posterior.from_pretrained(prior)
+    posterior = read(prior)
     source = posterior.config.method["name"] if place is None else str(place)
     what = f"prior ({source})"
     _refuse_second_prior(method)

@@ -2,7 +2,7 @@
 
 J [C, d] is the Jacobian of a row's outputs at the mean. The live model shows the mean as its one member. If the random
 parameters are a linear head, J is the head's input and nothing is differentiated. Otherwise there is a backward pass
-for each output, in which hooks read the gradient of every row on its own.
+for each output, in which hooks read the input and the output gradient of every layer (``layer_covariance``).
 
 A language model has too many outputs for J, one for each word at each position: see ``linearised_lm``.
 """
@@ -17,19 +17,20 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.core.tensors import with_tensors
+from hf_bayes.core.tensors import tensors_in, with_tensors
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, moved
 from hf_bayes.members.inputs import shape_of
 from hf_bayes.members.module_hooks import HookedLayer, LayerHooks, LayerRecord, pieces
 from hf_bayes.members.single_member import as_single_model
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.output_covariance import covariance_of_outputs, head_covariance
+from hf_bayes.models.layer_covariance import LayerReads, covariance_of_layers, read_positions
+from hf_bayes.models.output_covariance import head_covariance
 from hf_bayes.uncertainty.gaussian_links import LINKS
 from hf_bayes.uncertainty.likelihoods import widened
 
-JACOBIAN_BUDGET = 1 << 26
-"""The largest number of elements in the Jacobians that are held at once; a single row is never split."""
+RECORD_BUDGET = 1 << 26
+"""The largest number of elements in the inputs and output gradients of layers that are held at once, by estimate."""
 
 
 class Outputs(NamedTuple):
@@ -85,7 +86,7 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     """Return the outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
     A tagger takes T times C backward passes, position by position, and has no covariance between positions. Memory is
-    bounded: the Jacobians of only so many rows are held as ``JACOBIAN_BUDGET`` allows.
+    bounded: the model reads only so many rows at once as ``RECORD_BUDGET`` allows.
 
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].
@@ -96,7 +97,7 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
         with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
-            size = None if head else max(1, JACOBIAN_BUDGET // (model.layout.dim * model.config.num_labels))
+            size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, model.config.num_labels))
             parts = [_of_batch(model, hooks, head, mean, covariance, part) for part in _rows_of(inputs, size)]
         components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
     return Outputs(*(torch.stack(pieces) for pieces in zip(*components, strict=True)))
@@ -123,7 +124,7 @@ def _of_batch(
         features = None if head is None else _features(hooks, outputs, like)
         if head is not None and features is not None:
             return head_covariance(covariance, model.layout, features, weight=head.names["weight"])
-        return covariance_of_outputs(covariance, model.layout, _jacobian(hooks, outputs, model.layout, like))
+        return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs), like)
 
     spread = spread_of(logits) if logits.ndim == 2 else torch.stack([spread_of(one) for one in logits.unbind(1)], 1)
     return widened(logits.detach()).to(like.dtype), spread
@@ -152,21 +153,42 @@ def _features(hooks: LayerHooks, logits: Tensor, like: Tensor) -> Tensor | None:
     return record.x[read].to(like.dtype) if bool((record.g[read] == weights).all()) else None
 
 
-def _jacobian(hooks: LayerHooks, logits: Tensor, layout: Layout, like: Tensor) -> dict[str, Tensor]:
-    """Return {name: [B, C, *shape]} by a backward pass for each output."""
-    rows, num_outputs = logits.shape
-    found = {name: like.new_zeros(rows, num_outputs, *shape) for name, shape in layout.named_shapes.items()}
-    for output in range(num_outputs):
+def _reads(hooks: LayerHooks, logits: Tensor) -> list[LayerReads]:
+    """Return inputs and output gradients of all layers, from a backward pass for each output [B] of ``logits`` [B, C].
 
-        def add(record: LayerRecord, output: int = output) -> None:
-            for name, gradient in record.layer.row_gradients(record.x, record.g, like.dtype).items():
-                found[name][record.rows, output] += gradient
+    The calls of a layer are in the same order in every backward pass, because the graph is the same.
+    """
+    passes: list[dict[HookedLayer, list[LayerRecord]]] = []
+    for output in range(logits.shape[1]):
+        found: dict[HookedLayer, list[LayerRecord]] = {}
+
+        def add(record: LayerRecord, found: dict[HookedLayer, list[LayerRecord]] = found) -> None:
+            found.setdefault(record.layer, []).append(record)
 
         hooks.on_backward(add, first=output == 0)
         cotangent = torch.zeros_like(logits)
         cotangent[:, output] = 1
         torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=True)
-    return found
+        passes.append(found)
+    return [
+        read_positions(layer, calls[0].x, [call.g for call in calls])
+        for layer in passes[0]
+        for calls in zip(*(found[layer] for found in passes), strict=True)
+    ]
+
+
+def _record_size(hooks: LayerHooks, inputs: dict[str, Any], num_outputs: int) -> int:
+    """Return about how many elements the inputs and output gradients of all layers have for one row."""
+    total = 0
+    for layer in hooks.layers:
+        height, width = next(iter(layer.module.parameters(recurse=False))).shape[0], 0
+        if layer.linear:
+            height, width = layer.module.weight.shape[:: -1 if layer.transposed else 1]
+        total += (width or height) + num_outputs * height
+    rows, positions = shape_of(inputs)
+    if not {"input_ids", "inputs_embeds"} & inputs.keys():  # an image has as many elements as its patches, about
+        positions = max(tensor.numel() for tensor in tensors_in(inputs).values()) // rows // 256 + 1
+    return total * positions
 
 
 def _rows_of(inputs: dict[str, Any], size: int | None) -> Iterator[dict[str, Any]]:

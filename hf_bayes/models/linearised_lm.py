@@ -23,8 +23,8 @@ from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.members.quantised import foreign_linears, maps_one_tensor
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.compat import attention_of
-from hf_bayes.models.linearised import JACOBIAN_BUDGET, Outputs, linear_head
-from hf_bayes.models.output_covariance import head_covariance
+from hf_bayes.models.linearised import Outputs, linear_head
+from hf_bayes.models.output_covariance import JACOBIAN_BUDGET, head_covariance
 from hf_bayes.uncertainty.likelihoods import widened
 
 _AD: Any = forward_ad  # untyped in torch

@@ -140,12 +140,13 @@ def _check_base(model: nn.Module, core: PreTrainedModel, posterior: Posterior, w
         )
 
 
-def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any]) -> Posterior:
+def read(directory_or_repo: str | os.PathLike[str] | Posterior, location: dict[str, Any] | None = None) -> Posterior:
     """Read the posterior at a place, or return the given one.
 
     Raises:
         ValueError: for a revision or subfolder of a posterior in memory, and as ``Posterior.from_pretrained``.
     """
+    location = location or {}
     if not isinstance(directory_or_repo, Posterior):
         return Posterior.from_pretrained(directory_or_repo, **location)
     if given := [name for name in ("revision", "subfolder") if location.get(name) is not None]:

@@ -12,6 +12,9 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance, Diagonal, Kronecker, LowRank
 
+JACOBIAN_BUDGET = 1 << 26
+"""The largest number of elements in the Jacobians that are held at once; a single row is never split."""
+
 
 def covariance_of_outputs(covariance: Covariance, layout: Layout, jacobian: Mapping[str, Tensor]) -> Tensor:
     """Return [B, C, C] J V J' for a Jacobian {name: [B, C, *shape]}."""

@@ -80,7 +80,7 @@ def _recording(model: BayesianModel, add: Callable[[str], None]) -> Iterator[Non
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            given = _tensors(args, kwargs)
             if len(given) == 1 and isinstance(output, Tensor):
                 *shape, _ = given[0].shape
                 if output.shape == (*shape, model.num_outputs):
@@ -98,10 +98,15 @@ def _recording(model: BayesianModel, add: Callable[[str], None]) -> Iterator[Non
             handle.remove()
 
 
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments of a call that are tensors."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+
 @contextmanager
 def _returns_its_input(module: nn.Module) -> Iterator[None]:
     def identity(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return _tensors(args, kwargs)[0]
 
     handle = module.register_forward_hook(identity, with_kwargs=True)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.metrics import per_row_statistics
@@ -65,32 +65,82 @@ class ClassPredictive:
 
     def nll_at_temperatures(self, labels: Tensor) -> Tensor:
         """Return [n, G, 3], see ``mixture_temperature``."""
-        if self.temperature != 1:
-            raise ValueError(
-                f"a temperature is fitted to the mixture as it is, and this one is at temperature {self.temperature:g}:"
-                " load the posterior with calibrated=False"
-            )
+        _require_untempered(self.temperature)
         terms = labels != IGNORE
         return nll_at_temperatures(self.logits[terms], labels[terms])
 
 
-class WithoutClasses:
-    """A prediction that is not a distribution of one class for each term."""
+class LabelPredictive:
+    """Probabilities of several labels, each present or absent.
+
+    The labels of an input count as independent: the NLL of a row is the sum over its labels of -log q(label), as its
+    uncertainties are sums over labels. A temperature of the mixture applies to each label.
+
+    Args:
+        log_probs: [..., C, 2] of "absent" and "present".
+        parts: name -> [..., C] uncertainties of each label.
+        temperature: the temperature that the prediction shall have.
+    """
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, log_probs: Tensor, parts: dict[str, Tensor], likelihood: Likelihood, temperature: float) -> None:
+        if temperature != 1:
+            log_probs = temper_log_probs(log_probs, temperature)
+            parts = temper_uncertainties(log_probs, parts["total"], parts)
+        no, yes = log_probs.unbind(-1)
+        self.log_probs, self.logits, self.parts = log_probs, yes - no, summed(parts)
+        self.likelihood, self.temperature = likelihood, temperature
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean over rows of the NLL of all labels."""
+        nll = self._nll(labels)
+        return nll.sum() / max(1, nll.numel())
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the NLL of all labels of each row, and uncertainties."""
+        return {"nll": self._nll(labels), **self.parts}
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Return [n, G, 3], see ``mixture_temperature``; sums over the labels of a row."""
+        _require_untempered(self.temperature)
+        flat = self.log_probs.flatten(0, -2)
+        share = labels.to(torch.float64).flatten()[:, None, None]
+        absent, present = (nll_at_temperatures(flat, torch.full_like(flat[:, 0], label, dtype=torch.long))
+                           for label in (0, 1))  # fmt: skip
+        found = (1 - share) * absent + share * present  # a label may be a share between 0 and 1
+        return found.unflatten(0, labels.shape).sum(-3).flatten(0, -3)
+
+    def _nll(self, labels: Tensor) -> Tensor:
+        return -self.likelihood.log_prob(self.logits[None], labels[None])[0]
+
+
+def _require_untempered(temperature: float) -> None:
+    """Raise a ValueError if a prediction has a temperature already."""
+    if temperature != 1:
+        raise ValueError(
+            f"a temperature is fitted to the mixture as it is, and this one is at temperature {temperature:g}:"
+            " load the posterior with calibrated=False"
+        )
+
+
+class NumberPredictive:
+    """A prediction of numbers."""
 
     members: tuple[Prediction, Tensor] | None = None
 
     def nll_at_temperatures(self, labels: Tensor) -> Tensor:
-        """Raise: there is no mixture of classes."""
+        """Raise: there are no probabilities."""
         raise ValueError(
-            "a temperature of the mixture needs one class for each label, got several labels or numbers: switch the "
-            "calibration off. The noise_std of a regression has the same purpose"
+            "a temperature of the mixture needs labels with probabilities, got numbers: switch the calibration off. "
+            "The noise_std of a regression has the same purpose"
         )
 
 
 # -- from the logits of members -------------------------------------------------------------------------------------
 
 
-class MemberPredictive(WithoutClasses):
+class MemberPredictive(NumberPredictive):
     """A mixture of members, of equal weights.
 
     Args:
@@ -139,20 +189,19 @@ class MemberClasses(ClassPredictive):
         return {**super().statistics(labels), **own}
 
 
-class MemberLabels(MemberPredictive):
-    """The logits of the members' mean probabilities, one for each label, and uncertainties of all labels together."""
+class MemberLabels(LabelPredictive):
+    """The members' mean probability of each label, at the temperature of the mixture."""
 
-    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
-        super().__init__(logits, likelihood, spread)
-        wide = widened(logits)
-        # as logarithms, since a probability rounds to 1
-        yes, no = (spread.log_mean_exp(nn.functional.logsigmoid(sign * wide)) for sign in (1, -1))
-        self.logits = yes - no
-        self.parts = summed(spread.predict(two_classes(logits)).uncertainty._asdict())
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> None:
+        found = spread.predict(two_classes(logits))
+        super().__init__(found.log_probs, found.uncertainty._asdict(), likelihood, temperature)
+        self.member_logits, self.spread = logits, spread
 
     def statistics(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the NLL of the mixture and of the members, and uncertainties."""
-        return super().statistics(labels) | self.parts
+        per_member = self.likelihood.log_prob(self.member_logits, labels.expand(len(self.member_logits), *labels.shape))
+        own = {"member_nll": -self.spread.mean(per_member), "member_log_lik": self.spread.every(per_member).T}
+        return {**super().statistics(labels), **own}
 
 
 class MemberNumbers(MemberPredictive):
@@ -189,7 +238,7 @@ def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, tem
     """Return the mixture of members with ``logits`` [M, ..., C] under the likelihood of the task.
 
     Args:
-        temperature: of the mixture; 1 for likelihoods without classes.
+        temperature: of the mixture; 1 for numbers.
     """
     tempered = {} if temperature == 1 else {"temperature": temperature}
     return _BY_MEMBERS[type(likelihood)](logits, likelihood, spread, **tempered)
@@ -209,26 +258,18 @@ class GaussianClasses(ClassPredictive):
         super().__init__(log_probs, parts, likelihood, temperature)
 
 
-class GaussianLabels(WithoutClasses):
-    """The probabilities of several labels, each a choice between the logits 0 and z.
+class GaussianLabels(LabelPredictive):
+    """The probabilities of several labels, each a choice between the logits 0 and z."""
 
-    The NLL of an example adds up the NLL of each label. The dependence of labels through the weights is left out.
-    """
-
-    def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str) -> None:
+    def __init__(
+        self, mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str, temperature: float = 1.0
+    ) -> None:
         variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=-2, dim2=-1)
         found = LINKS[link](two_classes(mean), two_classes(variance))
-        no, yes = found.log_probs.unbind(-1)
-        self.logits, self.likelihood, self.parts = yes - no, likelihood, summed(found.uncertainties)
-
-    def loss(self, labels: Tensor) -> Tensor:
-        return self.statistics(labels)["nll"].mean()
-
-    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
-        return {"nll": -self.likelihood.log_prob(self.logits[None], labels[None])[0], **self.parts}
+        super().__init__(found.log_probs, found.uncertainties, likelihood, temperature)
 
 
-class GaussianNumbers(WithoutClasses):
+class GaussianNumbers(NumberPredictive):
     """A regression with Gaussian outputs and Gaussian noise of the labels."""
 
     def __init__(self, mean: Tensor, covariance: Tensor, likelihood: Normal) -> None:
@@ -273,7 +314,7 @@ def of_gaussian(
         mean: [K, ..., C].
         covariance: [K, ..., C, C], or its diagonal [K, ..., C].
         link: a name of ``gaussian_links.LINKS``; regressions need none.
-        temperature: of the mixture; 1 for likelihoods without classes.
+        temperature: of the mixture; 1 for numbers.
     """
     tempered = {} if temperature == 1 else {"temperature": temperature}
     return _BY_GAUSSIAN[type(likelihood)](mean, covariance, likelihood, link, **tempered)

@@ -52,7 +52,7 @@ class Predictive(Protocol):
         """Return [n, G, 3] of the n likelihood terms, as ``mixture_temperature.nll_at_temperatures``.
 
         Raises:
-            ValueError: if the prediction is not a distribution of one class per term, or has a temperature already.
+            ValueError: if the labels are numbers, or the prediction has a temperature already.
         """
         ...
 

@@ -9,8 +9,9 @@ import torch
 
 from hf_bayes import attach
 from hf_bayes.metrics.calibration import NUM_GROUPS, GroupSums, fit_calibration
-from hf_bayes.models.calibrating import calibration_of
-from hf_bayes.uncertainty.mixture_temperature import nll_at_temperatures
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.calibrating import calibration_of, heldout_sums
+from hf_bayes.uncertainty.mixture_temperature import INVERSE_TEMPERATURES, nll_at_temperatures
 from tests.runs import label_rows, token_rows
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
@@ -82,5 +83,46 @@ def test_a_tempered_mixture_is_not_calibrated_again() -> None:
 def test_numbers_have_no_temperature() -> None:
     model = attach(tiny_bert(num_labels=1), subspace="last_layer", noise_std=1.0)
     rows = [{**row, "label": float(row["label"])} for row in label_rows(60)]
-    with pytest.raises(ValueError, match="needs one class for each label, got several labels or numbers"):
+    with pytest.raises(ValueError, match="needs labels with probabilities, got numbers"):
         calibration_of(model, batches(rows, 6))
+
+
+def several_labels() -> tuple[BayesianModel, torch.Tensor, list[dict[str, torch.Tensor]]]:
+    """Return a classifier of 4 labels, 3 members, and 120 rows with labels in one batch."""
+    model = attach(tiny_bert(num_labels=4, problem_type="multi_label_classification"), subspace="last_layer")
+    generator = torch.Generator().manual_seed(0)
+    theta = model.theta.detach()[0] + torch.randn(3, model.layout.dim, generator=generator)
+    (batch,) = batches(label_rows(120), 120)
+    logits = 2.5 * model(**{name: value for name, value in batch.items() if name != "labels"}).logits.detach()
+    batch["labels"] = (torch.rand(120, 4, generator=generator) < logits.sigmoid()).float()
+    return model, theta, [batch]
+
+
+def test_several_labels_have_one_temperature() -> None:
+    model, theta, (batch,) = several_labels()
+    with model.showing(theta):
+        found = calibration_of(model, [batch])
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits.double()
+    flat = torch.nn.functional.logsigmoid(torch.stack([-logits, logits], -1)).flatten(0, 1)
+    values = nll_at_temperatures(flat, batch["labels"].long().flatten()).unflatten(0, (120, 4)).sum(1)
+    sums = GroupSums.empty()
+    sums.add(values, torch.arange(120) % NUM_GROUPS)
+    expected = fit_calibration(sums, num_members=3, prediction="members")
+    assert found.temperature == pytest.approx(expected.temperature, rel=1e-4)
+    assert found.num_terms == 120
+
+
+def test_labels_at_a_temperature_score_as_calibrated() -> None:
+    model, theta, (batch,) = several_labels()
+    with model.showing(theta):
+        curve = heldout_sums(model, [batch]).curves[:, :, 0].sum(0) / 120
+        flat = model(**batch).total
+    number = 10
+    temperature = 1 / float(INVERSE_TEMPERATURES[number])
+    with model.showing(theta, temperature=temperature):
+        output = model(**batch)
+    assert float(output.loss) == pytest.approx(float(curve[number]), rel=1e-5)
+    entropy = torch.distributions.Bernoulli(logits=output.logits).entropy().sum(-1)
+    torch.testing.assert_close(output.total, entropy, rtol=1e-4, atol=1e-6)
+    assert (output.total < flat).all()  # sharper than the mixture
+    torch.testing.assert_close(output.aleatoric + output.epistemic, output.total)

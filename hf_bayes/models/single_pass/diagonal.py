@@ -44,6 +44,10 @@ class Diagonal:
             raise NoRule(name_of(function))
         return rule(self, function, args, kwargs, result)
 
+    def times(self, vectors: Tensor) -> Tensor:
+        """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
+        return self.variance * vectors if self.source is None else self.source.times(vectors)
+
     def new(self, variance: Tensor, features: Tensor | None = None, source: LinearSource | None = None) -> Diagonal:
         """Return a spread with the same settings."""
         return Diagonal(variance, features, source, self.deterministic_scores)
@@ -64,15 +68,6 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
 def variance_of(value: Any) -> Any:
     """Return the variance of a Gaussian tensor; 0 for other tensors and numbers."""
     return value.spread.variance if isinstance(value, Moments) else 0.0
-
-
-def _variances(value: Any) -> Any:
-    """Return arguments with variances in place of Gaussian tensors."""
-    if isinstance(value, Moments):
-        return value.spread.variance
-    if isinstance(value, (tuple, list)):
-        return type(value)(_variances(item) for item in value)
-    return value
 
 
 # -- the same elements in another arrangement ---------------------------------------------------------------------

@@ -13,13 +13,18 @@ from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.engine import Members
 from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.drawn import draws_of
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
 from hf_bayes.models.single_pass.installed import frozen_forward, random_module
 from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.weight_laws import parts_of
 
-STRUCTURES = ("diagonal", "full")
+STRUCTURES = ("low_rank", "diagonal", "full")
 """The structures of the covariance of hidden states."""
+
+RANK = 16
+"""The number of columns of the structure of low rank. A pass costs at least as much as so many members."""
 
 ATTENTION = (None, "eager", "sdpa")
 """Implementations of attention for which there are rules."""
@@ -31,8 +36,9 @@ class SinglePass:
     Args:
         members: the member engine of the model.
         mean: [d].
-        covariance: of theta. The covariance between different layers is dropped.
-        structure: "diagonal" for large models, "full" for small ones.
+        covariance: of theta. "diagonal" and "full" drop the covariance between different layers.
+        structure: "low_rank", "diagonal" (cheaper, without the covariance between units), or "full" for small models.
+        rank: the number of columns of "low_rank".
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         factors: {path of a module: calibration factor of its noise}; 1 where none is given.
     Raises:
@@ -45,12 +51,15 @@ class SinglePass:
         mean: Tensor,
         covariance: Covariance,
         *,
-        structure: str = "diagonal",
+        structure: str = "low_rank",
+        rank: int = RANK,
         deterministic_scores: bool = False,
         factors: Mapping[str, float] | None = None,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         if (attention := attention_of(members.core.config)) not in ATTENTION:
             raise ValueError(
                 f"a single pass has rules for the attention implementations eager and sdpa, got {attention!r}: load "
@@ -58,7 +67,8 @@ class SinglePass:
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
         values, parts = members.layout.unflatten(mean.detach()), parts_of(covariance, members.layout)
-        self.random = [random_module(item, values, parts, 1.0) for item in members.stacked]
+        draws = draws_of(covariance, members.layout, rank) if structure == "low_rank" else {}
+        self.random = [random_module(item, values, parts, 1.0, draws) for item in members.stacked]
         self.set_factors(factors or {})
         random = {id(item.module) for item in members.stacked}
         others = [(m, frozen_forward(m)) for m in members.model.modules() if id(m) not in random]
@@ -89,11 +99,14 @@ class SinglePass:
         for item in members.stacked:
             item.remove()
         members.blocked.remove()
-        settings, replaced = self._settings(), [(module, vars(module).get("forward")) for module, _ in self.frozen]
+        settings, replaced = (
+            settings_of(self.structure, deterministic_scores=self.deterministic_scores),
+            [(module, vars(module).get("forward")) for module, _ in self.frozen],
+        )
         try:
             context.tensors, context.num_members = {}, 1
             for item in self.random:
-                item.module.forward = _random_forward(item, settings)
+                item.module.forward = random_forward(item, settings)
             for module, forward in self.frozen:
                 module.forward = forward
             yield
@@ -109,14 +122,20 @@ class SinglePass:
                 stacked.install()
             members.blocked.install()
 
-    def _settings(self) -> Any:
-        empty = torch.zeros(0)
-        if self.structure == "full":
-            return Factors(empty, NoiseSources(), self.deterministic_scores)
-        return Diagonal(empty, None, None, self.deterministic_scores)
+
+def settings_of(structure: str, *, deterministic_scores: bool = False) -> Any:
+    """Return a spread without noise, which has the settings of a pass."""
+    empty = torch.zeros(0)
+    if structure == "low_rank":
+        return Tangents(None, None, deterministic_scores)
+    if structure == "full":
+        return Factors(empty, NoiseSources(), deterministic_scores)
+    return Diagonal(empty, None, None, deterministic_scores)
 
 
-def _random_forward(item: Any, settings: Any) -> Callable[..., Moments]:
+def random_forward(item: Any, settings: Any) -> Callable[..., Moments]:
+    """Return the forward of a module with random weights during a pass."""
+
     def forward(x: Any, *args: Any, **kwargs: Any) -> Moments:
         noise = x.spread if isinstance(x, Moments) else None
         plain = mean_of(x)

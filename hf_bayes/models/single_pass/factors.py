@@ -8,7 +8,7 @@ small models. It is the reference by which ``diagonal`` is judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +56,7 @@ class Factors:
             run = self._attention
         random = _random_in((args, kwargs))
         count = max(len(x.spread.roots) for x in random)
-        roots = [self._padded(x.spread.roots, count) for x in random]
-        means = [mean_of(x).detach().clone() for x in random]
-
-        def changed(*values: Tensor) -> Any:
-            places = iter(values)
-            return run(*_with(args, places), **_with(kwargs, places))
-
-        def along(*tangents: Tensor) -> Any:
-            return torch.func.jvp(changed, tuple(means), tangents)[1]
-
-        with torch.inference_mode(False), torch.no_grad():
-            found = torch.vmap(along)(*roots)
+        found = pushed(run, args, kwargs, [self._padded(x.spread.roots, count) for x in random])
         if isinstance(found, Tensor):
             return self.new(found)
         return [self.new(part) for part in found]
@@ -105,6 +94,30 @@ def added_noise(joint: Tensor, shape: torch.Size, transported: Factors | None, l
         before[: len(transported.roots)] = transported.roots
     sources.count += len(columns)
     return like.new(torch.cat([before, columns]))
+
+
+def pushed(
+    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], roots: list[Tensor] | None = None
+) -> Any:
+    """Return the columns of ``function(*args, **kwargs)``, by forward-mode differentiation for all columns at once.
+
+    Args:
+        function: any differentiable function of torch.
+        args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
+        roots: the columns [r, *shape] of the Gaussian tensors, in order; None takes their own.
+    """
+    random = _random_in((args, kwargs))
+    roots = [x.spread.roots for x in random] if roots is None else roots
+
+    def changed(*values: Tensor) -> Any:
+        places = iter(values)
+        return function(*_with(args, places), **_with(kwargs, places))
+
+    # clones are no tensors of inference mode, which differentiation refuses
+    with torch.inference_mode(False), torch.no_grad():
+        means = tuple(mean_of(x).detach().clone() for x in random)
+        columns = [root.to(mean.dtype).clone() for root, mean in zip(roots, means, strict=True)]
+        return torch.vmap(lambda *tangents: torch.func.jvp(changed, means, tangents)[1])(*columns)
 
 
 def _without_tangent(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ All other modules keep their own forward, and torch calls the rules of ``Moments
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,11 +18,15 @@ from hf_bayes.members import compat
 from hf_bayes.members.stacked import Stacked, StackedConv1D, StackedLinear, StackedLora
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.drawn import RandomModule, linear_tangents, lora_tangents
 from hf_bayes.models.single_pass.factors import Factors, added_noise
+from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.lora import lora_variance
 from hf_bayes.models.single_pass.moments import Moments, mean_of
 from hf_bayes.models.single_pass.norms import gain_of, rms_norm_variance
+from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource
+from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.token_correlation import blended, compressed
 from hf_bayes.models.single_pass.weight_laws import transposed, weight_law
 
@@ -39,9 +44,12 @@ class RandomLinear:
         values: {name: mean of the parameter}.
         parts: {name: covariance of the parameter}, of ``weight_laws.parts_of``.
         factor: the calibration factor of the layer's noise.
+        draws: {name: [S, *shape] draws of its noise over sqrt(S)}; empty for structures without draws.
     """
 
-    def __init__(self, item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float) -> None:
+    def __init__(
+        self, item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float, draws: dict[str, Tensor]
+    ) -> None:
         self.module, names = item.module, item.names
         self.path = next(iter(names.values())).rpartition(".")[0]
         self.factor = factor
@@ -56,7 +64,15 @@ class RandomLinear:
         self.law = weight_law(
             weight.to(dtype), None if bias is None else bias.to(dtype), random.get("weight"), random.get("bias")
         )
-        self.square = self.law.mean.square()
+        drawn = {key: draws[name].to(own[key]) for key, name in names.items() if name in draws}
+        if isinstance(self.module, Conv1D) and "weight" in drawn:
+            drawn["weight"] = drawn["weight"].mT
+        self.draws = drawn.get("weight"), drawn.get("bias")
+
+    @cached_property
+    def square(self) -> Tensor:
+        """The squares of the mean weight."""
+        return self.law.mean.square()
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the output of the layer at the mean of its weights."""
@@ -65,6 +81,8 @@ class RandomLinear:
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output for an input with mean ``x`` and spread ``noise``; None is no spread."""
         wide = x.to(self.law.mean.dtype)
+        if isinstance(settings, Tangents):
+            return linear_tangents(self, wide, noise, settings)
         if isinstance(settings, Factors):
             roots = x.new_zeros(0, *x.shape) if noise is None else noise.roots
             inputs = torch.cat([wide[None], roots.to(wide)])
@@ -85,7 +103,10 @@ class RandomLinear:
 class RandomLora:
     """A LoRA layer whose factors are random, on a frozen linear layer; arguments as of ``RandomLinear``."""
 
-    def __init__(self, item: StackedLora, values: dict[str, Tensor], parts: dict[str, Any], factor: float) -> None:
+    def __init__(
+        self, item: StackedLora, values: dict[str, Tensor], parts: dict[str, Any], factor: float,
+        draws: dict[str, Tensor],
+    ) -> None:  # fmt: skip
         self.module, names, self.factor = item.module, item.names, factor
         self.path = next(iter(names.values())).rpartition(".lora_")[0]
         self.scaling = self.module.scaling[item.adapter]
@@ -102,10 +123,23 @@ class RandomLora:
             weight_law(self.own[key].to(dtype), None, parts.get(names.get(key, "")), None)
             for key in ("lora_A", "lora_B")
         )
-        frozen = base.weight.detach().to(dtype)
-        frozen = frozen.mT if isinstance(base, Conv1D) else frozen
-        self.whole = frozen + self.scaling * self.high.mean @ self.low.mean
-        self.square = self.whole.square()
+        self.draws = {key: draws[name].to(self.own[key]) for key, name in names.items() if name in draws}
+
+    @property
+    def frozen(self) -> Tensor:
+        """The weight [out, in] of the layer below the adapter."""
+        weight = self.module.base_layer.weight.detach()
+        return weight.mT if isinstance(self.module.base_layer, Conv1D) else weight
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """The weight [out, in] of the layer and its adapter at their means."""
+        return self.frozen.to(self.low.mean.dtype) + self.scaling * self.high.mean @ self.low.mean
+
+    @cached_property
+    def square(self) -> Tensor:
+        """The squares of ``whole``."""
+        return self.whole.square()
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the output of the layer at the mean of its factors, in the order of peft's own operations."""
@@ -115,6 +149,8 @@ class RandomLora:
 
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output; see ``RandomLinear.spread``."""
+        if isinstance(settings, Tangents):
+            return lora_tangents(self, x, noise, settings)
         wide = x.to(self.low.mean.dtype)
         if isinstance(settings, Factors):
             return self._spread_by_factors(wide, noise, settings)
@@ -149,20 +185,24 @@ class RandomLora:
         return added_noise(self.factor * self.scaling**2 * joint, shape, transported, settings)
 
 
-def random_module(item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float) -> Any:
+def random_module(
+    item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float, draws: dict[str, Tensor]
+) -> Any:
     """Return the replacement of a module with random weights.
 
     Raises:
         ValueError: naming a module without a rule.
     """
     if isinstance(item, StackedLora):
-        return RandomLora(item, values, parts, factor)
+        return RandomLora(item, values, parts, factor, draws)
     if isinstance(item, (StackedLinear, StackedConv1D)):
-        return RandomLinear(item, values, parts, factor)
+        return RandomLinear(item, values, parts, factor, draws)
+    if draws:
+        return RandomModule(item, values, factor, draws)
     name = next(iter(item.names.values()))
     raise ValueError(
-        f"{name}: a single pass has no rule for a random {type(item.module).__name__}. It supports {SUPPORTED}. "
-        "Freeze it, or predict by members"
+        f"{name}: this structure of a single pass has no rule for a random {type(item.module).__name__}. It supports "
+        f"{SUPPORTED}. Choose structure='low_rank', freeze it, or predict by members"
     )
 
 
@@ -186,11 +226,22 @@ def _through(module: Any, x: Any, rule: Callable[..., Diagonal]) -> Any:
     if not isinstance(x, Moments):
         return forward(module, x)
     mean, spread = mean_of(x), x.spread
+    if isinstance(spread, Tangents):
+        return Moments.of(forward(module, mean), _tangents_through(module, mean, spread))
     if isinstance(spread, Factors):
         # one operation for all columns, by the module's own forward
         found = spread.after(lambda value: forward(module, value), (x,), {}, None)
         return Moments.of(forward(module, mean), found)
     return Moments.of(forward(module, mean), rule(module, mean, spread))
+
+
+def _tangents_through(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
+    forward = type(module).forward
+    if isinstance(module, Conv1D):
+        return spread.new(Later(lambda choose: spread.at(choose).roots), Outer(module.weight.detach().mT))
+    if type(module).__module__ == "transformers.activations":
+        return spread.by_element(lambda value: forward(module, value), mean)
+    return spread.by_row(lambda value: forward(module, value), mean)
 
 
 def _conv1d(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:

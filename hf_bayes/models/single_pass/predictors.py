@@ -16,9 +16,10 @@ from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.predictors import Predictive
-from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.driver import RANK, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.factors import Factors
 from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Categorical, widened
@@ -53,6 +54,7 @@ class SinglePassPredictor:
     Args:
         link: from Gaussian logits to probabilities; regressions need none.
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
+        rank: the number of columns of the structure "low_rank".
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
     Raises:
         ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
@@ -66,14 +68,15 @@ class SinglePassPredictor:
         self,
         model: BayesianModel,
         link: str = "bridge",
-        structure: str = "diagonal",
+        structure: str = "low_rank",
         deterministic_scores: bool = False,
+        rank: int = RANK,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
         self.link: str | None = link
         gaussian = gaussian_of(model)
-        how: dict[str, Any] = {"structure": structure, "deterministic_scores": deterministic_scores}
+        how: dict[str, Any] = {"structure": structure, "rank": rank, "deterministic_scores": deterministic_scores}
         self.passes = [
             SinglePass(model.members, mean, covariance, factors=factors_of(model), **how)
             for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True)
@@ -133,13 +136,17 @@ def output_covariance(logits: Any) -> Tensor:
     spread = logits.spread
     if isinstance(spread, Factors):
         return torch.einsum("r...k,r...l->...kl", spread.roots, spread.roots)
+    if isinstance(spread, Tangents):
+        return spread.covariance()
     return torch.diag_embed(spread.variance) if spread.source is None else spread.source.covariance()
 
 
 class SinglePassTokens:
-    """Predict the next token from one forward pass; a cache holds the variances of values beside their means.
+    """Predict the next token from one forward pass; a cache holds the noise of keys and values beside their means.
 
     Args:
+        structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
+        rank: the number of columns of the structure "low_rank".
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
     Raises:
         ValueError: for a posterior that is not one Gaussian, or a module without a rule.
@@ -151,9 +158,17 @@ class SinglePassTokens:
     imitates: tuple[str, int] | None = None
     keeps_caches = True
     cuts_feed_forward = False  # its outputs at positions that are not read are padded in place
-    tensors_per_state = 3  # a mean, a variance, and the features of tokens
 
-    def __init__(self, causal: CausalMembers, model: BayesianModel, deterministic_scores: bool = False) -> None:
+    def __init__(
+        self,
+        causal: CausalMembers,
+        model: BayesianModel,
+        structure: str = "low_rank",
+        deterministic_scores: bool = False,
+        rank: int = RANK,
+    ) -> None:
+        if structure == "full":
+            raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
         self.causal = causal
         gaussian = gaussian_of(model)
         if len(gaussian.means) > 1:
@@ -162,9 +177,11 @@ class SinglePassTokens:
                 "takes one: predict by members, or make one Gaussian of it (posterior.approximation.single())"
             )
         self.mean = gaussian.means
+        # a mean and its columns, or a mean, a variance and the features of tokens
+        self.tensors_per_state = 1 + rank if structure == "low_rank" else 3
         self.single = SinglePass(
             model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
-            factors=factors_of(model),
+            factors=factors_of(model), structure=structure, rank=rank,
         )  # fmt: skip
         with evaluating(model), naming_modules(model.model), self.open(model):
             words = torch.zeros(1, 2, dtype=torch.long, device=model.device)
@@ -202,8 +219,8 @@ class SinglePassTokens:
             mean = widened(mean_of(logits))
             probs = mean.softmax(-1)
             spread = logits.spread
-            product = spread.variance * probs if spread.source is None else spread.source.times(probs)
-            found = word_prediction(mean, spread.variance, product, probs)
+            variance = spread.variance
+            found = word_prediction(mean, variance, spread.times(probs), probs)
             if not is_sound(spread):
                 raise ValueError(
                     "variances of logits are not finite in a single pass: the model or its posterior has diverged, or "

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from hf_bayes.distributions.covariance import Diagonal
-from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.driver import STRUCTURES, SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.moments import Moments, mean_of
 from tests.members import subjects
 from tests.models.single_pass.cases import DOUBLE, attached, member_moments
@@ -54,7 +54,7 @@ def test_mean_is_the_models_own_logits_bit_for_bit(family: str, attention: str) 
         expected = model(**inputs).logits
     with attached(model, subspace) as bayesian:
         before = bayesian(**inputs).logits
-        for structure in ("diagonal", "full"):
+        for structure in STRUCTURES:
             found = run(bayesian, inputs, structure=structure)
             assert torch.equal(mean_of(found), expected)
             assert is_sound(found.spread)
@@ -63,16 +63,18 @@ def test_mean_is_the_models_own_logits_bit_for_bit(family: str, attention: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_variance_is_that_of_members(family: str) -> None:
+def test_full_and_low_rank_variances_are_those_of_members(family: str) -> None:
     build, subspace = FAMILIES[family]
     model = build()
     inputs = inputs_of(model, rows=2)
     with attached(model, subspace, 1e-4) as bayesian:
         _mean, variance = member_moments(bayesian, inputs, 2000)
         found = run(bayesian, inputs, structure="full")
+        low_rank = run(bayesian, inputs, structure="low_rank", rank=1000)
         paper = run(bayesian, inputs, structure="full", deterministic_scores=True)
     ratio = float(found.spread.variance.sum() / variance.sum())
     assert abs(ratio - 1) < 0.1  # 2,000 draws leave .03, and curvature the rest
+    assert abs(float(low_rank.spread.variance.sum() / variance.sum()) - 1) < 0.1
     if family not in ("head", "qwen3", "gpt2", "llama classifier"):  # queries are random in the others
         assert float(paper.spread.variance.sum() / variance.sum()) < ratio - 0.01
 
@@ -81,7 +83,7 @@ def test_modules_without_a_rule_are_refused_by_name() -> None:
     with attached(tiny_bert(dtype=DOUBLE), r"word_embeddings") as bayesian:
         gaussian = bayesian.posterior.approximation
         with pytest.raises(ValueError, match=r"word_embeddings\.weight.*random Embedding"):
-            SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0])
+            SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], structure="diagonal")
 
 
 def test_an_operation_without_a_rule_is_refused_with_its_module() -> None:
@@ -89,7 +91,7 @@ def test_an_operation_without_a_rule_is_refused_with_its_module() -> None:
     model.bert.pooler.activation = _Sorted()
     with attached(model, r"layer\.1\.output\.dense") as bayesian:
         with pytest.raises(ValueError, match=r"pooler\.activation \(.*_Sorted\).*sort"):
-            run(bayesian, inputs_of(model))
+            run(bayesian, inputs_of(model), structure="diagonal")
         assert not any("forward" in vars(m) for m in model.bert.pooler.modules() if isinstance(m, _Sorted))
 
 
@@ -113,7 +115,9 @@ def test_calibration_factors_scale_the_noise_of_their_layer() -> None:
 def test_unknown_settings_are_refused() -> None:
     with attached(tiny_bert(dtype=DOUBLE), "last_layer") as bayesian:
         theta = bayesian.theta[0].detach()
-        with pytest.raises(ValueError, match="diagonal, full, got 'banana'"):
+        with pytest.raises(ValueError, match=r"rank must be a whole number.*got 0"):
+            SinglePass(bayesian.members, theta, Diagonal(torch.ones_like(theta)), rank=0)
+        with pytest.raises(ValueError, match="low_rank, diagonal, full, got 'banana'"):
             SinglePass(bayesian.members, theta, Diagonal(torch.ones_like(theta)), structure="banana")
         bayesian.core.config._attn_implementation = "flex_attention"
         with pytest.raises(ValueError, match="flex_attention"):

@@ -86,3 +86,35 @@ def test_draws_are_refused_with_what_to_do(tmp_path: Path) -> None:
     run.save_model()
     with pytest.raises(ValueError, match=r"SWAG through the draws.*distil"):
         BayesianModelForSequenceClassification.from_pretrained(tmp_path / "run", prediction="single_pass")
+
+
+def test_full_structure_is_refused_for_language_models() -> None:
+    with attached(LANGUAGE["llama"](), "trainable") as bayesian:
+        with pytest.raises(ValueError, match="'low_rank' or 'diagonal'"):
+            bayesian.single_pass(structure="full")
+        assert not bayesian.is_closed_form
+
+
+@pytest.mark.parametrize("structure", ["low_rank", "diagonal"])
+def test_a_calibration_factor_scales_uncertainty(structure: str) -> None:
+    with attached(LANGUAGE["llama values"](), "trainable") as bayesian:
+        bayesian.single_pass(structure=structure)
+        before = bayesian(**batch(rows=2)).epistemic
+        bayesian.predictor.set_factors(dict.fromkeys(bayesian.predictor.paths, 4.0))
+        ratio = bayesian(**batch(rows=2)).epistemic / before
+    assert (ratio - 4).abs().max() < 0.1  # entropy limits the epistemic uncertainty
+
+
+def test_epistemic_uncertainty_of_low_rank_is_that_of_members() -> None:
+    with attached(LANGUAGE["llama"](), "trainable") as bayesian:
+        gaussian = bayesian.posterior.approximation
+        draws = gaussian.sample(2000, torch.Generator().manual_seed(0))
+        with torch.no_grad(), bayesian.members.bind(draws):
+            probs = bayesian.members.logits(batch(rows=1)).softmax(-1)
+        entropy = torch.special.entr(torch.stack([probs.mean(0), *probs])).sum(-1)
+        expected = entropy[0] - entropy[1:].mean(0)
+        found = bayesian.single_pass(rank=512)(**batch(rows=1)).epistemic
+        diagonal = bayesian.single_pass(structure="diagonal")(**batch(rows=1)).epistemic
+    # 4 sqrt(2 / 512 / 4): the words share few directions; curvature is of order 1e-4
+    assert (found / expected - 1).abs().max() < 0.15
+    assert (diagonal / expected - 1).abs().max() > 0.15

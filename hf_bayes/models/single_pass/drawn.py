@@ -1,0 +1,111 @@
+"""Modules with random weights in the structure of low rank: the tangents along draws of their weights.
+
+To first order in the draw (dW, dA, dB), with columns dx of the input,
+
+    linear layer:  dy = W dx + dW x + db,
+    LoRA:          dy = (W + c B A) dx + c (B dA x + dB A x),
+    other modules: forward-mode differentiation of the module's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.members import compat
+from hf_bayes.members.stacked import Stacked
+from hf_bayes.models.single_pass.later import Later
+from hf_bayes.models.single_pass.outer import Outer
+from hf_bayes.models.single_pass.sources import LinearSource
+from hf_bayes.models.single_pass.tangents import Tangents
+
+SEED = 0
+"""The seed of the draws. They are the same in all passes, so that caches and repeated predictions agree."""
+
+
+def draws_of(covariance: Covariance, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """Return {name: [S, *shape]}, S = ``rank`` draws of N(0, covariance) over sqrt(S), by parameter."""
+    noise = torch.randn(rank, layout.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    return layout.unflatten(covariance.root(noise.to(covariance.variance)) / rank**0.5)
+
+
+def linear_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
+    """Return the spread of a random linear layer's output.
+
+    Args:
+        item: an ``installed.RandomLinear``.
+        x: [..., in] the mean of the input.
+        noise: the spread of the input; None if it has none.
+        settings: a spread with the settings of the pass.
+    """
+    own = LinearSource(item.law.mean, None, x, item.law, item.factor)
+    before = None if noise is None else Later(lambda choose: noise.at(choose).roots)
+    return settings.new(before, Outer(item.law.mean, own, item.draws))
+
+
+def lora_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
+    """Return the spread of a random LoRA layer's output; ``item`` is an ``installed.RandomLora``."""
+    return settings.new(
+        Later(lambda choose: _lora_columns(item, choose(x), None if noise is None else noise.at(choose)))
+    )
+
+
+def _lora_columns(item: Any, x: Tensor, noise: Tangents | None) -> Tensor:
+    """Return [S, ..., out]: (W + c B A) dx, and [dA x, A x] [c B, c dB]' by one product for each draw."""
+    a, b = item.own["lora_A"], item.own["lora_B"]
+    size, x = item.factor**0.5, x.to(a.dtype)
+    lead, x = x.shape[:-1], x.flatten(0, -2)
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    if "lora_A" in item.draws:
+        draws = item.draws["lora_A"]
+        left.append(torch.matmul(x, draws.mT))
+        right.append((item.scaling * size * b.mT).expand(len(draws), -1, -1))
+    if "lora_B" in item.draws:
+        draws = item.draws["lora_B"]
+        left.append((x @ a.mT).expand(len(draws), -1, -1))
+        right.append(item.scaling * size * draws.mT)
+    first, second = torch.cat(left, -1), torch.cat(right, -2)
+    if noise is None:
+        found = torch.bmm(first, second)
+    else:
+        before = F.linear(noise.roots.flatten(1, -2), item.whole.to(noise.roots.dtype))
+        found = torch.baddbmm(before, first.to(before.dtype), second.to(before.dtype))
+    return found.unflatten(1, lead)
+
+
+class RandomModule:
+    """A norm or an embedding whose weights are random; arguments as of ``installed.RandomLinear``."""
+
+    def __init__(self, item: Stacked, values: dict[str, Tensor], factor: float, draws: dict[str, Tensor]) -> None:
+        self.module, self.factor = item.module, factor
+        self.path = next(iter(item.names.values())).rpartition(".")[0]
+        self.own = {key: values[name].to(item.parameter(key)) for key, name in item.names.items()}
+        self.draws = {key: draws[name].to(self.own[key]) for key, name in item.names.items()}
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the output of the module at the mean of its weights."""
+        return compat.forward_with(self.module, self.own, x)
+
+    def spread(self, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
+        """Return the spread of the output for an input with mean ``x`` and spread ``noise``."""
+        names = list(self.own)
+
+        def run(values: tuple[Tensor, ...], inputs: Tensor) -> Tensor:
+            return compat.forward_with(self.module, dict(zip(names, values, strict=True)), inputs)
+
+        with torch.inference_mode(False), torch.no_grad():
+            x = x.clone()
+            weights = tuple(self.own[name].clone() for name in names)
+            moved = tuple(self.factor**0.5 * self.draws[name] for name in names)
+            if noise is None:
+                found = torch.vmap(lambda d: torch.func.jvp(lambda w: run(w, x), (weights,), (d,))[1])(moved)
+            else:
+                roots = noise.roots.to(x.dtype).clone()
+                found = torch.vmap(lambda d, r: torch.func.jvp(run, (weights, x), (d, r))[1])(moved, roots)
+        return settings.new(found)

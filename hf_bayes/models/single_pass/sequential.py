@@ -1,0 +1,83 @@
+"""A single pass through a plain ``nn.Sequential``, such as an MLP, without a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bayes.core.layout import Layout
+from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.members.context import Context
+from hf_bayes.members.stacked import stack
+from hf_bayes.models.single_pass.drawn import draws_of
+from hf_bayes.models.single_pass.driver import RANK, STRUCTURES, naming_modules, random_forward, settings_of
+from hf_bayes.models.single_pass.installed import random_module
+from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.predictors import output_covariance
+from hf_bayes.models.single_pass.weight_laws import parts_of
+
+LAYERS = (
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU,
+    nn.Sigmoid, nn.ELU, nn.Softplus, nn.LeakyReLU, nn.Mish,
+)  # fmt: skip
+"""The modules with a rule."""
+
+
+@torch.no_grad()
+def sequential_outputs(
+    model: nn.Sequential,
+    layout: Layout,
+    mean: Tensor,
+    covariance: Covariance,
+    x: Tensor,
+    *,
+    structure: str = "low_rank",
+    rank: int = RANK,
+) -> tuple[Tensor, Tensor]:
+    """Return the means [B, C] and the covariances [B, C, C] of the outputs at ``x`` [B, n].
+
+    Args:
+        model: an ``nn.Sequential`` of ``LAYERS``, which may be nested. It is not changed.
+        layout: of the random parameters (``hf_bayes.core.layout.select``).
+        mean: [d] of the random parameters.
+        covariance: of the random parameters.
+        structure: of the covariance of hidden states, one of ``driver.STRUCTURES``.
+        rank: the number of columns of "low_rank".
+    Raises:
+        ValueError: naming a module without a rule, before the pass, or for an unknown structure.
+    """
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
+    each = list(_layers(model))
+    for path, module in each:
+        if not isinstance(module, LAYERS) or (isinstance(module, nn.Dropout) and module.training):
+            raise ValueError(
+                f"{path} ({type(module).__name__}): a single pass of an nn.Sequential has no rule for it. It has rules "
+                f"for {', '.join(kind.__name__ for kind in LAYERS)}, and dropout in evaluation. Predict by members"
+            )
+    parameters = dict(model.named_parameters())
+    items = stack(model, {id(parameters[name]): name for name in layout.names}, Context())
+    values, parts = layout.unflatten(mean.detach()), parts_of(covariance, layout)
+    draws = draws_of(covariance, layout, rank) if structure == "low_rank" else {}
+    settings = settings_of(structure)
+    random = {id(item.module): random_module(item, values, parts, 1.0, draws) for item in items}
+    hidden: Any = x
+    with naming_modules(model):
+        for _, module in each:
+            own = random.get(id(module))
+            hidden = module(hidden) if own is None else random_forward(own, settings)(hidden)
+    assert isinstance(hidden, Moments)
+    return mean_of(hidden), output_covariance(hidden)
+
+
+def _layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and the module of each layer of nested sequences, in order."""
+    for name, module in model.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(module, nn.Sequential):
+            yield from _layers(module, inner)
+        else:
+            yield inner, module

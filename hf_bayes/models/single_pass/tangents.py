@@ -1,0 +1,325 @@
+"""A covariance of low rank, F F': the columns of F are tangents of the network along draws of the weights.
+
+A draw d_s ~ N(0, V) of all random weights together moves a hidden state h by J d_s to first order. With S draws and
+F = [J d_1, ..., J d_S] / sqrt(S), E F F' = J V J': no covariance is dropped, neither between units, tokens and layers
+nor between a branch and its skip connection. The same draws serve all rows and tokens, so a cache can hold columns. The
+variance of a logit has a relative standard error of sqrt(2 / S), which is largely common to similar inputs.
+
+Outputs of a linear layer keep the columns of its input: see ``outer``. So the noise of a random head is exact, and the
+covariance of the logits of a large vocabulary is never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.models.single_pass import attention
+from hf_bayes.models.single_pass.activations import slope
+from hf_bayes.models.single_pass.factors import pushed
+from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, name_of
+from hf_bayes.models.single_pass.outer import Outer
+from hf_bayes.uncertainty.likelihoods import widened
+
+
+@dataclass(frozen=True, eq=False)
+class Tangents:
+    """The columns F of a root of the covariance.
+
+    Attributes:
+        held: the columns [S, *shape of the mean], now or later. With ``outer``: [S, ..., n] of the layer's input, or
+            None if it has no noise.
+        outer: the last linear layer, if the tensor is its output; else None.
+        deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
+    """
+
+    held: Tensor | Later | None
+    outer: Outer | None = None
+    deterministic_scores: bool = False
+
+    @property
+    def columns(self) -> Tensor | None:
+        """The columns that are held."""
+        return self.held.value if isinstance(self.held, Later) else self.held
+
+    @cached_property
+    def roots(self) -> Tensor:
+        """The columns [S, *shape of the mean], also for outputs of a linear layer."""
+        found = self.columns if self.outer is None else self.outer.columns(self.columns)
+        assert found is not None
+        return found
+
+    @property
+    def variance(self) -> Tensor:
+        """The variances, in the shape of the mean."""
+        if self.outer is None:
+            return widened(self.roots).square().sum(0)
+        return self.outer.variance(self.columns)
+
+    def covariance(self) -> Tensor:
+        """Return [..., C, C]."""
+        if self.outer is None:
+            roots = widened(self.roots)
+            return torch.einsum("s...k,s...l->...kl", roots, roots)
+        return self.outer.covariance(self.columns)
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
+        outer = self.outer or Outer(None)
+        return outer.times(self.columns, vectors)
+
+    def new(self, held: Tensor | Later | None, outer: Outer | None = None) -> Tangents:
+        """Return a spread with the same settings."""
+        return Tangents(held, outer, self.deterministic_scores)
+
+    def at(self, choose: Choose) -> Tangents:
+        """Return the spread at chosen rows."""
+        if choose is everything:
+            return self
+        held = rows_of(self.held, choose) if isinstance(self.held, Tensor) else self.held and self.held.at(choose)
+        return self.new(held, None if self.outer is None else self.outer.leading(choose))
+
+    def by_row(self, function: Callable[..., Any], mean: Tensor) -> Tangents:
+        """Return the spread behind a function of each row alone, for an input with this mean."""
+
+        def columns(choose: Choose) -> Tensor:
+            found: Tensor = pushed(function, (Moments.of(choose(mean), self.at(choose)),), {})
+            return found
+
+        return self.new(Later(columns))
+
+    def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
+        """Return the spread behind an elementwise function, for an input with this mean."""
+        return self.new(Later(lambda choose: self.at(choose).roots * slope(function, choose(mean))))
+
+    def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the spread of the result; see ``Spread``."""
+        if (self.outer is not None or isinstance(self.held, Later)) and isinstance(args[0], Moments):
+            kept = _kept(self, function, args, result)
+            if kept is not None:
+                return kept
+        rule = _RULES.get(function)
+        if rule is not None:
+            return rule(self, function, args, kwargs, result)
+        found = pushed(function, args, kwargs)
+        return self.new(found) if isinstance(found, Tensor) else [self.new(part) for part in found]
+
+
+Rule = Callable[[Tangents, Callable[..., Any], Any, dict[str, Any], Any], Any]
+_RULES: dict[Any, Rule] = {}
+
+
+def _rule(*functions: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return register
+
+
+# -- outputs of a linear layer that stay such outputs, and columns to be computed later -------------------------------
+
+_RESHAPES = {
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
+    torch.clone, Tensor.detach, Tensor.unsqueeze, Tensor.squeeze,
+}  # fmt: skip
+
+_CONVERSIONS = {Tensor.to, Tensor.float, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double}
+
+_SCALES = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__}
+
+
+def _kept(own: Tangents, function: Any, args: Any, result: Any) -> Tangents | None:
+    """Return the spread in another arrangement, precision or scale; None if it needs columns of its own.
+
+    A random head therefore has its exact noise also in models that choose a token or scale the logits after it.
+    """
+    if not isinstance(result, Tensor) or result.shape[-1:] != args[0].shape[-1:] or result.ndim < 2:
+        return None
+    if function in _CONVERSIONS:
+        return own if result.device == args[0].device and own.outer is not None else None
+    if function in _RESHAPES and result.numel() == args[0].numel():
+        lead = result.shape[:-1]
+        return own.at(lambda part: part.reshape(*lead, part.shape[-1]))
+    if function is Tensor.__getitem__ and _is_of_leading(args[1], args[0].ndim):
+        return own.at(lambda part: part[args[1]])
+    if function in _SCALES and own.outer is not None and not (isinstance(args[1], Tensor) and args[1].numel() > 1):
+        factor = 1 / args[1] if function in (torch.div, Tensor.div, Tensor.__truediv__) else args[1]
+        return own.new(own.held, replace(own.outer, gain=own.outer.gain * factor))
+    return None
+
+
+def _is_of_leading(index: Any, num_dims: int) -> bool:
+    """Check that an index chooses in the leading dimensions only, and keeps the last one."""
+    each = index if isinstance(index, tuple) else (index,)
+    return len(each) < num_dims and not any(item is Ellipsis or item is None for item in each)
+
+
+# -- rules that are faster than forward-mode differentiation -----------------------------------------------------------
+
+
+@_rule(
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
+    Tensor.contiguous, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.expand,
+    Tensor.expand_as, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten, Tensor.clone, torch.clone,
+    Tensor.detach, Tensor.movedim, torch.movedim, Tensor.repeat, Tensor.view_as, Tensor.to, Tensor.float, Tensor.type,
+    Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.split, torch.split, Tensor.chunk, torch.chunk,
+    Tensor.unbind, torch.unbind, Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow,
+    Tensor.index_select, torch.index_select, Tensor.repeat_interleave, torch.repeat_interleave, Tensor.neg,
+    Tensor.__neg__, torch.neg, torch.mean, Tensor.mean, torch.sum, Tensor.sum,
+)  # fmt: skip
+def _same_for_columns(own: Tangents, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Linear functions of one tensor."""
+    found = torch.vmap(lambda column: function(column, *args[1:], **kwargs))(own.roots)
+    return own.new(found) if isinstance(found, Tensor) else [own.new(part) for part in found]
+
+
+_RULES[getattr(Tensor.mT, "__get__")] = _same_for_columns  # noqa: B009 - mypy takes the property for a tensor
+
+
+@_rule(torch.cat, torch.concat)
+def _joined(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    tensors = args[0] if args else kwargs["tensors"]
+    count = len(own.roots)
+    # an empty cache is one tensor without elements
+    parts = [
+        x.spread.roots if isinstance(x, Moments) else x.new_zeros(1, *x.shape).expand(count, *x.shape)
+        for x in tensors
+        if x.numel()
+    ]
+    return own.new(torch.cat([part.to(result.dtype) for part in parts], dim % result.ndim + 1))
+
+
+@_rule(F.dropout, torch.dropout)
+def _dropped(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    if kwargs.get("training", args[2] if len(args) > 2 else True):
+        raise NoRule("dropout in training mode")
+    return own
+
+
+@_rule(
+    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__,
+    Tensor.__iadd__, Tensor.add_,
+)  # fmt: skip
+def _sum(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    if kwargs.get("alpha", 1) != 1:
+        raise NoRule(f"{name_of(function)} with alpha")
+    name = name_of(function)
+    signs = (-1, 1) if "rsub" in name else (1, -1) if "sub" in name else (1, 1)
+    if all(isinstance(x, Moments) and x.shape == result.shape for x in args):
+        both = [(sign, x.spread) for sign, x in zip(signs, args, strict=True)]
+        return own.new(Later(lambda choose: _signed_sum([(sign, x.at(choose).roots) for sign, x in both])))
+    parts = [sign * _beside(x, result) for sign, x in zip(signs, args, strict=True) if isinstance(x, Moments)]
+    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return own.new(total.expand(-1, *result.shape))
+
+
+def _signed_sum(parts: list[tuple[int, Tensor]]) -> Tensor:
+    (first_sign, first), (second_sign, second) = parts
+    return torch.add(first if first_sign == 1 else -first, second, alpha=second_sign)
+
+
+@_rule(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+def _product(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    first, second = args
+    if all(isinstance(x, Moments) and x.shape == result.shape for x in args):
+        x, dx, y, dy = mean_of(first), first.spread, mean_of(second), second.spread
+        return own.new(Later(lambda to: (dx.at(to).roots * to(y)).addcmul_(dy.at(to).roots, to(x))))
+    parts = [
+        _beside(x, result) * mean_of(other) for x, other in ((first, second), (second, first)) if isinstance(x, Moments)
+    ]
+    return own.new(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+
+
+def _beside(value: Any, result: Tensor) -> Tensor:
+    """Return columns with as many dimensions as ``result`` after the first, so that they broadcast."""
+    roots: Tensor = value.spread.roots.to(result.dtype)
+    return roots.reshape(len(roots), *[1] * (result.ndim - roots.ndim + 1), *roots.shape[1:])
+
+
+@_rule(F.linear)
+def _linear(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    if isinstance(weight, Moments):
+        raise NoRule("a linear layer with an uncertain weight")
+    before: Tensor | Later | None = Later(lambda to: own.at(to).roots) if own.outer is not None else own.held
+    return own.new(before, Outer(weight.detach()))
+
+
+@_rule(F.layer_norm)
+def _layer_norm(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    """Return the tangent of g n with n = (x - mean x) / s: g (dx - mean dx - n mean(n dx)) / s."""
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
+    x, gain, eps = mean_of(given["input"]), given["weight"], given["eps"]
+    if len(given["normalized_shape"]) > 1 or any(isinstance(given[name], Moments) for name in ("weight", "bias")):
+        return own.new(pushed(function, args, kwargs))
+
+    def columns(choose: Choose) -> Tensor:
+        rows, moved = choose(x), own.at(choose).roots
+        rate = (rows.var(-1, correction=0, keepdim=True) + eps).rsqrt()
+        unit = (rows - rows.mean(-1, keepdim=True)) * rate
+        along = torch.linalg.vecdot(moved, unit)[..., None] / x.shape[-1]
+        found = (moved - moved.mean(-1, keepdim=True)).addcmul_(unit, along, value=-1)
+        return found.mul_(rate if gain is None else rate * gain)
+
+    return own.new(Later(columns))
+
+
+@_rule(
+    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.tanh, torch.tanh, Tensor.tanh, F.sigmoid, torch.sigmoid,
+    Tensor.sigmoid, F.softplus, F.elu, F.mish, F.leaky_relu, F.hardswish, F.relu6,
+)  # fmt: skip
+def _elementwise(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    options = {name: value for name, value in kwargs.items() if name != "inplace"}
+    rest = args[1:] if function not in (F.relu, F.silu) else ()  # their second argument is ``inplace``
+    return own.by_element(lambda x: function(x, *rest, **options), mean_of(args[0]))
+
+
+@_rule(F.softmax, torch.softmax, Tensor.softmax)
+def _softmax(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents | None:
+    if own.deterministic_scores and result.ndim == 4:  # the scores of eager attention
+        return None
+    found = pushed(function, args, kwargs)
+    return own.new(found)
+
+
+@_rule(F.scaled_dot_product_attention)
+def _attention(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents | None:
+    """Return the tangent of softmax(scale q k') v: a dv + (a (ds - a . ds)) v with ds = scale (dq k' + q dk')."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    (q, dq), (k, dk), (v, dv) = (_heads(given[name], given["query"].shape[1]) for name in names[:3])
+    scale = given.get("scale") or q.shape[-1] ** -0.5
+    weights = attention.weights_of(q, k, given.get("attn_mask"), scale, causal=bool(given.get("is_causal")))
+    if own.deterministic_scores:
+        dq = dk = None
+    given_columns = next((part for part in (dq, dk, dv) if part is not None), None)
+    if given_columns is None:
+        return None
+    found = []
+    for index in range(len(given_columns)):  # one column at a time: each has scores [B, H, T, S] of its own
+        total: Any = 0.0
+        if dq is not None or dk is not None:
+            scores: Any = 0.0 if dq is None else dq[index] @ k.mT
+            scores = weights * scale * (scores if dk is None else scores + q @ dk[index].mT)
+            total = (scores - weights * scores.sum(-1, keepdim=True)) @ v
+        found.append(total if dv is None else total + weights @ dv[index])
+    return own.new(torch.stack(found))
+
+
+def _heads(value: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Return the mean and the columns of queries, keys or values, one of them for each query head."""
+    repeats = num_heads // value.shape[1]
+    mean, columns = mean_of(value), value.spread.roots if isinstance(value, Moments) else None
+    if repeats == 1:
+        return mean, columns
+    return mean.repeat_interleave(repeats, 1), None if columns is None else columns.repeat_interleave(repeats, 2)
