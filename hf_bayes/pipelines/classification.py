@@ -6,6 +6,9 @@ key. Scores are probabilities of the mixture. For regression they are predictive
 {"predictive_std", "epistemic_std"} of the record's own output, in units of the labels. For several labels the
 uncertainties are sums over all labels of the input (``uncertainty.several_labels``).
 
+With ``abstain`` each record of classes has one more key, "abstained": True if the answer should be withheld.
+``abstain`` is True for the threshold that is stored with the posterior (``decide.abstention``), or an ``Abstention``.
+
 ``function_to_apply`` is "softmax" for classes, "sigmoid" for several labels, "none" for numbers. "none" gives the
 mixture's log-probabilities of classes, and for several labels the logits of the mean probabilities. A function that
 gives no quantity of the posterior is refused.
@@ -17,12 +20,15 @@ from typing import Any
 
 from transformers import AudioClassificationPipeline, ImageClassificationPipeline, TextClassificationPipeline
 
+from hf_bayes.decide.abstention import rule_for
 from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.predictives import Deviations
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS
+from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
+from hf_bayes.posteriors.storage.json_types import as_list
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
 
 _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
@@ -47,7 +53,9 @@ class _ScoredPipeline(BayesianPipeline):
             self.check_texts(inputs)
         return super().__call__(inputs, **kwargs)
 
-    def _sanitize_parameters(self, function_to_apply: str | None = None, **kwargs: Any) -> Any:
+    def _sanitize_parameters(
+        self, function_to_apply: str | None = None, abstain: bool | Abstention | None = None, **kwargs: Any
+    ) -> Any:
         if isinstance(function_to_apply, str):
             given, known, function_to_apply = function_to_apply, self._functions(), function_to_apply.lower()
             if function_to_apply not in known:
@@ -59,23 +67,43 @@ class _ScoredPipeline(BayesianPipeline):
         top_k = kwargs.get("top_k")
         if isinstance(top_k, int) and top_k < 1:
             raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")
-        return super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
+        found = super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
+        if abstain is not None:
+            if not isinstance(self.model.likelihood, Categorical):
+                raise ValueError(
+                    f"abstain= is for classes, and the labels here have a {type(self.model.likelihood).__name__} "
+                    "likelihood: leave abstain out, and compare each record's uncertainty with a limit of your own"
+                )
+            found[-1]["abstain"] = rule_for(self.model, abstain, CLASS_MEASURES)
+        return found
 
-    def postprocess(self, model_outputs: Any, function_to_apply: str | None = None, **kwargs: Any) -> Any:
+    def postprocess(
+        self, model_outputs: Any, function_to_apply: str | None = None, abstain: Abstention | None = None, **kwargs: Any
+    ) -> Any:
         # transformers decides by the configuration, and treats a single output as a logit
         applied = function_to_apply or self._functions()[0]
         result = super().postprocess(model_outputs, function_to_apply=applied, **kwargs)
-        for record in [result] if isinstance(result, dict) else result:
+        for record in as_list(result):
             if "total" in model_outputs:
                 record["uncertainty"] = {part: model_outputs[part][0].item() for part in PARTS if part in model_outputs}
             if "predictive_std" in model_outputs:
                 # transformers names outputs by id2label; label2id may differ or be missing
                 output = next(i for i, name in self.model.config.id2label.items() if name == record["label"])
                 record["uncertainty"] = {part: model_outputs[part][0, output].item() for part in Deviations._fields}
+            if abstain is not None:
+                record["abstained"] = abstain.abstains(_class_uncertainty(model_outputs, abstain.measure))
         return result
 
     def _functions(self) -> tuple[str, ...]:
         return _FUNCTIONS[type(self.model.likelihood)]
+
+
+def _class_uncertainty(outputs: Any, measure: str) -> float:
+    if measure == "one_minus_confidence":
+        return 1 - float(outputs["logits"][0].float().softmax(-1).max())
+    if measure not in outputs:
+        raise ValueError(f"the threshold is of {measure}, which this prediction does not define: load it by members")
+    return float(outputs[measure][0])
 
 
 class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipeline):
@@ -83,9 +111,15 @@ class BayesianTextClassificationPipeline(_ScoredPipeline, TextClassificationPipe
 
     model_class = BayesianModelForSequenceClassification
 
-    def _sanitize_parameters(self, function_to_apply: str | None = None, top_k: Any = "", **kwargs: Any) -> Any:
+    def _sanitize_parameters(
+        self,
+        function_to_apply: str | None = None,
+        abstain: bool | Abstention | None = None,
+        top_k: Any = "",
+        **kwargs: Any,
+    ) -> Any:
         self.check_tokenizer_arguments(self.tokenizer, kwargs, taken=_TEXTS)
-        return super()._sanitize_parameters(function_to_apply=function_to_apply, top_k=top_k, **kwargs)
+        return super()._sanitize_parameters(function_to_apply, abstain, top_k=top_k, **kwargs)
 
     def _forward(self, model_inputs: Any) -> Any:
         return self.call_without_cache(model_inputs)

@@ -13,6 +13,9 @@ raw mixture; ``uncertainty`` holds means over the tokens and the two log-probabi
 token's part of the text: joined, the tokens that are not special are the generated text. A character that is spread
 over several tokens belongs to the token that completes it; the earlier tokens have "". Special tokens stand under their
 names ("</s>"). Spaces that a tokenizer cleans up are still in ``token``.
+
+With ``abstain`` a record has one more key, "abstained": True if the answer should be withheld. ``abstain`` is True for
+the threshold that is stored with the posterior (``decide.abstention``), or an ``Abstention``.
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline
 
 from hf_bayes.core.number_checks import is_count
+from hf_bayes.decide.abstention import rule_for
+from hf_bayes.decide.answers import answer_uncertainty
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.compat import batch_size_of
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
+from hf_bayes.pipelines.prompts import answer_start, prompts_of
 from hf_bayes.pipelines.records import Record, UncertaintyStreamer, scored
+from hf_bayes.posteriors.abstention import ANSWER_MEASURES, Abstention
 
-_OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors")
+_OWN = ("text", "text_pair", "text_target", "text_pair_target", "padding", "return_tensors",
+        "return_offsets_mapping")  # fmt: skip
 """Arguments of a tokenizer that ``score`` sets itself or does not use."""
 
 
@@ -73,6 +81,12 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         self.check_texts(text_inputs)
         return super().__call__(text_inputs, **kwargs)
 
+    def _sanitize_parameters(self, *args: Any, abstain: bool | Abstention | None = None, **kwargs: Any) -> Any:
+        found = super()._sanitize_parameters(*args, **kwargs)
+        if abstain is not None:
+            found[-1]["abstain"] = rule_for(self.model, abstain, ANSWER_MEASURES)
+        return found
+
     def _prepare_generate_kwargs(self, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
         prepared: dict[str, Any] = super()._prepare_generate_kwargs(
             generate_kwargs, return_dict_in_generate=True, **overrides
@@ -89,7 +103,9 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         outputs.pop("beam_indices", None)
         return outputs
 
-    def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
+    def postprocess(
+        self, model_outputs: dict[str, Any], *args: Any, abstain: Abstention | None = None, **kwargs: Any
+    ) -> list[Record]:
         scores = {name: model_outputs[name][0] for name in Scores._fields}
         rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
         records: list[Record] = super().postprocess(rest, *args, **kwargs)
@@ -99,6 +115,7 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             record.update(scored(self.tokenizer, new[row], {name: value[row] for name, value in scores.items()}, ()))
             if not self.model.is_closed_form:
                 record["num_members"] = self.model.num_members
+            record.update(_decision(record, abstain))
         return records
 
     def stream(self, prompt: Any, **kwargs: Any) -> Generator[Record, None, Record]:
@@ -142,41 +159,73 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             streamer.abandoned.set()
             thread.join()
 
-    def score(self, texts: str | Iterable[str], *, batch_size: int | None = None, **tokenizer_kwargs: Any) -> Any:
+    def score(
+        self,
+        texts: str | Iterable[str],
+        *,
+        prompt: str | Iterable[str] | None = None,
+        batch_size: int | None = None,
+        abstain: bool | Abstention = False,
+        **tokenizer_kwargs: Any,
+    ) -> Any:
         """Score given texts, teacher-forced: return a record for a string, a list of records for several.
 
         A record has "text" in place of "generated_text". Its tokens are all tokens of the text but the first, which a
         causal model does not predict. That is the whole text if the tokenizer begins it with a token of its own.
 
+        With a prompt, the text is an answer after it. The record has "prompt", too, and its tokens are all tokens of
+        the answer. Prompt and answer are tokenized as one text, so a space between them belongs to either. A token with
+        characters of both counts as the answer's.
+
         Args:
-            texts: strings of two tokens or more.
-            batch_size: texts at a time; None takes the pipeline's batch size, else 1.
+            texts: strings; without a prompt of two tokens or more.
+            prompt: a prompt for all texts, or one for each.
+            batch_size: texts at a time; None takes the pipeline's batch size, else 1. Answers go one at a time.
+            abstain: as when calling the pipeline.
             tokenizer_kwargs: such as ``add_special_tokens`` or ``truncation``.
         Raises:
-            ValueError: for a text of fewer than two tokens, for an object that is not a text, and for keywords that the
-                tokenizer does not take.
+            ValueError: for a text of fewer than two tokens, for an object that is not a text, for another number of
+                prompts than texts, and for keywords that the tokenizer does not take.
         """
-        if "prompt" in tokenizer_kwargs:
-            raise ValueError(
-                "score takes no prompt: it scores every token of a text but the first. To score an answer after its "
-                "prompt, give the ids of both to model.score(input_ids, first=number of tokens of the prompt)"
-            )
         self.check_tokenizer_arguments(self.tokenizer, tokenizer_kwargs, taken=_OWN)
         if batch_size is not None and not is_count(batch_size):
             raise ValueError(
                 f"batch_size is how many texts go through the model at a time, got {batch_size!r}: give 1 or more"
             )
         if isinstance(texts, str):
-            return self.score([texts], batch_size=1, **tokenizer_kwargs)[0]
+            if prompt is not None and not isinstance(prompt, str):
+                raise ValueError(f"one text has one prompt, a string, got {prompt!r:.100}")
+            return self.score([texts], prompt=prompt, batch_size=1, abstain=abstain, **tokenizer_kwargs)[0]
         texts = list(texts) if isinstance(texts, Iterable) else [texts]
         if odd := [text for text in texts if not isinstance(text, str)]:
             raise ValueError(f"score takes a string or strings, got {odd[0]!r:.100}")
         if not texts:
             raise ValueError("score takes a string or strings, got an empty list: give one text or more")
-        size, records = batch_size or batch_size_of(self) or 1, []
-        for start in range(0, len(texts), size):
-            records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
-        return records
+        rule = rule_for(self.model, abstain, ANSWER_MEASURES)
+        if prompt is not None:
+            if not getattr(self.tokenizer, "is_fast", False):
+                raise ValueError(
+                    f"score with prompt= needs a tokenizer that reports where tokens stand in the text, and "
+                    f"{type(self.tokenizer).__name__} does not: load a fast tokenizer, or give ids to "
+                    "model.score(input_ids, first=number of tokens of the prompt)"
+                )
+            pairs = zip(prompts_of(prompt, len(texts)), texts, strict=True)
+            records = [self._score_answer(before, text, tokenizer_kwargs) for before, text in pairs]
+        else:
+            size, records = batch_size or batch_size_of(self) or 1, []
+            for start in range(0, len(texts), size):
+                records += self._score_batch(texts[start : start + size], tokenizer_kwargs)
+        return [{**record, **_decision(record, rule)} for record in records]
+
+    def _score_answer(self, prompt: str, text: str, tokenizer_kwargs: dict[str, Any]) -> Record:
+        inputs = self.tokenizer(prompt + text, return_tensors="pt", return_offsets_mapping=True, **tokenizer_kwargs)
+        ids, first = inputs["input_ids"], answer_start(inputs.pop("offset_mapping")[0].tolist(), prompt, text)
+        with self.device_placement():
+            scores = self.model.score(ids.to(self.device), first=first)._asdict()
+        own = {name: value[0].cpu() for name, value in scores.items()}
+        members = {} if self.model.is_closed_form else {"num_members": self.model.num_members}
+        found = scored(self.tokenizer, ids[0, first:], own, ids[0, :first].tolist())
+        return {"prompt": prompt, "text": text, **found, **members}
 
     def _score_batch(self, texts: list[str], tokenizer_kwargs: dict[str, Any]) -> list[Record]:
         inputs = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt", **tokenizer_kwargs)
@@ -193,3 +242,10 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
             members = {} if self.model.is_closed_form else {"num_members": self.model.num_members}
             records.append({"text": text, **scored(self.tokenizer, ids[row, 1:], own, [first]), **members})
         return records
+
+
+def _decision(record: Record, rule: Abstention | None) -> Record:
+    """Return the key "abstained" of a record, or nothing without a rule."""
+    if rule is None:
+        return {}
+    return {"abstained": rule.abstains(getattr(answer_uncertainty(record), rule.measure))}

@@ -15,12 +15,12 @@ from typing import Any
 from hf_bayes.core.layout import Layout
 from hf_bayes.core.number_checks import is_integer, is_number
 from hf_bayes.core.rng import MAX_SEED
-from hf_bayes.core.text_safety import is_plain_line
 from hf_bayes.distributions.approximations import GAUSSIANS
+from hf_bayes.posteriors.abstention import Abstention
 from hf_bayes.posteriors.storage.formats import MAX_NAME, MAX_TENSORS
-from hf_bayes.posteriors.storage.json_types import has_keys
+from hf_bayes.posteriors.storage.json_types import has_keys, is_line
 from hf_bayes.posteriors.storage.listing import shown
-from hf_bayes.posteriors.storage.plain_values import plain
+from hf_bayes.posteriors.storage.plain_values import plain_fields
 from hf_bayes.posteriors.student import check_description
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
@@ -32,8 +32,8 @@ CALIBRATION = (
 )  # fmt: skip
 """The keys of ``PosteriorConfig.calibration``."""
 _OBJECTS = (
-    "method", "prior", "base_model", "head", "calibration", "student", "layer_factors", "versions", "diagnostics",
-    "metrics",
+    "method", "prior", "base_model", "head", "calibration", "student", "layer_factors", "abstention", "versions",
+    "diagnostics", "metrics",
 )  # fmt: skip
 
 
@@ -78,6 +78,8 @@ class PosteriorConfig:
         student: the description of a distilled student (the keys ``student.KEYS``); empty without one.
         layer_factors: path of a module -> the factor of the variance that its weights add in a single pass, fitted to
             members or to held-out rows; empty if none was fitted.
+        abstention: the threshold above which answers are withheld (the fields of ``abstention.Abstention``); empty if
+            none was fitted.
         versions: library -> version.
         seed: the seed of the run (at most ``rng.MAX_SEED``), or None without one.
         diagnostics: the diagnostics of the run. ``converged`` (true, false or null) and ``verdict`` (a sentence) decide
@@ -102,15 +104,16 @@ class PosteriorConfig:
     calibration: dict[str, Any] = field(default_factory=dict)
     student: dict[str, Any] = field(default_factory=dict)
     layer_factors: dict[str, float] = field(default_factory=dict)
+    abstention: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     seed: int | None
     diagnostics: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            undefined_is_null = name in ("diagnostics", "metrics")
-            object.__setattr__(self, name, plain(getattr(self, name), name, undefined_is_null=undefined_is_null))
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name, value in plain_fields(given, undefined_is_null=("diagnostics", "metrics")).items():
+            object.__setattr__(self, name, value)
         self._check()
 
     @classmethod
@@ -152,8 +155,8 @@ class PosteriorConfig:
         for name in _OBJECTS:
             _require(isinstance(getattr(self, name), dict), name, getattr(self, name), "an object")
         for name in ("subspace", "data_unit"):
-            _require(_is_line(getattr(self, name)), name, getattr(self, name), _LINE)
-        _require(_is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
+            _require(is_line(getattr(self, name)), name, getattr(self, name), _LINE)
+        _require(is_line(self.method.get("name")), "method", self.method, f"an object with the method's name, {_LINE}")
         _require(_is_count(self.num_members), "num_members", self.num_members, "an integer >= 0")
         if self.approximation == "draws":
             _require(
@@ -173,6 +176,8 @@ class PosteriorConfig:
         if self.student:
             check_description(self.student)
         self._check_layer_factors()
+        if self.abstention:
+            Abstention.from_dict(self.abstention)
         self._check_parameters()
         self._check_base_model()
         converged, verdict = self.diagnostics.get("converged"), self.diagnostics.get("verdict")
@@ -191,7 +196,7 @@ class PosteriorConfig:
 
     def _check_layer_factors(self) -> None:
         for path, factor in self.layer_factors.items():
-            fine = _is_line(path) and is_number(factor) and 0 < factor < math.inf
+            fine = is_line(path) and is_number(factor) and 0 < factor < math.inf
             _require(fine, "layer_factors", {path: factor}, "a number > 0 for each layer")
 
     def _check_calibration(self) -> None:
@@ -218,7 +223,7 @@ class PosteriorConfig:
         for pair in self.parameters:
             match pair:
                 case [name, [*sizes]]:
-                    fine = _is_line(name) and all(is_integer(size, 1, _MAX_COUNT) for size in sizes)
+                    fine = is_line(name) and all(is_integer(size, 1, _MAX_COUNT) for size in sizes)
                 case _:
                     fine = False
             _require(fine, "parameters", pair, f"a [name, shape] pair, the name {_LINE}")
@@ -236,7 +241,7 @@ class PosteriorConfig:
         _require(has_keys(fingerprint, keys), "base_model.fingerprint", fingerprint, f"an object with {sorted(keys)}")
         texts = {**fingerprint, **{key: value for key, value in self.base_model.items() if key != "fingerprint"}}
         for key, value in texts.items():
-            _require(value is None or _is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")
+            _require(value is None or is_line(value), f"base_model: {key}", value, f"{_LINE}, or null")
 
 
 def _require(fine: Any, name: str, value: Any, expected: str) -> None:
@@ -247,10 +252,6 @@ def _require(fine: Any, name: str, value: Any, expected: str) -> None:
 _LINE = "a line of text without control characters"
 """The expected form of a name, because names stand in messages."""
 _MAX_COUNT = 2**63
-
-
-def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and is_plain_line(value)
 
 
 def _is_count(value: Any) -> bool:

@@ -173,8 +173,10 @@ class Posterior:
                 content = member_files(self.approximation.rows[index], self.layout, self.adapter_config)
                 files |= {f"{member_folder(first + index)}/{name}": part for name, part in content.items()}
         if group.rank == 0:
-            whole = dataclasses.replace(self.config, num_members=len(chains), member_chains=chains)
-            files |= self._common_files(whole, repo_id, card)
+            whole = self.config
+            if chains != whole.member_chains:  # other processes have draws, too
+                whole = dataclasses.replace(whole, num_members=len(chains), member_chains=chains)
+            files |= self._common_files(whole.to_dict(), repo_id, card)
         storage.write_directory(directory, files, format=POSTERIOR, group=group)
 
     @classmethod
@@ -300,9 +302,9 @@ class Posterior:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _common_files(self, config: PosteriorConfig, repo_id: str | None, card: CardFields) -> dict[str, Content]:
+    def _common_files(self, config: dict[str, Any], repo_id: str | None, card: CardFields) -> dict[str, Content]:
         """Return all files except the files of the members."""
-        files: dict[str, Content] = {CONFIG: config.to_dict()}
+        files: dict[str, Content] = {CONFIG: config}
         if self.trace is not None:
             files[TRACE] = self.trace
         if self.adapter_config is not None:
@@ -313,5 +315,5 @@ class Posterior:
             files[STUDENT] = self.student
         files |= self.sidecars.files
         adapter = self.adapter_config is not None
-        files["README.md"] = render_card(config.to_dict(), adapter=adapter, repo_id=repo_id, **card)
+        files["README.md"] = render_card(config, adapter=adapter, repo_id=repo_id, **card)
         return files

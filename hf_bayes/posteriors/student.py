@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_finite_number, is_integer
-from hf_bayes.core.text_safety import is_plain_line
+from hf_bayes.posteriors.storage.json_types import is_line
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS
 from hf_bayes.uncertainty.student_head import head_shapes
 
@@ -42,10 +42,10 @@ def check_description(student: Mapping[str, Any]) -> None:
         raise ValueError(f"student must have the keys {sorted(KEYS)}, or no keys, got {sorted(student)}")
     prediction, network, report = student["prediction"], student["network"], student["report"]
     fine = {
-        "posterior": isinstance(student["posterior"], str) and is_plain_line(student["posterior"]),
-        "network": isinstance(network, str) and network in NETWORKS,
-        "output": isinstance(student["output"], str) and is_plain_line(student["output"] or "-"),
-        "prediction": isinstance(prediction, str) and prediction in PREDICTIONS,
+        "posterior": is_line(student["posterior"]),
+        "network": network in NETWORKS,
+        "output": is_line(student["output"]),
+        "prediction": prediction in list(PREDICTIONS),
         "report": isinstance(report, dict) and all(v is None or is_finite_number(v) for v in report.values()),
         **{name: is_integer(student[name], 1, _MAX_SIZE) for name in ("hidden_size", "width")},
         **{name: is_integer(student[name], 0, 2**63) for name in ("num_members", "num_terms")},

@@ -43,6 +43,8 @@ CALIBRATED = {
         ({"calibration": {**CALIBRATED, "nll": "low"}}, r'calibration\.nll must be a number, got "low"'),
         ({"calibration": {**CALIBRATED, "num_terms": -1}}, r"calibration\.num_terms must be an integer >= 0"),
         ({"calibration": {**CALIBRATED, "prediction": "votes"}}, r"calibration\.prediction must be one of members"),
+        ({"abstention": {"threshold": 0.5}}, "abstention must be the keys"),
+        ({"abstention": []}, "abstention must be an object"),
     ],
 )
 def test_config_values_that_mean_nothing_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeGuard
 
+from hf_bayes.core.text_safety import is_plain_line
+
 
 def is_texts(value: Any) -> TypeGuard[list[str]]:
     """Return whether a value is a list of texts."""
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def is_line(value: Any) -> TypeGuard[str]:
+    """Return whether a value is one line of text without characters that act on terminals."""
+    return isinstance(value, str) and is_plain_line(value)
 
 
 def has_keys(value: Any, keys: Collection[str]) -> TypeGuard[dict[str, Any]]:

@@ -18,7 +18,6 @@ from hf_bayes.posteriors.storage.manifest import (
     PREFIX,
     Manifest,
     check_is_directory,
-    check_name,
     parse_manifest,
     unlisted_files,
 )
@@ -106,12 +105,11 @@ def is_unedited(root: Path, name: str, text: str, old: Manifest | None) -> bool:
 
 
 def destination(root: Path, name: str) -> Path:
-    """Return the final path of a file.
+    """Return the final path of a file whose name is checked (``check_name``).
 
     Raises:
         ValueError: if the path is a directory, or a parent is a link: it would lead outside or to another disk.
     """
-    check_name(name)
     path = root / name
     linked = next((parent for parent in path.relative_to(root).parents if (root / parent).is_symlink()), None)
     if linked is not None and linked != Path("."):

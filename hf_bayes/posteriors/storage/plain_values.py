@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -44,6 +44,11 @@ def plain(value: Any, where: str, *, undefined_is_null: bool = False) -> Any:
         ValueError: naming the entry that is not plain data, or that is nested too deep.
     """
     return _plain(value, _Place(where, undefined_is_null))
+
+
+def plain_fields(values: Mapping[str, Any], *, undefined_is_null: Collection[str] = ()) -> dict[str, Any]:
+    """Return name -> ``plain`` value of each field. NaN and infinities become None in the fields named last."""
+    return {name: _plain(value, _Place(name, name in undefined_is_null)) for name, value in values.items()}
 
 
 def _plain(value: Any, place: _Place) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_bayes.posteriors.storage import disk
 from hf_bayes.posteriors.storage.formats import decode_json
-from hf_bayes.posteriors.storage.manifest import MANIFEST, PENDING, PREFIX
+from hf_bayes.posteriors.storage.manifest import MANIFEST, PENDING, PREFIX, check_name
 from hf_bayes.posteriors.storage.ownership import destination
 
 OBSOLETE = f"{PREFIX}obsolete.json"
@@ -56,11 +56,13 @@ def install(root: Path, pending: Path) -> None:
                     decode_json((pending / OBSOLETE).read_bytes(), where=str(pending / OBSOLETE)).get("files", ())
                 )
             elif relative != MANIFEST:  # left where an uncommitted save had the very same content
+                check_name(relative)
                 target = destination(root, relative)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(pending / relative, target)
                 touched.add(target.parent)
     for name in obsolete:
+        check_name(name)
         destination(root, name).unlink(missing_ok=True)
     for path in touched:
         disk.fsync(path)

@@ -1,0 +1,40 @@
+"""Equivalences of answers, and clusters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.decide.equivalence import clusters, entails_both_ways, same_text, similar_embeddings
+
+DIRECTIONS = {"Paris": [1.0, 0.0], "the capital": [1.0, 0.1], "Rome": [0.0, 1.0]}
+
+
+def test_the_same_text_differs_in_case_and_punctuation_only() -> None:
+    assert same_text("Paris.", " paris")
+    assert not same_text("Paris", "Rome")
+
+
+def test_texts_of_similar_embeddings_are_equivalent() -> None:
+    calls = []
+
+    def embed(texts: list[str]) -> Tensor:
+        calls.extend(texts)
+        return torch.tensor([DIRECTIONS[text] for text in texts])
+
+    equivalent = similar_embeddings(embed, similarity=0.9)
+    assert clusters(["Paris", "Rome", "the capital", "Paris"], equivalent) == [0, 1, 0, 0]
+    assert sorted(calls) == sorted(DIRECTIONS)  # each text once
+
+
+def test_entailment_must_hold_both_ways() -> None:
+    follows = {("Q? It is Paris", "Q? It is a city"), ("Q? a", "Q? b"), ("Q? b", "Q? a")}
+    equivalent = entails_both_ways(lambda one, other: (one, other) in follows, question="Q?")
+    assert equivalent("a", "b")
+    assert not equivalent("It is Paris", "It is a city")
+
+
+@pytest.mark.parametrize(("texts", "expected"), [([], []), (["a"], [0]), (["a", "b", "A!", "c"], [0, 1, 0, 2])])
+def test_clusters_are_numbered_in_order(texts: list[str], expected: list[int]) -> None:
+    assert clusters(texts, same_text) == expected
