@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, LaplaceConfig, Posterior, SGHMCConfig
-from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.posteriors.model_card import render_card
 

@@ -3,8 +3,8 @@
     python scripts/quickstart.py
 
 The script trains a tokenizer and a small Llama on the docstrings in CPython's standard library. It fine-tunes LoRA on
-the language reference: plain fine-tuning, a deep ensemble, and SGHMC with parallel chains and with one chain, all with
-the same number of gradients. No learning rate and no prior is given: every run finds its own, prints it, and ends by
+the language reference: plain fine-tuning, a deep ensemble of four, and ``BayesianTrainer`` with nothing set, which runs
+four chains of SGHMC. No learning rate, prior or temperature is given: every run finds its own, prints it, and ends by
 fitting one temperature of its predictions on validation text. The script loads each posterior in a new process and
 compares them on test text, on source code (near out of distribution) and on ROT13 (far). Nothing is chosen on these.
 """
@@ -27,8 +27,17 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
 from transformers.utils import logging
 
-from hf_bayes import METHODS, BayesianTrainer, BayesianTrainingArguments, pipeline, print_record, to_html
-from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes import (
+    BayesianTrainer,
+    BayesianTrainingArguments,
+    EnsembleConfig,
+    MAPConfig,
+    pipeline,
+    print_record,
+    to_html,
+)
+from hf_bayes.cli.parsing import parse_arguments
+from hf_bayes.core.config import MethodConfig
 
 SCRIPTS = Path(__file__).parent
 COLUMNS = ("method", "members", "rate", "t", "NLL", "ECE", "code TU", "code EU", "rot13 TU", "rot13 EU", "seconds")
@@ -41,8 +50,7 @@ class Arguments:
     """The sizes of the run."""
 
     output_dir: str = field(default="quickstart-output", metadata={"help": "Parent folder of all output."})
-    updates: int = field(default=60, metadata={"help": "Updates of a member; one set of weights gets those of all."})
-    members: int = field(default=8, metadata={"help": "Chains, or draws of the only chain."})
+    updates: int = field(default=240, metadata={"help": "Updates of each chain."})
     batch_size: int = field(default=4, metadata={"help": "Windows in a minibatch of each chain."})
     length: int = field(default=128, metadata={"help": "Tokens of a window."})
     seed: int = field(default=0, metadata={"help": "Seed of the whole run."})
@@ -50,27 +58,24 @@ class Arguments:
 
 
 class Contender(NamedTuple):
-    """A way to fine-tune. All of them cost the same number of gradients.
+    """A way to fine-tune.
 
     Attributes:
-        method: a name of ``METHODS``.
-        fields: of its config.
+        method: a config; None leaves the choice to the run.
         updates: of each chain.
     """
 
-    method: str
-    fields: dict[str, int]
+    method: MethodConfig | None
     updates: int
 
 
 def contenders(args: Arguments) -> dict[str, Contender]:
     """Return name -> contender. The last one is shown."""
-    alone = args.updates * args.members
     return {
-        "plain fine-tuning": Contender("map", {}, alone),
-        "deep ensemble": Contender("ensemble", {"num_chains": args.members}, args.updates),
-        "SGHMC parallel": Contender("sghmc", {"num_chains": args.members}, args.updates),
-        "SGHMC one chain": Contender("sghmc", {"num_chains": 1, "draws_per_chain": args.members}, alone),
+        "plain fine-tuning": Contender(MAPConfig(), args.updates),
+        "plain, 4 times as long": Contender(MAPConfig(), 4 * args.updates),
+        "deep ensemble of 4": Contender(EnsembleConfig(num_chains=4), args.updates),
+        "nothing set": Contender(None, args.updates),
     }
 
 
@@ -93,7 +98,7 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     trainer = BayesianTrainer(
         model=get_peft_model(model, lora),
-        method=METHODS[contender.method](**contender.fields),
+        method=contender.method,
         args=BayesianTrainingArguments(
             output_dir=str(directory),
             max_steps=contender.updates,
@@ -106,7 +111,7 @@ def fine_tune(name: str, args: Arguments, base: Path, texts: dict[str, list[str]
             seed=args.seed,
         ),
         train_dataset=windows(texts["finetune"], tokenizer, length=args.length),
-        eval_dataset=windows(texts["validation"], tokenizer, length=args.length, limit=40),
+        eval_dataset=windows(texts["validation"], tokenizer, length=args.length),
         data_collator=default_data_collator,
         processing_class=tokenizer,
     )

@@ -1,6 +1,9 @@
-"""Code behind the command line: the ``hf-bayes-diagnose`` command, and the parts that the scripts share.
+"""The ``hf-bayes`` command, its parts, and the functions that it shares with the scripts of the repository.
 
-``diagnose`` is the command. The training scripts use ``arguments``, ``data``, ``token_windows``, ``labels``,
-``padding`` and ``scripts``. The evaluation script uses ``evaluation``; ``evaluation_cases``, which has a row for
+``main`` finds the command in ``commands``, which has a module for each. ``arguments`` parses flags and files, ``help``
+writes the help, and ``quiet`` keeps messages of other libraries off the terminal.
+
+Training uses ``language_model`` or ``classifier``, which load a model and its data (``data``, ``token_windows``,
+``labels``, ``padding``), and ``scripts``. The evaluation uses ``evaluation``; ``evaluation_cases``, which has a row for
 each ``evaluate_...`` module; ``evaluation_table`` and ``evaluation_figure``.
 """

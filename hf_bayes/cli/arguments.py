@@ -1,40 +1,29 @@
-"""Arguments of the training scripts, from the command line or from a YAML or JSON file, and the objects they name."""
+"""The arguments of the training commands, and the objects that they name: model, method and data."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import yaml
 from datasets import DatasetDict
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.cli.data import load_splits
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.registry import from_dict
-from hf_bayes.posteriors.storage.json_types import as_list
 
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-4 as a number. YAML 1.1 reads it as a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+SUBSPACE_HELP = "Random weights. With --lora_rank 0 also last_layer, last_block, all, a pattern."
+BUDGET_HELP = "Minibatch gradients of all runs together. Default: ten times one run of four chains."
 
 
 @dataclass
 class ModelArguments:
     """The arguments of the model and its LoRA."""
+
+    _argument_group_name = "model"
 
     model_name_or_path: str = field(metadata={"help": "A model of the Hub or a local folder."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
@@ -44,7 +33,7 @@ class ModelArguments:
         default=None, metadata={"help": "Fields of the model's config as JSON. It is best to turn dropout off."}
     )
     lora_rank: int = field(
-        default=8, metadata={"help": "Rank of the LoRA, which is random (like the head of a classifier). 0: no LoRA."}
+        default=8, metadata={"help": "Rank of the random LoRA (the head of a classifier is random, too). 0: no LoRA."}
     )
     lora_alpha: int = field(default=16, metadata={"help": "LoRA's scale is alpha / rank."})
     lora_targets: list[str] | None = field(default=None, metadata={"help": "Names of layers. Default: peft's choice."})
@@ -89,26 +78,18 @@ class ModelArguments:
 class MethodArguments:
     """The arguments of the random parameters and the method."""
 
-    subspace: str = field(
-        default="trainable",
-        metadata={
-            "help": "Random weights: trainable; with --lora_rank 0 last_layer, last_block, all or a regular expression."
-        },
-    )
+    _argument_group_name = "method"
+
+    subspace: str = field(default="trainable", metadata={"help": SUBSPACE_HELP})
     method: str | None = field(
         default=None,
         metadata={
-            "help": "Name of a method in hf_bayes.METHODS; or auto, which compares several on held-out rows. Default: "
-            "sghmc, whose temperature the held-out rows choose."
+            "help": "Name of a method, or auto to compare several. Names are in hf_bayes.METHODS; the comparison needs "
+            "held-out rows. Default: sghmc, whose temperature the held-out rows choose."
         },
     )
     method_args: dict[str, Any] | str | None = field(default=None, metadata={"help": "Fields of its config as JSON."})
-    budget: int | None = field(
-        default=None,
-        metadata={
-            "help": "Gradients of all runs of --method auto together. Default: ten times one run of four chains."
-        },
-    )
+    budget: int | None = field(default=None, metadata={"help": f"For --method auto. {BUDGET_HELP}"})
 
     @property
     def compares(self) -> bool:
@@ -135,6 +116,8 @@ class MethodArguments:
 class DataArguments:
     """The arguments of the texts for training and evaluation."""
 
+    _argument_group_name = "data"
+
     dataset: str = field(metadata={"help": "A .txt, .jsonl, .csv or .parquet file or glob, or a data set of the Hub."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     validation_file: str | None = field(default=None, metadata={"help": "Local files to evaluate on."})
@@ -153,31 +136,6 @@ class DataArguments:
             text_column=self.text_column,
             seed=seed,
         )
-
-
-def parse_arguments(*types: Any, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Return one object of each dataclass from ``[--config] FILE [--field value ...]``, or from fields alone.
-
-    FILE is a .yaml, .yml or .json mapping of field names to values. Fields on the command line take precedence.
-
-    Args:
-        types: dataclasses, as for transformers' ``HfArgumentParser``.
-        arguments: the command line, by default ``sys.argv[1:]``.
-    Raises:
-        ValueError: for a file that is not a mapping, or a field that no dataclass has.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and Path(given[0]).suffix in (".yaml", ".yml", ".json"):
-        given = ["--config", *given]
-    if "--config" in given:
-        place = given.index("--config")
-        if place + 1 == len(given):
-            raise ValueError("--config needs a file")
-        file = given[place + 1]
-        # The file comes before the flags, because argparse takes the last of two equal flags.
-        given = [*_as_flags(_read(file), types, where=file), *given[:place], *given[place + 2 :]]
-    parser = HfArgumentParser(types)
-    return tuple(parser.parse_args_into_dataclasses(args=given, look_for_args_file=False))
 
 
 def mapping(fields: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -203,28 +161,3 @@ def method_config(name: str, fields: dict[str, Any] | str | None = None) -> Meth
         ValueError: for an unknown method or field, or a refused value.
     """
     return from_dict({**mapping(fields), "name": name})
-
-
-def _read(file: str) -> dict[str, Any]:
-    text = Path(file).read_text()
-    content = json.loads(text) if file.endswith(".json") else yaml.load(text, _Loader)
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a mapping of fields to values, got {type(content).__name__}")
-    return content
-
-
-def _as_flags(values: dict[str, Any], types: Sequence[Any], *, where: str) -> list[str]:
-    """Return the command-line flags of these values, so that one parser checks and converts files and flags alike."""
-    defaults = {field.name: field.default for kind in types for field in dataclasses.fields(kind) if field.init}
-    unknown = sorted(set(values) - set(defaults))
-    if unknown:
-        raise ValueError(f"{where} has fields that this script does not have: {', '.join(unknown)}")
-    flags: list[str] = []
-    for name, value in values.items():
-        if value is None:
-            if defaults[name] is not None:
-                raise ValueError(f"{where}: {name} cannot be null; leave it out for its default")
-            continue
-        items = as_list(value)
-        flags += [f"--{name}", *(json.dumps(i) if isinstance(i, (dict, bool)) else str(i) for i in items)]
-    return flags

@@ -1,4 +1,4 @@
-"""The figure of ``hf-bayes-diagnose``: one panel for each diagnostic that the trace of a run holds."""
+"""The figure of ``hf-bayes diagnose``: one panel for each diagnostic that the trace of a run holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of ``hf-bayes-diagnose``: the diagnostics of every chain, with the verdict under them."""
+"""The table of ``hf-bayes diagnose``: the diagnostics of every chain, with the verdict under them."""
 
 from __future__ import annotations
 

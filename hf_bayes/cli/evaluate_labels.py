@@ -33,7 +33,7 @@ def label_sets(
 def scored_labels(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
     """Return the scores and the uncertainties of B rows with C labels.
 
-    The NLL of the mixture belongs to all labels of a row together, and ``label_nll`` to each label on its own.
+    The NLL of a row is the sum over its labels of ``label_nll``.
 
     Returns:
         [B]: ``nll``, ``member_nll`` if there are members, ``correct`` (1 if all labels are right), and the tensors of

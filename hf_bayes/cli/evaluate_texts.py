@@ -19,19 +19,15 @@ from hf_bayes.cli.padding import Padding, padding_collator
 class TextArguments:
     """The columns and the padding of labelled texts."""
 
-    text_column: str = field(
-        default="text", metadata={"help": "Labelled texts: column of the text, or of the words of a tagger."}
-    )
-    pair_column: str | None = field(
-        default=None, metadata={"help": "Labelled texts: column of a second text, if rows are pairs."}
-    )
-    label_column: str = field(default="label", metadata={"help": "Labelled texts: column of the test rows' labels."})
-    max_length: int | None = field(
-        default=None, metadata={"help": "Labelled texts: tokens kept of a text; default: all that fit."}
-    )
+    _argument_group_name = "labelled texts"
+
+    text_column: str = field(default="text", metadata={"help": "Column of the text, or of the words of a tagger."})
+    pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
+    label_column: str = field(default="label", metadata={"help": "Column of the test rows' labels."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text. Default: all that fit."})
     padding: Padding = field(
         default="data",
-        metadata={"help": "Labelled texts: pad every batch to the longest row of the data, or to that of the batch."},
+        metadata={"help": "Pad every batch to the longest row of the data, or to that of the batch."},
     )
 
 

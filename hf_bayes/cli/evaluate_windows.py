@@ -21,10 +21,10 @@ from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 class WindowArguments:
     """The windows of a language model."""
 
-    length: int = field(default=128, metadata={"help": "Language models: tokens of a window."})
-    max_windows: int = field(
-        default=200, metadata={"help": "Language models: largest number of windows of each text, evenly spread."}
-    )
+    _argument_group_name = "windows of a language model"
+
+    length: int = field(default=128, metadata={"help": "Tokens of a window."})
+    max_windows: int = field(default=200, metadata={"help": "Largest number of windows of each text, evenly spread."})
 
     def __post_init__(self) -> None:
         if self.max_windows < 1:

@@ -18,6 +18,7 @@ from hf_bayes.cli.padding import longest_row
 from hf_bayes.metrics.figures import TAGS
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
+from hf_bayes.posteriors.storage.json_types import is_texts
 from hf_bayes.uncertainty.likelihoods import IGNORE
 
 
@@ -61,7 +62,7 @@ def _words(rows: Dataset, column: str, what: str) -> list[list[str]]:
     found = []
     for number, value in enumerate(rows[column]):
         words = words_of(value) if isinstance(value, (str, list)) else []
-        if not words or not all(isinstance(word, str) for word in words):
+        if not words or not is_texts(words):
             raise ValueError(
                 f"row {number} of {what} has {value!r} in the column {column!r}, expected a list of words, or text: "
                 "drop such rows, or name the column of the words"

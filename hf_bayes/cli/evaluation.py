@@ -89,7 +89,7 @@ def _refuse_undefined(statistics: Mapping[str, Tensor], name: str) -> None:
         if bool(undefined.any()):
             raise ValueError(
                 f"{int(undefined.sum())} of {undefined.numel()} values of {key!r} on the set {name!r} are not finite: "
-                "the members have diverged, see their diagnostics (hf-bayes-diagnose)"
+                "the members have diverged, see their diagnostics (hf-bayes diagnose)"
             )
 
 

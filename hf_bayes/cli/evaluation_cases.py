@@ -48,11 +48,24 @@ def own_arguments(case: Case, given: Sequence[Any], what: str) -> Any:
     Raises:
         ValueError: for arguments of another case that are not at their defaults.
     """
+    own = next(each for each in given if isinstance(each, case.arguments))
     for other in given:
-        changed = [f"--{each.name}" for each in dataclasses.fields(other) if getattr(other, each.name) != each.default]
-        if changed and not isinstance(other, case.arguments):
-            raise ValueError(f"{', '.join(changed)}: not for the task of the posterior {what}, leave it out")
-    return next(each for each in given if isinstance(each, case.arguments))
+        if other is not own:
+            refuse_changes(other, f"the task of the posterior {what}")
+    return own
+
+
+def refuse_changes(arguments: Any, task: str) -> None:
+    """Check that the arguments of another task are at their defaults.
+
+    Args:
+        task: the words for the task in the error.
+    Raises:
+        ValueError: naming the arguments that are not.
+    """
+    fields = dataclasses.fields(arguments)
+    if changed := [f"--{each.name}" for each in fields if getattr(arguments, each.name) != each.default]:
+        raise ValueError(f"{', '.join(changed)}: not for {task}, leave it out")
 
 
 def _problem(head: dict[str, Any]) -> str:

@@ -149,10 +149,9 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
     if numbers:
         head = {"num_labels": 1, "problem_type": "regression"}
         return LabelReader(head, finite_number, "a finite number", "drop such rows, or leave noise_std out for classes")
-    several = isinstance(feature, (List, LargeList))
-    inner = feature.feature if several else feature
-    if isinstance(inner, ClassLabel):
-        names = list(inner.names)
+    several, given = classes_in(feature)
+    if given is not None:
+        names = given
         index: dict[Any, int] = {number: number for number in range(len(names))}
     else:
         found = _values(train[column] if several else [train.unique(column)])
@@ -180,6 +179,13 @@ def _labels_of(train: Dataset, column: str, *, numbers: bool) -> LabelReader:
         return [float(number in chosen) for number in range(len(names))]
 
     return LabelReader(head, several_of, f"a list out of {names}", advice)
+
+
+def classes_in(feature: Any) -> tuple[bool, list[str] | None]:
+    """Return whether a column holds lists, and the names of its classes; None for classes without names."""
+    several = isinstance(feature, (List, LargeList))
+    inner = feature.feature if several else feature
+    return several, list(inner.names) if isinstance(inner, ClassLabel) else None
 
 
 def _values(rows: Iterable[Iterable[Any] | None]) -> set[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datasets import ClassLabel, Dataset, LargeList, List
+from datasets import Dataset
 
 from hf_bayes.cli.data import check_split
-from hf_bayes.cli.labels import LabelReader, finite_number, read_labels
+from hf_bayes.cli.labels import LabelReader, classes_in, finite_number, read_labels
 from hf_bayes.posteriors.storage.json_types import as_list
 
 _ADVICE = "drop such rows, or name the column of the labels"
@@ -99,9 +99,7 @@ def numbers_of(rows: Dataset, count: int, *, what: str, label_column: str = "lab
 
 def _class_reader(rows: Dataset, column: str, names: Sequence[str]) -> Callable[[Any], int]:
     """Return the function from a value of the column, or of a list in it, to the class of the model."""
-    feature = rows.features[column]
-    inner = feature.feature if isinstance(feature, (List, LargeList)) else feature
-    given = inner.names if isinstance(inner, ClassLabel) else None
+    _, given = classes_in(rows.features[column])
     index = {name: number for number, name in enumerate(names)}
 
     def read(value: Any) -> int:

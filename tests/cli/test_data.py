@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from hf_bayes.cli import data as data_module
 from hf_bayes.cli.data import load_episode, load_rows, load_splits, named_files
 
 
@@ -142,3 +144,26 @@ def test_pairs_name_files_in_their_order() -> None:
 def test_pairs_that_would_lose_a_file_are_refused(pairs: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         named_files("t.txt", pairs)
+
+
+def test_an_episode_holds_out_the_end_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {index:03d}" for index in range(100)]
+    (tmp_path / "book.txt").write_text("\n".join(lines))
+    train, test = load_episode(str(tmp_path / "book.txt"))
+    assert len(train) == len(test) == 1
+    assert (train[0]["text"] + test[0]["text"]).splitlines() == lines
+    assert test[0]["text"].splitlines() == lines[-len(test[0]["text"].splitlines()) :]
+    assert len(test[0]["text"]) / 899 == pytest.approx(0.15, abs=0.01)
+    with pytest.raises(ValueError, match=r"held_out must lie strictly between 0 and 1, got 1\.5"):
+        load_episode(str(tmp_path / "book.txt"), held_out=1.5)
+    asked: list[Any] = []
+
+    def load(name: str, config: str | None, split: str) -> Dataset:
+        asked.append((name, config, split))
+        return Dataset.from_dict({"text": ["first words of a text", "last words of another"]})
+
+    monkeypatch.setattr(data_module, "load_dataset", load)
+    train, _ = load_episode("owner/name:validation[:10%]")
+    load_episode("owner/name/config")
+    assert asked == [("owner/name", None, "validation[:10%]"), ("owner/name", "config", "train")]
+    assert train[0]["text"] == "first words of a text\n\n"  # cut at the line end before the 85 %

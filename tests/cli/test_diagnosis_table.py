@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from hf_bayes.cli.diagnose import main
+from hf_bayes.cli.main import main
 from hf_bayes.posteriors.posterior import Posterior
 from tests.runs import token_rows
 from tests.training.diagnosed import run
@@ -18,7 +18,7 @@ def test_the_table_has_the_figures_of_every_eval_set(
     trainer = run(tmp_path / "run", eval_dataset={"near": rows.select([0, 1]), "far_off": rows.select([2, 3])})
     trainer.save_model()
     monkeypatch.setenv("COLUMNS", "140")
-    main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
+    main(["diagnose", str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
     shown, metrics = capsys.readouterr().out, Posterior.from_pretrained(tmp_path / "run").config.metrics
     for words, name, of in (
         ("held-out NLL", "nll", ("near", "far_off")),

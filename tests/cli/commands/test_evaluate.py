@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-import scripts.evaluate_uncertainty as script
 from hf_bayes import Posterior, distil
+from hf_bayes.cli.commands.evaluate import COMMAND, EvaluationArguments
+from hf_bayes.cli.main import main
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.fit import distil_training
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 from tests.members.subjects import bert_tagger
 from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLASSES = {"id2label": {0: "even", 1: "odd"}, "label2id": {"even": 0, "odd": 1}}
 METHOD = SGHMCConfig(num_chains=2, init_jitter=1.0)
 
@@ -49,7 +51,7 @@ def test_a_student_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     folder = str(tmp_path / "distilled")
     distil(classifier, runs.label_rows(220), batch_size=20, progress=False).save_pretrained(folder)
     arguments = ["--posterior", folder, "--test", table_of(tmp_path / "test.csv"), "--text_column", "query"]
-    results = evaluate(monkeypatch, tmp_path, *arguments, "--label_column", "parity", "--predict", "distilled")
+    results = evaluate(tmp_path, *arguments, "--label_column", "parity", "--predict", "distilled")
     assert results["members"] == 1
     assert "member_nll" not in results
     assert results["epistemic"] > 0
@@ -61,9 +63,9 @@ def table_of(path: Path, *, labels: tuple[str, ...] = ("even", "odd")) -> str:
     return str(path)
 
 
-def evaluate(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
-    monkeypatch.setattr("sys.argv", ["evaluate_uncertainty", *arguments, "--output_dir", str(folder / "out")])
-    script.main()
+def evaluate(folder: Path, *arguments: str) -> dict[str, Any]:
+    given = [*arguments, "--output_dir", str(folder / "out")]
+    COMMAND.run(*parse_arguments(*COMMAND.arguments, arguments=given))
     assert (folder / "out" / "uncertainty.png").stat().st_size > 10_000
     found: dict[str, Any] = json.loads((folder / "out" / "results.json").read_text())
     return found
@@ -71,27 +73,27 @@ def evaluate(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> 
 
 def test_no_rows_in_a_batch_are_refused_before_loading() -> None:
     with pytest.raises(ValueError, match="--batch_size must be at least 1, got 0"):
-        script.Arguments(posterior="out", test="t.txt", batch_size=0)
+        EvaluationArguments(posterior="out", test="t.txt", batch_size=0)
 
 
-def test_every_text_of_a_language_model_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_text_of_a_language_model_has_its_figures(tmp_path: Path) -> None:
     for number, name in enumerate(["test", "code", "rot13"]):
         (tmp_path / f"{name}.txt").write_text("\n".join(np.roll(TEXTS * 8, number)[number:]))
     arguments = ["--posterior", saved(tmp_path, tiny_llama()), "--test", str(tmp_path / "test.txt"), "--length", "16"]
     others = [f"{name}={tmp_path / name}.txt" for name in ("code", "rot13")]
-    results = evaluate(monkeypatch, tmp_path, *arguments, "--ood", *others)
+    results = evaluate(tmp_path, *arguments, "--ood", *others)
     assert (results["task"], results["members"]) == ("causal_lm", 2)
     assert list(results["auroc"]) == ["code", "rot13"]
     assert results["perplexity"] == pytest.approx(np.exp(results["nll"]))
 
 
 def test_a_classifier_is_evaluated_from_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, classifier: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"query": text[::-1]}) for text in TEXTS))
     arguments = ["--posterior", classifier, "--test", table_of(tmp_path / "test.csv"), "--text_column", "query"]
     other = f"backwards={tmp_path / 'other.jsonl'}"
-    results = evaluate(monkeypatch, tmp_path, *arguments, "--label_column", "parity", "--ood", other)
+    results = evaluate(tmp_path, *arguments, "--label_column", "parity", "--ood", other)
     assert (results["task"], results["members"]) == ("sequence_classification", 2)
     assert results["rows"] == {"test": 12, "backwards": 4}
     assert {"nll", "member_nll", "accuracy", "ece", "brier"} <= set(results)
@@ -103,9 +105,7 @@ def test_a_classifier_is_evaluated_from_a_table(
     assert "perplexity" not in printed
 
 
-def test_a_stored_temperature_is_applied_unless_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str
-) -> None:
+def test_a_stored_temperature_is_applied_unless_refused(tmp_path: Path, classifier: str) -> None:
     posterior = Posterior.from_pretrained(classifier)
     numbers = {"log_std_error": 0.1, "nll": 1.0, "calibrated_nll": 0.9, "nll_std_error": 0.1, "num_terms": 9}
     calibration = {"temperature": 2.0, **numbers, "num_members": 2, "prediction": "members"}
@@ -113,8 +113,8 @@ def test_a_stored_temperature_is_applied_unless_refused(
     dataclasses.replace(posterior, config=config).save_pretrained(tmp_path / "calibrated")
     arguments = ["--posterior", str(tmp_path / "calibrated"), "--test", table_of(tmp_path / "test.csv")]
     arguments += ["--text_column", "query", "--label_column", "parity"]
-    calibrated = evaluate(monkeypatch, tmp_path, *arguments)
-    plain = evaluate(monkeypatch, tmp_path, *arguments, "--calibrated", "false")
+    calibrated = evaluate(tmp_path, *arguments)
+    plain = evaluate(tmp_path, *arguments, "--calibrated", "false")
     assert (calibrated["temperature"], plain["temperature"]) == (2.0, 1.0)
     assert calibrated["total"] > plain["total"]
     assert calibrated["accuracy"] == plain["accuracy"]
@@ -124,15 +124,14 @@ def test_the_command_of_the_page_runs_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str
 ) -> None:
     page = (ROOT / "docs" / "uncertainty.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python scripts/evaluate_uncertainty.py ((?:.*\\\n)*.*)$", page, flags=re.MULTILINE)
+    (command,) = re.findall(r"^hf-bayes (evaluate (?:.*\\\n)*.*)$", page, flags=re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(classifier, "posterior")
     rows = [{"text": f"{TEXTS[i % 4]} {i}", "label": ("even", "odd")[i % 2]} for i in range(8)]
     for name in ("test", "out_of_scope"):
         Path(f"{name}.csv").write_text("\n".join(["text,label", *(f'"{row["text"]}",{row["label"]}' for row in rows)]))
     Path("news.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("sys.argv", ["evaluate_uncertainty", *shlex.split(command.replace("\\\n", " "))])
-    script.main()
+    assert main(shlex.split(command.replace("\\\n", " "))) == 0
     assert set(json.loads(Path("evaluation/results.json").read_text())["auroc"]) == {"out_of_scope", "news"}
 
 
@@ -148,14 +147,14 @@ def test_the_command_of_the_page_runs_as_printed(
         ({"padding": "data", "ood": "x=missing.csv"}, r"no file matches 'missing.csv'"),
     ],
 )
-def test_wrong_input_ends_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classifier: str, fields: dict[str, str], words: str
+def test_wrong_input_is_refused_in_one_sentence(
+    tmp_path: Path, classifier: str, fields: dict[str, str], words: str
 ) -> None:
     usual = {"posterior": classifier, "test": table_of(tmp_path / "test.csv")}
     usual |= {"text_column": "query", "label_column": "parity"}
     flags = [word for name, value in {**usual, **fields}.items() for word in (f"--{name}", value)]
     with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
-        evaluate(monkeypatch, tmp_path, *flags)
+        evaluate(tmp_path, *flags)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -179,9 +178,7 @@ FILES: dict[str, Callable[[int], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_TASKS)
-def test_every_kind_of_labels_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_every_kind_of_labels_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     make, label, fields = OTHER_TASKS[kind]
     train = [{**row, "labels": label(i)} for i, row in enumerate(runs.label_rows())]
     train = [{name: value for name, value in row.items() if name != "label"} for row in train]
@@ -192,7 +189,7 @@ def test_every_kind_of_labels_is_evaluated(
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "other.jsonl").write_text("\n".join(json.dumps({"text": row["text"][::-1]}) for row in rows[:5]))
     arguments = ["--posterior", posterior, "--test", str(tmp_path / "test.jsonl")]
-    results = evaluate(monkeypatch, tmp_path, *arguments, "--ood", f"backwards={tmp_path / 'other.jsonl'}")
+    results = evaluate(tmp_path, *arguments, "--ood", f"backwards={tmp_path / 'other.jsonl'}")
     assert (results["kind"], results["members"]) == (kind, 2)
     assert results["rows"] == {"test": 8, "backwards": 5}
     assert all(0 <= area <= 1 for area in results["auroc"]["backwards"].values())

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_bayes import (
-    EnsembleConfig,
-)
-from hf_bayes.cli.diagnose import main
+from hf_bayes import EnsembleConfig
 from hf_bayes.cli.diagnosis_figure import plot
+from hf_bayes.cli.main import main
 from hf_bayes.posteriors.posterior import Posterior
 from tests.runs import token_rows
 from tests.training.diagnosed import run
@@ -36,7 +34,7 @@ def test_what_is_stored_is_small_and_shown_by_one_command(
     assert hottest[11] == [None] * 3  # burn-in: 12 of 24 updates
     assert hottest[-1] == pytest.approx(tensors.amax(1).tolist(), rel=1e-4)
     monkeypatch.setenv("COLUMNS", "140")
-    main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
+    main(["diagnose", str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
     shown = capsys.readouterr().out
     for words in ("sghmc, 3 chains", "kinetic temperature", "R-hat, single terms", "held-out NLL of a MAP estimate"):
         assert words in shown
@@ -57,7 +55,7 @@ def test_a_posterior_without_a_run_has_a_table_only(tmp_path: Path, capsys: pyte
     untraced = dataclasses.replace(trainer.posterior, trace=None)
     untraced.save_pretrained(tmp_path / "run")
     assert Posterior.from_pretrained(tmp_path / "run").trace is None
-    main([str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
+    main(["diagnose", str(tmp_path / "run"), "--output", str(tmp_path / "figure.png")])
     assert "nothing to plot" in capsys.readouterr().out
     assert not (tmp_path / "figure.png").exists()
 
@@ -74,7 +72,7 @@ def test_the_command_shows_foreign_text_as_it_is(tmp_path: Path, capsys: Any) ->
     Posterior(trainer.posterior.approximation, config, trainer.posterior.adapter_config, trace).save_pretrained(
         tmp_path / "saved"
     )
-    main([str(tmp_path / "saved"), "--output", str(tmp_path / "figure.png")])
+    main(["diagnose", str(tmp_path / "saved"), "--output", str(tmp_path / "figure.png")])
     shown = capsys.readouterr().out
     assert not set("\x1b\x07\u202e") & set(shown)
     assert "U+001B" in shown

@@ -3,31 +3,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from datasets import Dataset
 from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 
-# A script's own folder is on the path when it runs.
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import continual_results
-import run_continual
-from continual_arguments import ContinualArguments, methods
-
 from hf_bayes import Posterior
-from hf_bayes.cli import data as data_module
-from hf_bayes.cli.data import load_episode
+from hf_bayes.cli.commands import continual
+from tests.cli.commands import running
 from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
-
-RESULTS = {
-    "single": [[1.0, 9.0, 9.0], [9.0, 2.0, 9.0], [9.0, 9.0, 3.0]],
-    "method": [[1.0, 8.0, 8.0], [1.5, 2.2, 8.0], [2.0, 2.6, 3.3]],
-}
 
 
 @pytest.fixture
@@ -52,19 +38,18 @@ def fields(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> dict[str, Any]:
+def run(fields: dict[str, Any]) -> dict[str, Any]:
     out = Path(fields["output_dir"])
     file = out.parent / "run.yaml"
     file.write_text(yaml.safe_dump(fields))
-    monkeypatch.setattr(sys, "argv", ["run_continual.py", str(file)])
-    run_continual.main()
+    running.run("continual", str(file))
     return json.loads((out / "results.json").read_text())
 
 
 def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = run(monkeypatch, fields)
+    results = run(fields)
     out = tmp_path / "out"
     assert results["settings"]["window"] == 48  # the model's context, below 2048
     losses = results["losses"]
@@ -86,13 +71,13 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     for file in sorted(removed.rglob("*"), reverse=True):
         file.unlink()
     trained: list[str] = []
-    train = run_continual.BayesianTrainer.train
+    train = continual.BayesianTrainer.train
     monkeypatch.setattr(
-        run_continual.BayesianTrainer,
+        continual.BayesianTrainer,
         "train",
         lambda self, **options: (trained.append(self.args.output_dir), train(self, **options))[1],
     )
-    assert run(monkeypatch, fields) == results  # bit for bit
+    assert run(fields) == results  # bit for bit
     assert trained == [str(removed)]
     for change, key in (
         ({"strength": 2.0}, "strength"),
@@ -101,10 +86,10 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
         ({"data_unit": "sequence"}, "data_unit"),
     ):
         with pytest.raises(ValueError, match=rf"other \['{key}'\]: choose another output_dir"):
-            run(monkeypatch, {**fields, **change})
+            run({**fields, **change})
     (tmp_path / "two.txt").write_text(f"{TEXTS[2]}\n" * 12)
     with pytest.raises(ValueError, match=r"other \['texts'\]: choose another output_dir"):
-        run(monkeypatch, fields)
+        run(fields)
 
 
 @pytest.mark.parametrize(
@@ -116,25 +101,24 @@ def test_two_episodes_chain_posteriors_and_a_second_call_goes_on(
     ],
 )
 def test_a_run_does_not_resume_with_another_model(
-    model: dict[str, Any], texts: tuple[str, ...], differing: list[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any],
+    model: dict[str, Any], texts: tuple[str, ...], differing: list[str], tmp_path: Path, fields: dict[str, Any],
 ) -> None:  # fmt: skip
     fields |= {"methods": ["sequential"], "max_steps": 1}
-    run(monkeypatch, fields)
+    run(fields)
     shutil.rmtree(tmp_path / "out" / "sequential" / "episode_1")
     tiny_llama(max_position_embeddings=48, **model).save_pretrained(tmp_path / "llama")
     tiny_tokenizer(texts).save_pretrained(tmp_path / "llama")
     with pytest.raises(
         ValueError, match=rf"was made with other {re.escape(str(differing))}: choose another output_dir"
     ):
-        run(monkeypatch, fields)
+        run(fields)
 
 
 def test_a_run_killed_within_an_episode_resumes_bitwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     fields |= {"methods": ["laplace_diagonal"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = run(monkeypatch, {**fields, "output_dir": str(tmp_path / "whole")})
+    whole = run({**fields, "output_dir": str(tmp_path / "whole")})
     trained: list[tuple[str, int]] = []
 
     class Killed(BaseException):
@@ -146,19 +130,19 @@ def test_a_run_killed_within_an_episode_resumes_bitwise(
             if trained[-1] == (("laplace_diagonal", "episode_1"), 3) and not restarted:
                 raise Killed
 
-    class Watched(run_continual.BayesianTrainer):
+    class Watched(continual.BayesianTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, callbacks=[Killer()], **kwargs)
 
-    monkeypatch.setattr(run_continual, "BayesianTrainer", Watched)
+    monkeypatch.setattr(continual, "BayesianTrainer", Watched)
     restarted: list[bool] = []
     with pytest.raises(Killed):
-        run(monkeypatch, fields)
+        run(fields)
     with pytest.raises(ValueError, match=r"other \['learning_rate'\]"):  # nothing of this episode is finished
-        run(monkeypatch, {**fields, "learning_rate": 0.5})
+        run({**fields, "learning_rate": 0.5})
     trained.clear()
     restarted.append(True)
-    assert run(monkeypatch, fields)["losses"] == whole["losses"]
+    assert run(fields)["losses"] == whole["losses"]
     assert trained == [(("laplace_diagonal", "episode_1"), step) for step in (3, 4)]
     posteriors = [
         Posterior.from_pretrained(tmp_path / run / "laplace_diagonal" / "episode_1") for run in ("whole", "out")
@@ -166,20 +150,18 @@ def test_a_run_killed_within_an_episode_resumes_bitwise(
     assert posteriors[0].fingerprint == posteriors[1].fingerprint
 
 
-def test_a_model_without_a_context_limit_gets_the_default_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
+def test_a_model_without_a_context_limit_gets_the_default_window(tmp_path: Path, fields: dict[str, Any]) -> None:
     config = BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2)
     assert not hasattr(config, "max_position_embeddings")
     BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
     tiny_tokenizer().save_pretrained(tmp_path / "bloom")
     fields |= {"model_name_or_path": str(tmp_path / "bloom"), "methods": ["single"], "max_steps": 1}
-    assert run(monkeypatch, fields)["settings"]["window"] == 2048
+    assert run(fields)["settings"]["window"] == 2048
 
 
-def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+def test_an_unknown_method_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"methods \['ewc'\] are unknown: choose of single, sequential, offline"):
-        run(monkeypatch, {**fields, "methods": ["ewc"]})
+        run({**fields, "methods": ["ewc"]})
 
 
 @pytest.mark.parametrize(
@@ -192,64 +174,22 @@ def test_an_unknown_method_is_refused(monkeypatch: pytest.MonkeyPatch, fields: d
         ({"mean_field_args": {"width": 1}}, "mean_field has no field .width."),
     ],
 )
-def test_what_the_script_cannot_do_is_refused(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
+def test_what_the_script_cannot_do_is_refused(fields: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(monkeypatch, fields | change)
+        run(fields | change)
 
 
-def test_mean_field_may_have_a_first_prior_of_its_own() -> None:
-    given = ContinualArguments(episodes=["one.txt"], mean_field_args='{"prior_std": 0.5}')
-    assert {name: config.prior_std for name, config in methods(given).items() if config.prior_std != 0.1} == {
-        "mean_field": 0.5
-    }
-
-
-def test_an_episode_without_a_token_to_test_on_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
+def test_an_episode_without_a_token_to_test_on_is_named(tmp_path: Path, fields: dict[str, Any]) -> None:
     (tmp_path / "two.txt").write_text("Hi")
     with pytest.raises(ValueError, match=r"of '.*two\.txt': no window with a token to predict"):
-        run(monkeypatch, fields)
+        run(fields)
 
 
-def test_the_lora_is_the_papers_and_there_has_to_be_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    run(monkeypatch, {**fields, "methods": ["single"], "lora_layers": [1], "max_steps": 1})
+def test_the_lora_is_the_papers_and_there_has_to_be_one(tmp_path: Path, fields: dict[str, Any]) -> None:
+    run({**fields, "methods": ["single"], "lora_layers": [1], "max_steps": 1})
     config = json.loads((tmp_path / "out" / "single" / "episode_0" / "adapter_config.json").read_text())
     assert config["lora_alpha"] == 32
     assert config["target_modules"]
     assert all(".1." in module for module in config["target_modules"])  # the second of two layers
     with pytest.raises(ValueError, match="lora_rank must be at least 1, got 0"):
-        run(monkeypatch, {**fields, "lora_rank": 0})
-
-
-def test_forgetting_is_measured_against_single_episodes() -> None:
-    assert continual_results.excess(RESULTS, "method") == pytest.approx([0.0, 0.35, (1.0 + 0.6 + 0.3) / 3])
-    assert continual_results.forgotten(RESULTS, "method") == pytest.approx((1.0 + 0.4) / 2)
-    assert "| method | 2.6333 | 0.6333 | 0.7000 | 0.3000 |" in continual_results.table(RESULTS)
-
-
-def test_an_episode_holds_out_the_end_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [f"line {index:03d}" for index in range(100)]
-    (tmp_path / "book.txt").write_text("\n".join(lines))
-    train, test = load_episode(str(tmp_path / "book.txt"))
-    assert len(train) == len(test) == 1
-    assert (train[0]["text"] + test[0]["text"]).splitlines() == lines
-    assert test[0]["text"].splitlines() == lines[-len(test[0]["text"].splitlines()) :]
-    assert len(test[0]["text"]) / 899 == pytest.approx(0.15, abs=0.01)
-    with pytest.raises(ValueError, match=r"held_out must lie strictly between 0 and 1, got 1\.5"):
-        load_episode(str(tmp_path / "book.txt"), held_out=1.5)
-    asked: list[Any] = []
-
-    def load(name: str, config: str | None, split: str) -> Dataset:
-        asked.append((name, config, split))
-        return Dataset.from_dict({"text": ["first words of a text", "last words of another"]})
-
-    monkeypatch.setattr(data_module, "load_dataset", load)
-    train, _ = load_episode("owner/name:validation[:10%]")
-    load_episode("owner/name/config")
-    assert asked == [("owner/name", None, "validation[:10%]"), ("owner/name", "config", "train")]
-    assert train[0]["text"] == "first words of a text\n\n"  # cut at the line end before the 85 %
+        run({**fields, "lora_rank": 0})

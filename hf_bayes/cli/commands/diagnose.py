@@ -1,4 +1,4 @@
-"""``hf-bayes-diagnose DIRECTORY``: show the diagnostics of a posterior as a table with the verdict, and as a figure.
+"""``hf-bayes diagnose``: show the diagnostics of a posterior as a table with the verdict, and as a figure.
 
 The command reads the JSON and safetensors files of a directory or repository and needs no base model.
 docs/diagnostics.md explains the panels. Characters in these files that act on a terminal are shown as codes.
@@ -6,30 +6,34 @@ docs/diagnostics.md explains the panels. Characters in these files that act on a
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
+from hf_bayes.cli.command import Command
 from hf_bayes.cli.diagnosis_figure import plot
 from hf_bayes.cli.diagnosis_table import table
-from hf_bayes.core.text_safety import readable_errors
 from hf_bayes.posteriors import hub
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.directory import TRACE
 from hf_bayes.posteriors.storage import POSTERIOR, read_directory
 
 
-@readable_errors()
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments, by default the arguments of the command line."""
-    parser = argparse.ArgumentParser(prog="hf-bayes-diagnose", description="Show the diagnostics of a posterior.")
-    parser.add_argument("posterior", help="directory or Hub id of a posterior")
-    parser.add_argument(
-        "--output", type=Path, default=Path("diagnostics.png"), help="file of the figure (default: %(default)s)"
-    )
-    args = parser.parse_args(arguments)
+@dataclass
+class DiagnosisArguments:
+    """The posterior and the figure."""
+
+    posterior: str = field(metadata={"help": "A posterior directory or a repository of the Hub."})
+    output: str = field(default="diagnostics.png", metadata={"help": "File of the figure."})
+
+
+def diagnose(args: DiagnosisArguments) -> None:
+    """Show whether the chains of a run converged: a table with a verdict, and a figure.
+
+    Raises:
+        ValueError, OSError: for a directory that is no posterior.
+    """
     directory = hub.fetch(args.posterior, patterns=hub.FILES)
     wanted = (CONFIG, TRACE)
     files = read_directory(directory, format=POSTERIOR, only=lambda name: name in wanted)
@@ -40,9 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if drawn is None:
         console.print("There is nothing to plot: this posterior has no log of the chains of a run.")
         return
-    drawn.savefig(args.output, dpi=130)
+    drawn.savefig(Path(args.output), dpi=130)
     console.print(f"figure: {args.output}")
 
 
-if __name__ == "__main__":
-    main()
+COMMAND = Command(run=diagnose, arguments=(DiagnosisArguments,), example="diagnose posterior", first="posterior")

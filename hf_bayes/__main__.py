@@ -1,0 +1,10 @@
+"""``python -m hf_bayes``, which is the command ``hf-bayes``: ``accelerate launch -m hf_bayes train run.yaml``."""
+
+from __future__ import annotations
+
+import sys
+
+from hf_bayes.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

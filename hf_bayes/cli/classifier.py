@@ -1,0 +1,61 @@
+"""A sequence classifier, or a regression, and labelled texts to train it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peft import TaskType
+from transformers import AutoModelForSequenceClassification
+
+from hf_bayes.cli.arguments import DataArguments, ModelArguments
+from hf_bayes.cli.labels import labelled_text
+from hf_bayes.cli.padding import Padding, padding_collator
+from hf_bayes.cli.scripts import Problem
+from hf_bayes.training.arguments import BayesianTrainingArguments
+
+
+@dataclass
+class LabelArguments:
+    """The columns and the padding of labelled texts."""
+
+    _argument_group_name = "labels of a classifier"
+
+    pair_column: str | None = field(default=None, metadata={"help": "Column of a second text, if rows are pairs."})
+    label_column: str = field(
+        default="label",
+        metadata={"help": "Column of the labels. They are classes, lists of classes, or numbers (with --noise_std)."},
+    )
+    max_length: int | None = field(default=None, metadata={"help": "Tokens kept of a text. Default: all that fit."})
+    padding: Padding = field(
+        default="data", metadata={"help": "Pad every batch to the longest row of the data, or to that of the batch."}
+    )
+
+
+def classifier(
+    model_args: ModelArguments, data_args: DataArguments, labels: LabelArguments, args: BayesianTrainingArguments
+) -> Problem:
+    """Load the model with its LoRA and a head for the labels, and encode the texts.
+
+    A column of classes gives a classifier, and a column of lists of classes gives a multi-label classifier. With
+    ``args.noise_std`` a column of numbers gives a regression.
+
+    Raises:
+        ValueError: as ``labelled_text`` and ``DataArguments.load``.
+    """
+    tokenizer = model_args.load_tokenizer()
+    with args.main_process_first(desc="data"):
+        splits, head = labelled_text(
+            data_args.load(args.seed),
+            tokenizer,
+            text_column=data_args.text_column,
+            pair_column=labels.pair_column,
+            label_column=labels.label_column,
+            numbers=args.noise_std is not None,
+            max_length=labels.max_length,
+        )
+    model = model_args.load_model(AutoModelForSequenceClassification, **head)
+    # decoders classify by the last token that is not padding, so they need the padding token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    adapted = model_args.add_lora(model, TaskType.SEQ_CLS)
+    collate = padding_collator(tokenizer, splits.values(), padding=labels.padding)
+    return Problem(adapted, splits["train"], splits.get("validation"), collate, tokenizer)

@@ -1,0 +1,22 @@
+"""The record of a command: its arguments, its work and an example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """A command of ``hf-bayes``.
+
+    Attributes:
+        run: the work, a function of one object of each dataclass of arguments.
+        arguments: these dataclasses.
+        example: the words after ``hf-bayes`` in an example, shown by ``--help``.
+        first: the field that a first word without a flag is the value of.
+    """
+
+    run: Callable[..., Any]
+    arguments: tuple[type[Any], ...]
+    example: str
+    first: str | None = None

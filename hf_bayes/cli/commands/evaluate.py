@@ -1,0 +1,98 @@
+"""``hf-bayes evaluate``: scores, calibration, risk-coverage, and detection of other inputs.
+
+The posterior names its task. For a language model the files are texts, which are cut into windows of equal length. For
+classifiers, regressions and taggers of texts they are .csv, .jsonl or .parquet files with a row for each text; only the
+test rows need labels:
+
+    one class for each text      the name of a class
+    several labels               a list of names
+    a regression                 a number
+    a tagger                     the words, and a name of a class for each: lists, or texts with blanks
+
+The AUROC measures how well an uncertainty separates the rows of another set from the test set. The uncertainty of a
+window, or of a tagger's text, is the mean over its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+
+from hf_bayes.cli.command import Command
+from hf_bayes.cli.data import named_files
+from hf_bayes.cli.evaluation import TEST
+from hf_bayes.cli.evaluation import evaluate as statistics_of
+from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
+from hf_bayes.cli.evaluation_figure import plot
+from hf_bayes.cli.evaluation_table import tables
+from hf_bayes.cli.posterior_arguments import PosteriorArguments
+from hf_bayes.metrics import evaluation_results
+from hf_bayes.models.loading import load_tokenizer
+from hf_bayes.posteriors.posterior import Posterior
+
+
+@dataclass
+class EvaluationArguments(PosteriorArguments):
+    """The posterior to evaluate and the files."""
+
+    _argument_group_name = "evaluation"
+
+    test: str = field(kw_only=True, metadata={"help": "Held-out data in distribution, one file."})
+    ood: list[str] = field(default_factory=list, metadata={"help": "Other data, as name=file."})
+    output_dir: str = field(default="evaluation", metadata={"help": "Directory of results.json and the figure."})
+    batch_size: int = field(default=8, metadata={"help": "Windows or rows of a batch."})
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"--batch_size must be at least 1, got {self.batch_size}: it counts windows or rows")
+
+
+def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
+    """Measure the scores and the calibration of a posterior, and how well it recognises other inputs.
+
+    The tables are printed, and written with a figure to results.json and uncertainty.png.
+
+    Args:
+        args: the posterior and the files.
+        own: the arguments of every task.
+    Raises:
+        ValueError, OSError: for files, columns or labels that do not fit the posterior.
+    """
+    files = named_files(args.test, args.ood)
+    posterior = Posterior.from_pretrained(args.posterior)
+    case = case_of(posterior.config, args.posterior)
+    chosen = own_arguments(case, own, args.posterior)
+    tokenizer = load_tokenizer(args.posterior, posterior=posterior, base_model=args.base_model)
+    sets = case.read(files, tokenizer, posterior.config.head, chosen)
+    collate = case.collate(tokenizer, sets, chosen)
+    model = case.model_class.from_pretrained(posterior, **args.loading)
+    model.to(PartialState().device)  # the device that training would use
+    found = statistics_of(model, sets, case, collate, batch_size=args.batch_size)
+    others = {name: statistics for name, statistics in found.items() if name != TEST}
+    results = {
+        "task": posterior.config.task,
+        "members": model.num_members,
+        "temperature": model.mixture_temperature,
+        **evaluation_results(found[TEST], others, case.figures),
+    }
+    directory = Path(args.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.json").write_text(json.dumps(results, indent=2))
+    plot(found, results, case.figures).savefig(directory / "uncertainty.png", dpi=150)
+    console = Console(width=100)
+    for table in tables(results, args.posterior):
+        console.print(table)
+    return results
+
+
+COMMAND = Command(
+    run=evaluate,
+    arguments=(EvaluationArguments, *dict.fromkeys(case.arguments for case in CASES.values())),
+    example="evaluate posterior --test test.csv --label_column intent --ood out_of_scope=other.csv",
+    first="posterior",
+)

@@ -1,0 +1,44 @@
+"""``hf-bayes score``: show the uncertainty of each token of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_bayes.cli.command import Command
+from hf_bayes.cli.posterior_arguments import PosteriorArguments, given_texts
+from hf_bayes.cli.token_output import OutputArguments, show
+
+
+@dataclass
+class TextArguments:
+    """The texts to score."""
+
+    _argument_group_name = "texts"
+
+    text: list[str] = field(default_factory=list, metadata={"help": "The text, or several, each in quotes."})
+    file: str | None = field(
+        default=None,
+        metadata={"help": "A .txt file is one text; a .csv, .jsonl or .parquet file has one in each row."},
+    )
+    text_column: str = field(default="text", metadata={"help": "Column of the texts in such a file."})
+    batch_size: int = field(default=8, metadata={"help": "Texts of a batch."})
+
+
+def score(posterior: PosteriorArguments, texts: TextArguments, output: OutputArguments) -> None:
+    """Show the log-probability and the total, aleatoric and epistemic uncertainty of each token of given texts.
+
+    Numbers are in nats. The last row has the log-probability of the text and the means over its tokens.
+
+    Raises:
+        ValueError: for a posterior of another task, no text, or a text of fewer than two tokens.
+    """
+    given = given_texts(texts.text, texts.file, column=texts.text_column, flag="--text")
+    show(posterior.text_pipeline("score").score(given, batch_size=texts.batch_size), output)
+
+
+COMMAND = Command(
+    run=score,
+    arguments=(PosteriorArguments, TextArguments, OutputArguments),
+    example='score posterior --text "The mitochondrion is the powerhouse of the cell."',
+    first="posterior",
+)

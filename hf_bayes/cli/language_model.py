@@ -1,0 +1,58 @@
+"""A causal language model and windows of texts to train it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peft import TaskType
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+
+from hf_bayes.cli.arguments import DataArguments, ModelArguments
+from hf_bayes.cli.scripts import Problem
+from hf_bayes.cli.token_windows import check_window, token_windows
+from hf_bayes.training.arguments import BayesianTrainingArguments
+
+
+@dataclass
+class WindowArguments:
+    """The windows over the texts. By default every token counts once, with half a window of context."""
+
+    _argument_group_name = "windows of a language model"
+
+    window: int = field(default=256, metadata={"help": "Tokens in a window (300 in the posteriors paper)."})
+    overlap: int | None = field(
+        default=None, metadata={"help": "Tokens that neighbours share (100 in the paper). Default: half a window."}
+    )
+    loss_tokens: int | None = field(
+        default=None, metadata={"help": "Last tokens of a window that count (50 in the paper). Default: all new ones."}
+    )
+    score_start: bool = field(default=True, metadata={"help": "Count all tokens of the first window of a text."})
+    join_texts: bool = field(default=False, metadata={"help": "Treat all rows as one text, for many short rows."})
+
+
+def language_model(
+    model_args: ModelArguments, data_args: DataArguments, windows: WindowArguments, args: BayesianTrainingArguments
+) -> Problem:
+    """Load the model with its LoRA, and cut the texts into windows.
+
+    Raises:
+        ValueError: for windows that do not fit the model, and as ``DataArguments.load``.
+    """
+    tokenizer = model_args.load_tokenizer()
+    model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
+    check_window(windows.window, model.config)
+    with args.main_process_first(desc="data"):
+        splits = {
+            split: token_windows(
+                rows,
+                tokenizer,
+                length=windows.window,
+                overlap=windows.window // 2 if windows.overlap is None else windows.overlap,
+                loss_tokens=windows.loss_tokens,
+                score_start=windows.score_start,
+                text_column=data_args.text_column,
+                join=windows.join_texts,
+            )
+            for split, rows in data_args.load(args.seed).items()
+        }
+    return Problem(model, splits["train"], splits.get("validation"), DataCollatorForSeq2Seq(tokenizer), tokenizer)

@@ -1,0 +1,107 @@
+"""The command ``hf-bayes``: find the command, parse its arguments, run it, and say in a sentence what went wrong.
+
+A command's module is imported when the command is given, so that ``hf-bayes --help`` needs neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import hf_bayes
+from hf_bayes.cli.quiet import hidden_bars, quiet_libraries
+from hf_bayes.core.text_safety import readable_errors
+
+if TYPE_CHECKING:
+    from hf_bayes.cli.command import Command
+
+COMMANDS = {
+    "train": "fine-tune a causal language model into a posterior",
+    "classify": "fine-tune a classifier or a regression of texts into a posterior",
+    "continual": "learn texts one after another, each posterior the prior of the next",
+    "tune": "compare methods on held-out rows within a budget, and save the best posterior",
+    "evaluate": "measure scores, calibration and the detection of other inputs",
+    "score": "show the uncertainty of each token of a text",
+    "generate": "continue a prompt and show the uncertainty of each token",
+    "diagnose": "show whether the chains of a run converged",
+}
+"""The name of a command, which is the name of its module in ``cli.commands`` -> its work in words."""
+
+WRONG_INPUT = (ValueError, OSError, ImportError, FloatingPointError)
+"""The errors that end a command with a sentence and the status 2. Any other error is a fault and shows a traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, by default ``sys.argv[1:]``, and return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    traceback = "--traceback" in given
+    given = [word for word in given if word != "--traceback"]
+    if not given or given[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if given[0] == "--version":
+        print(hf_bayes.__version__)
+        return 0
+    name, *rest = given
+    if name not in COMMANDS:
+        print(f"hf-bayes: there is no command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        with readable_errors(), quiet_libraries():
+            _run(name, rest)
+    except WRONG_INPUT as error:
+        if traceback:
+            raise
+        print(f"hf-bayes {name}: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _end_processes()
+    return 0
+
+
+def _run(name: str, given: list[str]) -> None:
+    from hf_bayes.cli.help import help_text
+    from hf_bayes.cli.parsing import parse_arguments
+
+    command: Command = importlib.import_module(f"hf_bayes.cli.commands.{name}").COMMAND
+    everything = "--help-all" in given
+    if everything or {"-h", "--help"} & set(given):
+        print(help_text(name, command, everything=everything))
+        return
+    parsed = parse_arguments(*command.arguments, arguments=given, first=command.first)
+    with hidden_bars():
+        command.run(*parsed)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: hf-bayes COMMAND [FILE.yaml] [--NAME VALUE ...]",
+            "",
+            "Fine-tune Hugging Face models into posteriors, and use the uncertainty of their predictions.",
+            "",
+            *(f"  {name:{width}}  {words}" for name, words in COMMANDS.items()),
+            "",
+            "hf-bayes COMMAND --help lists the arguments of a command. On several devices, start it with",
+            "accelerate launch -m hf_bayes COMMAND ...",
+        ]
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the first line of an error, and how to see the rest."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (--traceback shows the rest)"
+
+
+def _end_processes() -> None:
+    """End the process group of a launch, see ``end_process_group``, if this process has one."""
+    scripts = sys.modules.get("hf_bayes.cli.scripts")
+    if scripts is not None:
+        scripts.end_process_group()

@@ -1,0 +1,106 @@
+"""Arguments from the command line, or from a YAML or JSON file.
+
+This module does not import torch, so that commands without a model start quickly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from hf_bayes.posteriors.storage.json_types import as_list
+
+_CONFIG_FILES = (".yaml", ".yml", ".json")
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that reads 1e-4 as a number. YAML 1.1 reads it as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+class _Parser(HfArgumentParser):
+    """A parser that raises a ValueError for wrong input, where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse_arguments(*types: Any, arguments: Sequence[str] | None = None, first: str | None = None) -> tuple[Any, ...]:
+    """Return one object of each dataclass from ``[--config] FILE [--field value ...]``, or from fields alone.
+
+    FILE is a .yaml, .yml or .json mapping of field names to values. Fields on the command line take precedence.
+
+    Args:
+        types: dataclasses, as for transformers' ``HfArgumentParser``.
+        arguments: the command line, by default ``sys.argv[1:]``.
+        first: the field that a first word without a flag is the value of, unless it is a FILE.
+    Raises:
+        ValueError: for a file that is not a mapping, a field that no dataclass has, or a value of another type.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-"):
+        if Path(given[0]).suffix in _CONFIG_FILES:
+            given = ["--config", *given]
+        elif first is not None:
+            given = [f"--{first}", *given]
+    if "--config" in given:
+        place = given.index("--config")
+        if place + 1 == len(given):
+            raise ValueError("--config needs a file")
+        file = given[place + 1]
+        # The file comes before the flags, because argparse takes the last of two equal flags.
+        given = [*_as_flags(_read(file), types, where=file), *given[:place], *given[place + 2 :]]
+    parser = _Parser(types)
+    *found, rest = parser.parse_args_into_dataclasses(
+        args=given, look_for_args_file=False, return_remaining_strings=True
+    )
+    if rest:
+        near = difflib.get_close_matches(rest[0], [f"--{each.name}" for each in _fields(types)], n=1)
+        advice = f"did you mean {near[0]}?" if near else "see --help"
+        raise ValueError(f"{rest[0]!r} is no argument of this command: {advice}")
+    return tuple(found)
+
+
+def _read(file: str) -> dict[str, Any]:
+    text = Path(file).read_text(encoding="utf-8")
+    try:
+        content = json.loads(text) if file.endswith(".json") else yaml.load(text, _Loader)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a mapping of fields to values, got {type(content).__name__}")
+    return content
+
+
+def _fields(types: Sequence[Any]) -> list[dataclasses.Field[Any]]:
+    return [each for kind in types for each in dataclasses.fields(kind) if each.init]
+
+
+def _as_flags(values: dict[str, Any], types: Sequence[Any], *, where: str) -> list[str]:
+    """Return the command-line flags of these values, so that one parser checks and converts files and flags alike."""
+    defaults = {each.name: each.default for each in _fields(types)}
+    unknown = sorted(set(values) - set(defaults))
+    if unknown:
+        raise ValueError(f"{where} has fields that this command does not have: {', '.join(unknown)}")
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None:
+            if defaults[name] is not None:
+                raise ValueError(f"{where}: {name} cannot be null; leave it out for its default")
+            continue
+        items = as_list(value)
+        flags += [f"--{name}", *(json.dumps(i) if isinstance(i, (dict, bool)) else str(i) for i in items)]
+    return flags

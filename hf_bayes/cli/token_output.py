@@ -1,0 +1,66 @@
+"""The output of scored or generated texts: a table of tokens, JSON lines, or a heat map in HTML."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_bayes.core.text_safety import visible_line
+from hf_bayes.pipelines.records import PARTS
+from hf_bayes.pipelines.rendering import to_html
+
+
+@dataclass
+class OutputArguments:
+    """The form of the output."""
+
+    _argument_group_name = "output"
+
+    json: bool = field(default=False, metadata={"help": "Print one JSON object for each text, in place of tables."})
+    html: str | None = field(
+        default=None, metadata={"help": "Also write a page with the tokens in colour to this file."}
+    )
+
+
+def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:
+    """Print the records as tables or as JSON lines, and write the page if it is wanted."""
+    if output.html is not None:
+        Path(output.html).write_text(to_html(records), encoding="utf-8")
+    if output.json:
+        for record in records:
+            print(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False))
+        return
+    console = Console()
+    for record in records:
+        console.print(table(record))
+
+
+def table(record: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each token, in nats, and the means over the tokens as its last row."""
+    shown = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
+    means = record["uncertainty"]
+    shown.add_column("token", footer=f"{len(record['tokens'])} tokens", overflow="fold")
+    shown.add_column("log-probability", footer=f"{means['sequence_logprob']:.3f}", justify="right", no_wrap=True)
+    for part in PARTS:
+        shown.add_column(part, footer=f"{means[part]:.3f}", justify="right", no_wrap=True)
+    for token in record["tokens"]:
+        numbers = (f"{token[name]:.3f}" for name in ("logprob", *PARTS))
+        shown.add_row(Text(visible_line(token["token"])), *numbers)  # as Text: square brackets are not markup
+    return shown
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with None in place of numbers that are not finite: JSON has no such numbers."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_bayes import pipeline
+from tests.cli.commands.running import run
+from tests.tiny_models import TEXTS
+
+
+def test_scores_are_those_of_the_pipeline(posterior: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("score", posterior, "--text", *TEXTS[:2], "--json", "--batch_size", "1")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    wanted = pipeline(model=posterior).score(TEXTS[:2])
+    assert [record["text"] for record in found] == list(TEXTS[:2])
+    for mine, other in zip(found, wanted, strict=True):
+        assert [token["epistemic"] for token in mine["tokens"]] == pytest.approx(
+            [token["epistemic"] for token in other["tokens"]], abs=1e-6
+        )
+
+
+def test_a_temperature_can_be_left_out(posterior: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("score", posterior, "--text", TEXTS[0], "--members", "1", "--no_calibrated", "--json")
+    (record,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert record["num_members"] == 1
+    assert record["uncertainty"]["epistemic"] == pytest.approx(0, abs=1e-6)

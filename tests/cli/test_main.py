@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_bayes.cli import main as module
+from hf_bayes.cli.commands import diagnose
+from hf_bayes.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_command_has_a_module_and_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    modules = {path.stem for path in (ROOT / "hf_bayes" / "cli" / "commands").glob("*.py")}
+    assert modules - {"__init__"} == COMMANDS.keys()
+
+
+def test_the_help_of_all_commands_imports_no_torch() -> None:
+    program = (
+        "import sys; from hf_bayes.cli.main import main; main(['--help'])\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "hf-bayes: there is no command 'trian', expected one of train, classify,"),
+        (["diagnose"], "hf-bayes diagnose: the following arguments are required: --posterior"),
+        (["diagnose", "out", "--figure", "x.png"], "hf-bayes diagnose: '--figure' is no argument of this command"),
+        (["diagnose", "missing.yaml"], "hf-bayes diagnose: [Errno 2] No such file or directory: 'missing.yaml'"),
+    ],
+)
+def test_wrong_input_ends_in_a_sentence_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(words)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def raising(error: BaseException) -> Any:
+    def run(*_: object) -> None:
+        raise error
+
+    return diagnose.COMMAND._replace(run=run)
+
+
+def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(ValueError("wrong")))
+    with pytest.raises(ValueError, match="wrong"):
+        main(["diagnose", "out", "--traceback"])
+
+
+def test_a_fault_of_the_program_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(KeyError("fault")))
+    with pytest.raises(KeyError):
+        main(["diagnose", "out"])
+
+
+def test_an_interrupted_command_has_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(KeyboardInterrupt()))
+    assert main(["diagnose", "out"]) == 130
+
+
+def test_only_the_first_line_of_an_error_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(diagnose, "COMMAND", raising(OSError("no \x1b[31mmodel\nmuch advice")))
+    assert main(["diagnose", "out"]) == 2
+    assert capsys.readouterr().err == "hf-bayes diagnose: no U+001B[31mmodel (--traceback shows the rest)\n"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == module.hf_bayes.__version__
