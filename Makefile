@@ -12,7 +12,7 @@ HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py member
 	members/test_pictures.py members/test_stacked.py members/test_trunk.py cli models \
 	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 
-.PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark
+.PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark docs
 
 # One thread a worker: the models of the suite are too small for more.
 test test-fast test-slow test-oldest test-newest coverage reliability mutants: export OMP_NUM_THREADS ?= 1
@@ -58,6 +58,11 @@ quickstart: $(STAMP)
 # the python of an environment with the package posteriors, which is then timed beside ours.
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCHMARK)
+
+# The documentation as a site in site/; a link that leads nowhere is an error. To read it: .venv/bin/mkdocs serve
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # torch goes first: what follows must keep the build that is already there.
 $(STAMP): pyproject.toml constraints.txt
