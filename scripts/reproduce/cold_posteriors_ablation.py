@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_bayes import BayesianTrainer
-from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.diagnostics.temperatures import share_within_interval
 from scripts.reproduce.report import keep, table

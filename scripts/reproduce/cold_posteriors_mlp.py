@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_bayes import HMCConfig, SGHMCConfig, sample
-from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.core.rng import generator
 from hf_bayes.core.schedules import Cyclical
 from hf_bayes.diagnostics.convergence import ess, rhat, unconverged

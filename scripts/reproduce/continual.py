@@ -3,7 +3,7 @@
     python -m scripts.reproduce.continual
 
 This repeats section 5.2 and appendix E of the posteriors paper (20 books, Llama 2) with the small base model of the
-quickstart. ``scripts/run_continual.py`` makes every update of every method. This file fetches the texts, chooses lambda
+quickstart. ``hf-bayes continual`` makes every update of every method. This file fetches the texts, chooses lambda
 on the first episode, repeats over seeds and orders, and compares pairs. The same command continues an interrupted run.
 """
 
@@ -29,15 +29,15 @@ import numpy
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainingArguments
-from hf_bayes.cli.arguments import parse_arguments
+from hf_bayes.cli.commands import continual as command
+from hf_bayes.cli.continual_arguments import ContinualArguments, LoraArguments
+from hf_bayes.cli.continual_results import Results, draw_average, draw_losses, excess, forgotten
 from hf_bayes.cli.data import load_episode
+from hf_bayes.cli.parsing import parse_arguments
 from scripts.reproduce import report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the scripts import each other by name
 
-import run_continual
-from continual_arguments import ContinualArguments, LoraArguments
-from continual_results import Results, draw_average, draw_losses, excess, forgotten
 from quickstart_base import pretrain_base, train_tokenizer
 from quickstart_corpora import corpora
 
@@ -146,8 +146,8 @@ def learn(
     settings: Settings, episodes: Sequence[Path], methods: Sequence[str], output: Path, seed: int,
     *, updates: int | None = None, **fields: Any,
 ) -> Results:  # fmt: skip
-    """Run ``run_continual.run`` with these settings. ``fields`` are fields of ContinualArguments."""
-    return run_continual.run(
+    """Run ``run`` of the command with these settings. ``fields`` are fields of ContinualArguments."""
+    return command.run(
         LoraArguments(
             str(Path(settings.cache) / "base"), lora_alpha=16, lora_targets=LINEAR, lora_layers=settings.lora_layers
         ),

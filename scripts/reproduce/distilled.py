@@ -29,8 +29,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, defa
 from transformers.utils import logging
 
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig, Posterior, SGHMCConfig, distil
-from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.cli.evaluate_windows import windows_of
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.fit.distil_report import rank_correlation
 from hf_bayes.metrics import ood_auroc
 from hf_bayes.models.attaching import MODELS

@@ -142,10 +142,14 @@ def labelled(recipe: Recipe) -> list[tuple[str, int]]:
     return random.Random(0).sample(kept, len(kept))
 
 
+def clinc_folder() -> Path:
+    """Return the folder of CLINC150."""
+    return Path(os.environ.get("CLINC150", RESULTS.parents[2] / "shared" / "data" / "clinc150"))
+
+
 def clinc() -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
     """Return (text, intent) of all rows of CLINC150 with a known intent, and the intents of each domain."""
-    folder = Path(os.environ.get("CLINC150", RESULTS.parents[2] / "shared" / "data" / "clinc150"))
-    data, domains = (json.loads((folder / f"{name}.json").read_text()) for name in ("data_full", "domains"))
+    data, domains = (json.loads((clinc_folder() / f"{name}.json").read_text()) for name in ("data_full", "domains"))
     return [(text, intent) for part in ("train", "val", "test") for text, intent in data[part]], domains
 
 

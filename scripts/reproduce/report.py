@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +32,14 @@ def keep(name: str, run: Callable[[], Mapping[str, Any]], directory: Path = RESU
     found = run()
     # a continued experiment records the seconds of all its runs
     record = {"seconds": round(time.perf_counter() - start), **found, "machine": machine("cpu")}
-    (directory / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (directory / f"{name}.json").write_text(as_text(record))
     render(name, directory)
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """Return a record as JSON with a line for each entry, and one line for a list of numbers."""
+    spread_out = json.dumps(record, indent=1) + "\n"
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda found: " ".join(found.group().split()), spread_out)
 
 
 def render(name: str, directory: Path = RESULTS) -> None:

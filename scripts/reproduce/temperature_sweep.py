@@ -54,9 +54,9 @@ from hf_bayes import (
     SGHMCConfig,
     fit_laplace,
 )
-from hf_bayes.cli.arguments import parse_arguments
 from hf_bayes.cli.data import load_splits
 from hf_bayes.cli.labels import labelled_text
+from hf_bayes.cli.parsing import parse_arguments
 from hf_bayes.cli.token_windows import token_windows
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.schedules import Cyclical

@@ -109,5 +109,5 @@ def test_the_experiment_tunes_on_the_first_episode_only(tmp_path: Path, monkeypa
     continual.figures(record, tmp_path)
     assert (tmp_path / "continual.png").exists()
     assert (tmp_path / "continual_losses.png").exists()
-    monkeypatch.setattr(continual.run_continual, "BayesianTrainer", None)  # a second call trains nothing
+    monkeypatch.setattr(continual.command, "BayesianTrainer", None)  # a second call trains nothing
     assert json.loads(json.dumps(continual.run(settings))) == record
