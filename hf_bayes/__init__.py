@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
     from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
     from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+    from hf_bayes.methods.variational.ekf import EKFConfig
+    from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
+    from hf_bayes.methods.variational.ivon import IVONConfig
+    from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
     from hf_bayes.methods.variational.mean_field import MeanFieldConfig
     from hf_bayes.models.attaching import attach
     from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
@@ -90,9 +94,13 @@ _MODULES = {
     "EnsembleConfig": "methods.averaging.ensemble",
     "GPSConfig": "methods.mcmc.gps",
     "HMCConfig": "methods.mcmc.hmc",
+    "IVONConfig": "methods.variational.ivon",
     "LaplaceConfig": "methods.laplace.laplace",
     "MAPConfig": "methods.averaging.map",
     "MCDropoutConfig": "methods.averaging.mc_dropout",
+    "EKFConfig": "methods.variational.ekf",
+    "FullRankVIConfig": "methods.variational.full_rank_vi",
+    "LowRankVIConfig": "methods.variational.low_rank_vi",
     "MeanFieldConfig": "methods.variational.mean_field",
     "MetropolisConfig": "methods.mcmc.metropolis",
     "PenaltyConfig": "methods.mcmc.penalty",
@@ -140,10 +148,14 @@ __all__ = [
     "BayesianTrainer",
     "BayesianTrainerMixin",
     "BayesianTrainingArguments",
+    "EKFConfig",
     "EnsembleConfig",
+    "FullRankVIConfig",
     "GPSConfig",
     "HMCConfig",
+    "IVONConfig",
     "LaplaceConfig",
+    "LowRankVIConfig",
     "MAPConfig",
     "MCDropoutConfig",
     "MeanFieldConfig",

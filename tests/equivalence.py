@@ -40,6 +40,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "map": {"momentum": 0.8},
     "ensemble": {},
     "mean_field": {"init_std": 0.05},
+    "ivon": {"init_std": 0.05},
+    "low_rank_vi": {"rank": 3},
+    "full_rank_vi": {},
+    "ekf": {"init_std": 0.5},
     "metropolis": {"target_acceptance": 0.3},
     "hmc": {"num_leapfrog": 4},
     "laplace": {"structure": "kronecker"},
@@ -53,7 +57,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mc_dropout": {"dropout": 0.3, "num_masks": 2},
 }
 """Fields of every method's config."""
-RATES = {"swa": 0.5, "swag": 0.5, "metropolis": 0.3, "map": 0.01, "ensemble": 0.01, "mean_field": 0.01, "laplace": 0.01}
+RATES = {
+    "swa": 0.5,
+    "swag": 0.5,
+    "metropolis": 0.3,
+    "map": 0.01,
+    "ensemble": 0.01,
+    "mean_field": 0.01,
+    "ivon": 0.05,
+    "low_rank_vi": 0.01,
+    "full_rank_vi": 0.01,
+    "laplace": 0.01,
+}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "llama-lora": (lambda: with_lora(tiny_llama()), {}),
@@ -126,7 +141,19 @@ def trained(directory: Path) -> Iterator[tuple[str, str]]:
             yield f"trainer/{name}/{seed}", files_of(place)
 
 
-ONE_DRAW = {"map", "ensemble", "mean_field", "swa", "swag", "mc_dropout", "snapshot"}
+ONE_DRAW = {
+    "map",
+    "ensemble",
+    "mean_field",
+    "ekf",
+    "ivon",
+    "low_rank_vi",
+    "full_rank_vi",
+    "swa",
+    "swag",
+    "mc_dropout",
+    "snapshot",
+}
 """Methods whose chains end in one approximation."""
 
 

@@ -67,14 +67,17 @@ print(hf_bayes.__file__)
 print(importlib.metadata.version("hf-bayes"))
 folder = importlib.resources.files("hf_bayes").joinpath("pipelines", "templates")
 print(len([t for t in folder.iterdir() if t.read_text().strip()]))
+(command,) = importlib.metadata.distribution("hf-bayes").entry_points
+print(command.name, command.load()(["--version"]))
 """
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([str(python), "-c", program], cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    file, version, templates = done.stdout.split()
+    file, version, templates, *command = done.stdout.split()
     assert Path(file).is_relative_to(environment)
     assert version == PYPROJECT["project"]["version"]
     assert int(templates) >= 1
+    assert command == [version, "hf-bayes", "0"]
 
 
 def test_constraints_pin_every_dependency() -> None:

@@ -32,3 +32,10 @@ def test_a_spread_is_mean_and_standard_deviation() -> None:
     assert report.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
     assert report.spread([0.5], 1) == "0.5"
     assert report.table(["a", "b"], [[1, 0.12345]]) == "| a | b |\n| --- | --- |\n| 1 | 0.123 |"
+
+
+def test_lists_of_numbers_of_a_record_stand_on_one_line() -> None:
+    record = {"runs": [{"x": 1.0, "y": [1, 2.5, None]}], "words": ["a", "b"]}
+    text = report.as_text(record)
+    assert '"y": [ 1, 2.5, null ]\n' in text
+    assert json.loads(text) == record

@@ -16,7 +16,17 @@ from huggingface_hub import CommitInfo, HfApi, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
-from hf_bayes import BayesianTrainingArguments, MAPConfig, MeanFieldConfig, SGHMCConfig, fit_laplace
+from hf_bayes import (
+    BayesianTrainingArguments,
+    MAPConfig,
+    MeanFieldConfig,
+    Posterior,
+    SGHMCConfig,
+    attach,
+    fit_laplace,
+    pipeline,
+)
+from hf_bayes.cli.main import COMMANDS
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
@@ -120,6 +130,29 @@ def a_classifier_to_distil() -> Namespace:
     return {"rows": label_rows(220), "queries_of_another_kind": label_rows(20, seed=1), "inputs": batch()}
 
 
+def a_saved_classifier() -> Namespace:
+    """A posterior of it in "my-classifier", and the predictions of its members."""
+    model = with_lora(saved_base(tiny_bert()))
+    method = EnsembleConfig(num_chains=3, prior_std=1.0)
+    run = trainer("my-classifier", method, model=model, train=label_rows(), processing_class=tiny_tokenizer())
+    run.train()
+    run.save_model()
+    return {"heldout": label_rows(40, seed=1), "model": run.model, "pool": label_rows(20, seed=2)}
+
+
+def class_predictions() -> Namespace:
+    model, labels = attach(with_lora(tiny_bert()), num_members=2).eval(), torch.arange(40) % 3
+    return {"heldout_logits": torch.randn(40, 3), "heldout_labels": labels, "model": model, "inputs": batch()}
+
+
+def a_text_generator() -> Namespace:
+    names = a_language_model("my-posterior")
+    prompts = [f"chain {number}" for number in range(12)]
+    generate = pipeline(model="my-posterior")
+    read = Posterior.from_pretrained("my-posterior")
+    return {**names, "generate": generate, "prompts": prompts * 2, "posterior": read, "is_wrong": lambda text: False}
+
+
 def predictions() -> Namespace:
     probabilities = torch.randn(8, 3).softmax(-1)
     rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
@@ -137,6 +170,11 @@ SNIPPETS = {
     ("docs/automatic.md", 1): Snippet(a_tuning, {"data_collator=collate)": "data_collator=collate, candidates=few)"}),
     ("docs/README.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/continual.md", 0): Snippet(a_run),
+    ("docs/decide.md", 0): Snippet(a_saved_classifier, {"error_rate=0.05": "error_rate=0.95, failure_rate=0.2"}),
+    ("docs/decide.md", 1): Snippet(a_text_generator, {"error_rate=0.2": "error_rate=0.6", 'tokens": 20': 'tokens": 2'}),
+    ("docs/decide.md", 2): Snippet(class_predictions),
+    ("docs/decide.md", 3): Snippet(a_text_generator),
+    ("docs/decide.md", 4): Snippet(a_saved_classifier),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/distilled.md", 0): Snippet(a_classifier_to_distil),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
@@ -157,6 +195,7 @@ SNIPPETS = {
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(predictions),
     ("docs/uncertainty.md", 2): Snippet(dict),
+    ("docs/variational.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
 }
 
 
@@ -216,11 +255,13 @@ def test_a_snippet_runs_as_printed(page, index, tmp_path, folder_as_hub, monkeyp
 def test_commands_name_scripts_and_targets_that_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
-    scripts, targets = (
+    scripts, targets, names = (
         re.findall(r"\bscripts/\S+\.py", commands),
         re.findall(r"^make (\S+)", commands, flags=re.MULTILINE),
+        re.findall(r"(?:hf-bayes|-m hf_bayes) (\w+)", commands),
     )
-    assert scripts or targets
+    assert scripts or targets or names
+    assert set(names) <= set(COMMANDS)
     assert all((ROOT / script).is_file() for script in scripts)
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
 

@@ -43,8 +43,8 @@ def build_prior(
     given = prior_stds(config, layout, model)
     default = config.prior_std is None and isinstance(given, dict)
     stds = [given[name] if default else _std_of(name, given) for name in layout.names]
-    if isinstance(config.prior_std, dict):
-        idle = [pattern for pattern in config.prior_std if not any(re.search(pattern, name) for name in layout.names)]
+    if (by_expression := config.prior_std_by_expression) is not None:
+        idle = [pattern for pattern in by_expression if not any(re.search(pattern, name) for name in layout.names)]
         if idle:
             raise ValueError(
                 f"prior_std: {idle} match no random parameter (the first is {layout.names[0]}). Correct or remove them"

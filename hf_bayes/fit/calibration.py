@@ -14,6 +14,7 @@ from hf_bayes.core.number_checks import is_count
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.calibrating import calibration_of
+from hf_bayes.models.loading import read
 from hf_bayes.posteriors.posterior import Posterior
 
 
@@ -39,11 +40,11 @@ def fit_calibration(
         base_model, prediction, members: as in ``from_pretrained``. A temperature belongs to one way of prediction and
             one number of members, and replaces an earlier one.
     Raises:
-        ValueError: for too few rows, or a model whose labels are not classes.
+        ValueError: for too few rows, or a model whose labels are numbers.
     """
     if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    loaded = posterior if isinstance(posterior, Posterior) else Posterior.from_pretrained(posterior)
+    loaded = read(posterior)
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(
         loaded, base_model=base_model, prediction=prediction, members=members, calibrated=False

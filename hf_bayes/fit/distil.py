@@ -19,12 +19,13 @@ from tqdm import tqdm
 from transformers import default_data_collator
 
 from hf_bayes.core.number_checks import is_count
+from hf_bayes.core.tensors import with_tensors
 from hf_bayes.fit.distil_report import predictions_of, report_of
 from hf_bayes.fit.distil_targets import MAX_TERMS, InputReader, Reader, Targets, TokenReader, collect
 from hf_bayes.fit.distil_training import kl, train
 from hf_bayes.models.attaching import MODELS
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.models.loading import network_of
+from hf_bayes.models.loading import network_of, read
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
 from hf_bayes.uncertainty.student_head import StudentHead
@@ -64,7 +65,7 @@ def distil(
             members agree everywhere.
     """
     _check(rows, batch_size)
-    loaded = posterior if isinstance(posterior, Posterior) else Posterior.from_pretrained(posterior)
+    loaded = read(posterior)
     plain = dataclasses.replace(loaded, student=None, config=dataclasses.replace(loaded.config, student={}))
     kind = MODELS[loaded.config.task]
     with (
@@ -149,7 +150,7 @@ class _Batches:
         """Yield the batches of rows, with a progress bar."""
         loader: DataLoader[Any] = DataLoader(rows, batch_size=self.batch_size, collate_fn=self.collate)
         for batch in tqdm(loader, desc=what, disable=quiet or not self.progress, leave=False):
-            yield {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            yield with_tensors(batch, lambda tensor: tensor.to(self.device))
 
 
 def _heldout(num_rows: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_bayes.core.tensors import tensors_in
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.output_layer import OutputLayer, find_output_layer
 from hf_bayes.models.predictors import Predictive
@@ -151,7 +152,7 @@ def collect(
         terms = reader.read(inputs, networks)
         for pieces, piece in zip(found, terms, strict=True):
             pieces.append(piece._replace(row=piece.row + first_row).to("cpu"))
-        first_row += len(next(value for value in inputs.values() if isinstance(value, Tensor)))
+        first_row += len(next(iter(tensors_in(inputs).values())))
     return [joined(pieces) for pieces in found]
 
 

@@ -12,6 +12,7 @@ from hf_bayes.core.rng import require_seed, seed_of
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.methods.registry import from_dict
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
+from hf_bayes.models.base_model import config_of_adapter
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.posteriors.posterior import Posterior
 
@@ -70,9 +71,7 @@ def fit_mc_dropout(
 
 
 def _trained_with(model: PreTrainedModel | PeftModel) -> float:
-    rate = 0.0
-    if isinstance(model, PeftModel):
-        rate = float(getattr(model.active_peft_config, "lora_dropout", 0.0))
+    rate = float(getattr(config_of_adapter(model), "lora_dropout", 0.0))
     if rate == 0:
         raise ValueError(
             "the model has no adapter that was trained with lora_dropout > 0: MC dropout means the dropout of "

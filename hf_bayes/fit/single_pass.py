@@ -19,6 +19,7 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from hf_bayes.fit.calibration import batches_of
 from hf_bayes.models.attaching import MODELS
+from hf_bayes.models.loading import read
 from hf_bayes.posteriors.posterior import Posterior
 
 LARGEST = 1e3
@@ -96,7 +97,7 @@ def _opened(
     base_model: Any = None,
 ) -> tuple[Posterior, Any, list[dict[str, Any]]]:
     """Return the posterior, its model by members, and the batches."""
-    loaded = posterior if isinstance(posterior, Posterior) else Posterior.from_pretrained(posterior)
+    loaded = read(posterior)
     kind = MODELS[loaded.config.task]
     model = kind.from_pretrained(loaded, base_model=base_model, prediction="members", members=members, calibrated=False)
     return loaded, model, list(batches_of(rows, collate, batch_size, model.device))

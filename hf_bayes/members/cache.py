@@ -31,7 +31,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call, unused-ignore]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # tensors that autograd saves must not change, and a subclass may hold more than its values
-        if key_states.requires_grad or value_states.requires_grad or type(value_states) is not Tensor:
+        if key_states.requires_grad or value_states.requires_grad or {type(key_states), type(value_states)} != {Tensor}:
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

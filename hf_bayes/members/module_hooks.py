@@ -52,35 +52,39 @@ class HookedLayer:
         self.is_head = False
         self.reader: nn.Module = module
 
-    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def row_gradients(self, x: Tensor, g: Tensor, dtype: torch.dtype, only: str | None = None) -> dict[str, Tensor]:
         """Return the gradient of each row in the module's random parameters, {name: [R, *shape]}.
 
         Args:
             x: [R, P, in] the module's input (embeddings: ids [R, P]).
             g: [R, P, out] the gradient of its output.
             dtype: the dtype of the computation.
+            only: the name of one parameter that is wanted; None means all.
         """
+        wanted = {attribute: name for attribute, name in self.names.items() if only in (None, name)}
         if not self.linear:
-            return self._through_own_forward(x, g, dtype)
+            return self._through_own_forward(wanted, x, g, dtype)
         x, g, found = x.to(dtype), g.to(dtype), {}
-        if "weight" in self.names:
+        if "weight" in wanted:
             left, right = (x, g) if self.transposed else (g, x)
-            found[self.names["weight"]] = left.mT @ right
-        if "bias" in self.names:
-            found[self.names["bias"]] = g.sum(1)
+            found[wanted["weight"]] = left.mT @ right
+        if "bias" in wanted:
+            found[wanted["bias"]] = g.sum(1)
         return found
 
-    def _through_own_forward(self, x: Tensor, g: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Differentiate the module's own forward row by row. This works for every norm and embedding."""
-        rows = []
-        for one, gradient in zip(x, g, strict=True):
-            leaves = {name: getattr(self.module, name).detach().clone().requires_grad_() for name in self.names}
-            with torch.enable_grad():
-                y = compat.forward_with(self.module, leaves, one[None].detach())
-            rows.append(torch.autograd.grad(y, list(leaves.values()), gradient[None].to(y.dtype)))
-        return {
-            name: torch.stack([row[index] for row in rows]).to(dtype) for index, name in enumerate(self.names.values())
-        }
+    def _through_own_forward(
+        self, wanted: Mapping[str, str], x: Tensor, g: Tensor, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Differentiate the module's own forward for each row. This works for every norm and embedding."""
+        leaves = {attribute: getattr(self.module, attribute).detach() for attribute in wanted}
+
+        def of_row(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+            y, pull, *_ = torch.func.vjp(lambda values: compat.forward_with(self.module, values, one[None]), leaves)
+            found: dict[str, Tensor] = pull(gradient[None].to(y.dtype))[0]
+            return found
+
+        rows = torch.func.vmap(of_row)(x.detach(), g.detach())
+        return {name: rows[attribute].to(dtype) for attribute, name in wanted.items()}
 
 
 class LayerRecord(NamedTuple):

@@ -3,7 +3,8 @@
 Chain k begins on rung k mod R. A rung is the method with the temperature and the scale of the prior of this rung. Its
 chains are bit by bit those of a run that has these settings alone. In the last part of burn-in the chains are looked at
 ``NUM_LOOKS`` times. After the last look the held-out rows choose: the rung whose looks, as one mixture, have the lowest
-negative log-likelihood. From then on all chains have the settings of this rung.
+negative log-likelihood, estimated for as many members as the run will have. Draws at a high temperature differ more, so
+they gain more from being many. From then on all chains have the settings of this rung.
 
 No chain is thrown away, because chains that began at other modes are worth more than copies. A chain that moves to
 another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw at T becomes a draw at T' if its
@@ -176,9 +177,10 @@ class _Ladder:
     def _choose(self, state: Any, data_pass: DataPass) -> Any:
         """Return the state with all chains on the best rung."""
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
+        members = len(state.theta) * self.config.draws_per_chain
         for index, rows in _groups(state.ladder_rung):
             looks = state.ladder_looks[rows].flatten(0, 1)
-            nll[index] = data_pass(looks, HeldOut("all"), gradient=False)[0]
+            nll[index] = data_pass(looks, HeldOut("all", members), gradient=False)[0]
         best = int(nll.argmin())
         parts = []
         for rows, rung, part in self._parts(state):

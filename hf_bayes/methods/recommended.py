@@ -31,16 +31,19 @@ def on_ladder(*, inherits: bool = False) -> MethodConfig:
     return METHODS["sghmc"](**fields)
 
 
-def recommended(num_heldout: int | None, *, num_processes: int = 1, inherits: bool = False) -> tuple[MethodConfig, str]:
+def recommended(
+    num_heldout: int | None, *, unit: str = "example", num_processes: int = 1, inherits: bool = False
+) -> tuple[MethodConfig, str]:
     """Return a method, and a sentence that says which.
 
     Args:
         num_heldout: the number of held-out rows; None if they cannot be counted, or there are none.
+        unit: ``Task.unit``: a row of tokens says more than a row with one label.
         num_processes: a ladder compares its chains, so one process needs all of them.
         inherits: as for ``on_ladder``.
     """
     method = on_ladder(inherits=inherits)
-    least, rungs = method.requirements.least_heldout, ", ".join(f"{value:g}" for value in TEMPERATURES)
+    least, rungs = method.requirements.least_rows(unit), ", ".join(f"{value:g}" for value in TEMPERATURES)
     if num_processes > 1:
         reason = f"there are {num_processes} processes, and held-out rows choose a temperature in one only"
     elif (num_heldout or 0) < least:

@@ -57,24 +57,26 @@ class HeldOutRows:
         rows = range(first, self.num_rows, step)
         if self.mesh is not None:
             rows = rows[self.mesh.data_rank :: self.mesh.data_size]
-        sums = torch.zeros(2, dtype=torch.float64, device=theta.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
         grad = torch.zeros_like(theta) if gradient else None
         with model.showing(theta), evaluating(model):
             for batch in self.batches(rows) if len(rows) else ():
                 with torch.no_grad(), self.context():
                     log_lik = model.evaluate_batch(batch)[0]["member_log_lik"]
                 mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
-                sums += torch.stack([-mixture.sum(), sums.new_tensor(len(mixture))])
+                single = log_lik.double().mean(1)
+                sums += torch.stack([sums.new_tensor(len(mixture)), -mixture.sum(), -single.sum()])
                 if grad is not None:
                     self._add_gradient(grad, theta, batch, log_lik)
         if self.mesh is not None:
             self.mesh.sum_over_data(sums)
             if grad is not None:
                 self.mesh.sum_over_data(grad)
-        nats = float(sums[0] / sums[1])
+        nats_mixed, nats_single = (float(total / sums[0]) for total in sums[1:])
+        nats = _of_members(nats_mixed, nats_single, len(theta), what.num_members)
         self._bar.update()
         self._bar.set_postfix(nats=f"{nats:.4f}")
-        return nats, None if grad is None else (grad / sums[1].to(grad)).cpu()
+        return nats, None if grad is None else (grad / sums[0].to(grad)).cpu()
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
         """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""
@@ -86,3 +88,16 @@ class HeldOutRows:
             with torch.enable_grad(), self.context():
                 loss = self.model.log_lik(leaf, batch, folded=False, weights=shares[some]).loss.sum()
             grad[some] += torch.autograd.grad(loss, leaf)[0]
+
+
+def _of_members(mixed: float, single: float, num_draws: int, num_members: int | None) -> float:
+    """Return the estimated NLL of a mixture of ``num_members`` draws; None is ``num_draws``.
+
+    Args:
+        mixed: of the mixture of ``num_draws`` draws.
+        single: of one draw, on average.
+    """
+    if num_members is None or num_members == num_draws or num_draws == 1:
+        return mixed
+    limit = (num_draws * mixed - single) / (num_draws - 1)
+    return limit + (single - limit) / num_members

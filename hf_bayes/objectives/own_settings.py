@@ -54,6 +54,8 @@ def settle(
     method = with_own_settings(method, num_steps, falls=falls)
     if method.requirements.learning_rate == "unused":
         return Settings(method, 1.0)
+    if method.requirements.learning_rate == "from_length":
+        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5)
     whitens = method.requirements.learning_rate == "whitening"
     adamw_steps = method.num_warm_start_steps if whitens else num_steps
     if whitens and (adamw_steps == 0 or method.warm_start_learning_rate is not None):

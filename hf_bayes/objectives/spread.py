@@ -64,12 +64,11 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
     if data is None or objective.private is not None or objective.scale.num_terms is None:
         return None
-    draws = _draws(found, seed)
+    draws, point = _draws(found, seed)
     share = plan.num_gradients * SPREAD_SHARE / ((len(draws) + 1) * data.num_rows)
     if len(draws) < 4 or share * data.num_rows < min(LEAST_ROWS, data.num_rows):
         return None
     share = min(1.0, share)
-    point = found.means[0] if isinstance(found, Gaussian) else draws[-1]
     center, step = draws.mean(0), LINEAR_STEP if plan.linearised else 1.0
     with evaluating(objective.model):
         gradients = _grad_energy(objective, plan, center + step * (draws - center), share)
@@ -87,12 +86,16 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     return RuledSpread(temperature, math.hypot(error, of_rows))
 
 
-def _draws(found: Approximation, seed: int) -> Tensor:
-    """Return draws [S, d]: of a Gaussian its own, of stored draws some that are evenly spaced over the chains."""
+def _draws(found: Approximation, seed: int) -> tuple[Tensor, Tensor]:
+    """Return draws [S, d], and the point [d] of the curvature: a Gaussian's mean, or the last draw.
+
+    Stored draws are thinned evenly over the chains.
+    """
     if isinstance(found, Gaussian):
         first = Gaussian(found.means[:1], found.covariances[:1])
-        return first.sample(NUM_DRAWS["gaussian"], generator(seed, "spread"))
-    return found.sample(min(NUM_DRAWS["draws"], found.num_stored))
+        return first.sample(NUM_DRAWS["gaussian"], generator(seed, "spread")), found.means[0]
+    draws = found.sample(min(NUM_DRAWS["draws"], found.num_stored))
+    return draws, draws[-1]
 
 
 def _grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, share: float) -> Tensor | None:

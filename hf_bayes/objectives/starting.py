@@ -195,7 +195,7 @@ def _steps_of(method: MethodConfig, num_steps: int) -> dict[str, Any]:
 
 def _needs_of(method: MethodConfig, built: Rule[Any] | Kernel[Any], problem: Problem) -> dict[str, Any]:
     """Return the evaluations that a method needs, as arguments of ``ModelObjective``."""
-    exact, needs = isinstance(built, Kernel), method.requirements
+    exact, needs = built.is_exact, method.requirements
     return {
         "dropout": not exact,  # an exact kernel needs a target that does not change between two evaluations
         "in_float64": exact,

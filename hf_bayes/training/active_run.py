@@ -56,13 +56,12 @@ class ActiveRun:
         objective: the log-likelihood of the model on the training rows.
         run: the chains.
         monitor: the observations of the chains.
-        pending: micro-batches of the update that has begun.
     """
 
     def __init__(self, host: TrainerHost, setup: Setup, rows: TrainingRows, *, found_rate: float | None = None) -> None:
         self.host, self.setup, self.rows = host, setup, rows
         args, model = host.args, setup.model
-        self.pending: list[Any] = []
+        self._pending: list[Any] = []  # micro-batches of the update that has begun
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
         self.run, self.objective, self.prior, self.settings = start_run(
             model,
@@ -126,7 +125,7 @@ class ActiveRun:
         method, settings = self.method, self.settings.method
         if method != settings or getattr(method, "fit_prior", None):
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
-        is_optimum = method.temperature == 0 and isinstance(found, Draws)
+        is_optimum = method.temperature == 0 and found.num_stored > 0
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None
         count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
@@ -145,13 +144,16 @@ class ActiveRun:
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    def update(self, learning_rate: float) -> Tensor:
-        """Advance the chains by one update on the pending micro-batches, and observe it.
+    def take(self, batch: Any, learning_rate: float, *, is_last: bool) -> Tensor:
+        """Collect a micro-batch. After the last one of an update, advance the chains, and observe the update.
 
         Returns:
-            The mean loss of a term, over the chains of this process.
+            The mean loss of a term, over the chains of this process; 0 before the last micro-batch.
         """
-        batches, self.pending = self.pending, []
+        self._pending.append(batch)
+        if not is_last:
+            return torch.zeros((), device=self.host.args.device)
+        batches, self._pending = self._pending, []
         record = self.run.update(batches, learning_rate)
         self.monitor.observe(record)
         tell_step_size(record, self.method.name, self.problem, self.rows.updates_of_epoch, self.host)

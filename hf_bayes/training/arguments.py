@@ -42,6 +42,7 @@ class BayesianTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide NaN from the logged loss; we never do."}
     )
+    hub_strategy: str = field(default="end", metadata={"help": "Must be end: only a finished posterior is pushed."})
     num_data: float | None = field(
         default=None,
         metadata={"help": "N, the number of likelihood terms; None counts them in the data set."},

@@ -17,7 +17,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.heldout_rows import HeldOutData
-from hf_bayes.uncertainty.likelihoods import Categorical
+from hf_bayes.uncertainty.likelihoods import Normal
 
 LEAST_ROWS = 200
 """The pass takes this many rows in any case, and otherwise a tenth of the run's gradients."""
@@ -28,8 +28,8 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
     sets = host.eval_sets
     if host.args.calibrate is False:
         return "calibrate=False"
-    if not isinstance(model.likelihood, Categorical):
-        return "the labels are not classes"
+    if isinstance(model.likelihood, Normal):
+        return "the labels are numbers"
     if host.args.private_rows:
         return "private_rows keeps the rows of every process apart"
     if host.eval_dataset is None:

@@ -1,6 +1,6 @@
 """The names of transformers' Trainer and of torch that are private and that we read or override.
 
-``OVERRIDDEN`` lists the private hooks of Trainer that ``BayesianTrainerMixin`` overrides, with their parameters. A test
+``OVERRIDDEN`` lists the private hooks of Trainer that ``PrivateHooks`` overrides, with their parameters. A test
 compares them with the installed version. ``TrainerHost`` is the one place that calls private methods of a trainer.
 """
 
@@ -85,8 +85,7 @@ class TrainerHost:
     @property
     def eval_sets(self) -> dict[str, Any]:
         """The held-out data sets by name. A single one, or None, has the name ""."""
-        given = self.eval_dataset
-        return given if isinstance(given, dict) else {"": given}
+        return eval_sets(self.eval_dataset)
 
     @property
     def tokenizer(self) -> Any:
@@ -155,8 +154,9 @@ class TrainerHost:
         """
         trainer = self._trainer
         kept = trainer.callback_handler, trainer.compute_metrics
-        # the callback that shows progress; Trainer's handler warns if the other one is not there
-        silent = [DefaultFlowCallback(), *([] if trainer.args.disable_tqdm else [ProgressCallback()])]
+        # the callbacks that show progress; Trainer's handler warns if the other one is not there
+        shown = [each for each in kept[0].callbacks if isinstance(each, ProgressCallback)]
+        silent = [DefaultFlowCallback(), *shown]
         trainer.callback_handler = CallbackHandler(
             silent, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )
@@ -199,6 +199,11 @@ class TrainerHost:
             trainer._set_signature_columns_if_needed()
             columns += trainer._signature_columns or []
         trainer._signature_columns = columns
+
+
+def eval_sets(given: Any) -> dict[str, Any]:
+    """Return held-out data sets by name. A single one, or None, has the name ""."""
+    return given if isinstance(given, dict) else {"": given}
 
 
 def without_data_parallel(accelerator: Any) -> None:

@@ -12,12 +12,10 @@ from hf_bayes.core.types import Approximation
 from hf_bayes.diagnostics.plausibility import distance_moved, strayed
 from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, share_within_interval, widened_interval
 from hf_bayes.diagnostics.verdict import MAX_UNMOVED, Diagnostics
-from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.probe_convergence import ProbeConvergence
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.trace import logged_convergence, logged_of_chains, rounded, thinned
-from hf_bayes.uncertainty.likelihoods import Normal
 
 _AS_FOUND = (
     "strayed", "kinetic_temperature", "kinetic_temperature_ruled", "kinetic_share", "kinetic_inside",
@@ -147,9 +145,7 @@ class Diagnosis:
         active, likelihood, start = self._active, self._active.setup.likelihood, self._active.setup.start
         assert active.monitor.probe is not None
         at_start = active.monitor.probe(start[None]).log_lik.mean()
-        zeros = torch.zeros(1, 1, active.setup.model.num_outputs)
-        # a density of numbers is not bounded by 1, and is largest where the label is predicted exactly
-        best = float(likelihood.log_prob(zeros, zeros)) if isinstance(likelihood, Normal) else 0.0
+        best = likelihood.max_log_prob(active.setup.model.num_outputs)
         found = strayed(
             active.prior,
             draws,
@@ -217,6 +213,6 @@ class Diagnosis:
 
 def _kind(found: Approximation, method: MethodConfig) -> str:
     """Return ``Diagnostics.kind`` of a result."""
-    if isinstance(found, Gaussian):
+    if not found.num_stored:
         return "gaussian"
     return "optimum" if method.temperature == 0 or method.requirements.drops_inputs else "chains"

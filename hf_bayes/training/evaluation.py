@@ -93,7 +93,7 @@ class Evaluator:
         *,
         keep_logits: bool,
         without_labels: Callable[..., Step],
-        ignored: list[str],
+        ignored: list[str] | None,
     ) -> Step:
         """Evaluate a batch. Processes hold other members: each batch goes to all of them, and its sums come back.
 
@@ -105,7 +105,7 @@ class Evaluator:
         batches = [inputs]
         if self._setup.model.spread.size > 1:
             batches = mesh.exchange(with_tensors(inputs, lambda tensor: tensor.cpu()))
-        own = partial(without_labels, ignore_keys=[*ignored, *_NO_PREDICTIONS])
+        own = partial(without_labels, ignore_keys=[*(ignored or ()), *_NO_PREDICTIONS])
         results = [self._predict(host.prepare(batch), keep_logits, host, own) for batch in batches]
         statistics, step = results[mesh.chain_rank if len(results) > 1 else 0]
         if statistics is not None and self._batches is not None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows
 from hf_bayes.training.refusals import require_heldout
@@ -29,7 +30,7 @@ class HeldOutData:
 
     def check(self, model: BayesianModel, method: MethodConfig) -> None:
         """Check that the rows can be counted and have labels, before anything runs."""
-        require_heldout(self._host.eval_dataset, method)
+        require_heldout(self._host.eval_dataset, method, unit=TASKS[model.task].unit)
         self.count_terms(model, both_halves=method.requirements.heldout == "split")
 
     def count_terms(self, model: BayesianModel, *, both_halves: bool = False) -> int:

@@ -29,12 +29,23 @@ class LearningRate(torch.optim.Optimizer):
         """Do nothing: the update is over when Trainer calls this."""
 
 
-def method_schedule(optimizer: torch.optim.Optimizer, active: ActiveRun) -> LambdaLR:
-    """Return the method's own schedule."""
-    return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
+def schedule(active: ActiveRun, optimizer: torch.optim.Optimizer, of_trainer: Callable[[], Any], num_steps: int) -> Any:
+    """Return the method's schedule if it has one; else Trainer's, checked to its end.
+
+    Args:
+        active: the run.
+        optimizer: its learning rate.
+        of_trainer: makes the schedule of the training arguments.
+        num_steps: the number of updates that Trainer plans.
+    """
+    if active.method.schedule is not None:
+        return LambdaLR(optimizer, partial(rate_factor, active.method, draw_steps=active.problem.draw_steps))
+    scheduler = of_trainer()
+    _require_below_peak(scheduler, num_steps, active.host.args, active.problem.learning_rate)
+    return scheduler
 
 
-def require_schedule_below_peak(scheduler: Any, num_steps: int, args: Any, peak: float) -> None:
+def _require_below_peak(scheduler: Any, num_steps: int, args: Any, peak: float) -> None:
     """Check every step of Trainer's schedule.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.evaluation import Evaluation, Evaluator
 from hf_bayes.training.map_comparison import compare, map_of_run
+from hf_bayes.training.session import required
 from hf_bayes.training.setup import Setup
 
 KEPT_METRICS = (
@@ -147,35 +149,66 @@ class Outcome:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, active: ActiveRun, directory: str) -> None:
+    def save(self, active: ActiveRun | None, directory: str) -> None:
         """Write the posterior directory in one step, with held-out metrics if there is an eval_dataset.
 
         The directory has the current tokenizer and generation config. Every process calls this method and writes the
         members of its chains.
+
+        Raises:
+            ValueError: before a run has ended.
         """
-        posterior, host, mesh = self.required(), active.host, active.setup.mesh
+        posterior, active = self.required(), required(active)
+        host, mesh = active.host, active.setup.mesh
         if host.eval_dataset is not None and not posterior.config.metrics:
             posterior = self.posterior = self._with_metrics(posterior, active)
         sidecars = sidecars_of(active.setup.model, host.tokenizer)
-        posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
+        if sidecars != posterior.sidecars:  # a new posterior checks and hashes all of its draws
+            posterior = self.posterior = dataclasses.replace(posterior, sidecars=sidecars)
         first, card = mesh.data_rank == 0, self.card or CardFields()
         posterior.save_pretrained(directory, repo_id=host.args.hub_model_id, group=mesh, contributes=first, **card)
 
-    def push(self, active: ActiveRun, *, blocking: bool, **settings: Any) -> CommitInfo | Future[CommitInfo]:
-        """Upload the saved posterior's own files: never training_args.bin, checkpoints or tokens.
+    def push(
+        self,
+        host: TrainerHost,
+        save: Callable[[], None],
+        *,
+        blocking: bool,
+        private: bool | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:
+        """Save, and upload the posterior's own files: never training_args.bin, checkpoints or tokens.
 
         Args:
+            host: the trainer.
+            save: writes the posterior; every process calls it.
             blocking: False returns at once, while the upload goes on.
-            settings: ``commit_message``; ``token`` (``args.hub_token`` by default); ``revision``, a branch, made if it
-                is not there, or a pull request such as refs/pr/1 (``args.hub_revision`` by default); ``private``,
-                whether a new repository is (``args.hub_private_repo`` by default).
+            private: whether a new repository is (``args.hub_private_repo`` by default).
+            token: ``args.hub_token`` by default.
+            revision: a branch, made if it is not there, or a pull request such as refs/pr/1 (``args.hub_revision`` by
+                default).
+            card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
+        Returns:
+            The commit, a text with its address, or its future if not blocking; None in all processes but the first.
         """
-        args, whole = active.host.args, active.setup.mesh.chain_size == 1
-        posterior = self.required() if whole else Posterior.from_pretrained(active.host.directory)
-        name = args.hub_model_id or Path(active.host.directory).absolute().name
-        defaults = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
-        given = {key: value for key, value in settings.items() if value is not None}
-        push = partial(posterior.push_to_hub, name, **{**defaults, **given}, **(self.card or CardFields()))
+        self.card = author_fields(self.card, card)
+        save()
+        if not host.is_first_process:
+            return None
+        args, whole = host.args, self._setup.mesh.chain_size == 1
+        posterior = self.required() if whole else Posterior.from_pretrained(host.directory)
+        push = partial(
+            posterior.push_to_hub,
+            args.hub_model_id or Path(host.directory).absolute().name,
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision if revision is None else revision,
+            commit_message=commit_message,
+            **self.card,
+        )
         return push() if blocking else HfApi().run_as_future(push)
 
     def write_card(self, host: TrainerHost, fields: dict[str, Any]) -> None:
@@ -207,15 +240,12 @@ class Outcome:
         names = [name + metric for name in sets for metric in KEPT_METRICS]
         found = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
         found |= self._beside_map(posterior, active, sets, found)
+        last, limit, trace = sets[-1], self.heldout.limit, posterior.trace  # the set that was evaluated last
+        if limit is not None:
+            found |= {f"{last}limit_nll": limit["limit"], f"{last}limit_nll_std_error": limit["std_error"]}
+            trace = {**(trace or {}), "risk": {**limit, "eval_set": last[:-1]} if last else limit}
         config = dataclasses.replace(posterior.config, metrics=found)
-        limit = self.heldout.limit
-        if limit is None:
-            return dataclasses.replace(posterior, config=config)
-        last = sets[-1]  # of several, the one that was evaluated last
-        limits = {f"{last}limit_nll": limit["limit"], f"{last}limit_nll_std_error": limit["std_error"]}
-        config = dataclasses.replace(config, metrics=found | limits)
-        risk = {**limit, "eval_set": last[:-1]} if last else limit
-        return dataclasses.replace(posterior, config=config, trace={**(posterior.trace or {}), "risk": risk})
+        return dataclasses.replace(posterior, config=config, trace=trace)
 
     def _beside_map(
         self, posterior: Posterior, active: ActiveRun, sets: list[str], found: dict[str, float]

@@ -13,23 +13,32 @@ from hf_bayes.core.types import FinalPassResult, Info, Problem
 from hf_bayes.distributions.priors import scaled_stds
 from hf_bayes.methods.recommended import recommended
 from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.base_model import core_of, refuse_foreign
+from hf_bayes.models.recognition import task_of
 from hf_bayes.objectives.own_settings import Settings
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.compat import TrainerHost, eval_sets
 
 
-def given_or_recommended(method: MethodConfig | None, args: Any, eval_dataset: Any, *, inherits: bool) -> MethodConfig:
+def given_or_recommended(
+    method: MethodConfig | None, model: Any, args: Any, eval_dataset: Any, *, inherits: bool
+) -> MethodConfig:
     """Return the method, or the recommended one if none was given, and log which.
 
     Args:
-        args: as the user gave them, not checked yet.
+        model, args: as the user gave them, not checked yet.
         eval_dataset: as the user gave it.
         inherits: True if the prior is another posterior.
     """
     if method is not None:
         return method
-    rows = eval_dataset.get("heldout") if isinstance(eval_dataset, dict) else eval_dataset
+    sets = eval_sets(eval_dataset)
+    rows = sets.get("", sets.get("heldout"))
     count = len(rows) if isinstance(rows, Sized) else None
-    found, words = recommended(count, num_processes=getattr(args, "world_size", 1), inherits=inherits)
+    core = core_of(model)
+    refuse_foreign(model, core)
+    found, words = recommended(
+        count, unit=task_of(core).unit, num_processes=getattr(args, "world_size", 1), inherits=inherits
+    )
     if getattr(args, "process_index", 0) == 0:
         logging.getLogger("hf_bayes.training.trainer").warning(words)
     return found

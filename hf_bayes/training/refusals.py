@@ -12,7 +12,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import is_stream, require_dataset
 from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.compat import TrainerHost, eval_sets
 
 _SHARED = (
     "seed", "data_seed", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
@@ -44,22 +44,26 @@ def require_rows(dataset: Any, args: BayesianTrainingArguments, method: MethodCo
             raise ValueError(f"train_dataset ({type(dataset).__name__}) has no length: " + "; ".join(wrong))
 
 
-def require_heldout(dataset: Any, method: MethodConfig) -> None:
-    """Require at least two held-out rows in a map-style data set, for a method that fits on held-out rows."""
+def require_heldout(dataset: Any, method: MethodConfig, *, unit: str) -> None:
+    """Require enough held-out rows in a map-style data set, for a method that fits on held-out rows.
+
+    Args:
+        unit: ``Task.unit`` of the model.
+    """
     setting = method.requirements.heldout_setting
     what = f"{method.name} with {setting} fits by the rows of eval_dataset"
-    if isinstance(dataset, dict):
-        if "heldout" not in dataset:
-            raise ValueError(
-                f"{what}, and of several by those of 'heldout', got {', '.join(dataset)}: name one so; the figures of "
-                "the others stay held out"
-            )
-        dataset = dataset["heldout"]
+    sets = eval_sets(dataset)
+    if not sets.keys() & {"", "heldout"}:
+        raise ValueError(
+            f"{what}, and of several by those of 'heldout', got {', '.join(sets)}: name one so; the figures of "
+            "the others stay held out"
+        )
+    dataset = sets.get("", sets.get("heldout"))
     if dataset is None:
         raise ValueError(f"{what}, got None: give eval_dataset=, or leave {setting} out")
     if is_stream(dataset):
         raise ValueError(f"{what}, and {type(dataset).__name__} has no length: materialise it")
-    least = method.requirements.least_heldout
+    least = method.requirements.least_rows(unit)
     if len(dataset) < least:
         reason = "half of them may decide for the others" if least == 2 else "fewer could not tell settings apart"
         raise ValueError(f"{what} and needs at least {least}, got {len(dataset)}: {reason}")

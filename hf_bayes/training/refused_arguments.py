@@ -7,7 +7,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, SchedulerType
 
-from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.posteriors.hub import is_place
@@ -16,6 +16,14 @@ from hf_bayes.training.host_trainers import refuse_loss_settings
 from hf_bayes.training.refusals import require_rows
 
 _OF_AN_OPTIMIZER = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+REFUSED = frozenset(_OF_AN_OPTIMIZER) | {
+    "weight_decay", "max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha", "bf16_full_eval", "fp16",
+    "fp16_full_eval", "torch_compile", "torch_compile_backend", "torch_compile_mode", "deepspeed", "fsdp",
+    "fsdp_config", "parallelism_config", "auto_find_batch_size", "ignore_data_skip", "save_only_model",
+    "load_best_model_at_end", "train_sampling_strategy", "hub_strategy",
+}  # fmt: skip
+"""The arguments of a trainer that must stay at their defaults. Lists of arguments leave them out."""
 
 
 def refuse_arguments(args: Any, method: Any, model: Any, kwargs: dict[str, Any]) -> BayesianTrainingArguments:
@@ -52,8 +60,7 @@ def _refuse_types(args: Any, method: Any, model: Any) -> None:
         raise ValueError(
             f"args must be BayesianTrainingArguments, got {type(args).__name__}: its defaults suit samplers"
         )
-    if not isinstance(method, MethodConfig):
-        raise ValueError(f"method must be a config such as SGHMCConfig(...), got {type(method).__name__}")
+    check_config(method)
     named = is_place(model) and hasattr(args, "model_init_kwargs")  # TRL's trainers load it
     if not named and not isinstance(model, (PreTrainedModel, PeftModel, BayesianModel)):
         raise ValueError(f"model must be a transformers or peft model, got {type(model).__name__}")

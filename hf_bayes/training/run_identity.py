@@ -31,10 +31,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_tensors
@@ -97,15 +95,14 @@ def identity(
         "heldout": heldout or {},
     }
     found = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
-    own = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
-    known = isinstance(own, PreTrainedTokenizerBase)
+    own = base_model.tokenizer_in(tokenizer)
     found |= {
         "task": model.task,
         "likelihood": type(model.likelihood).__name__,
-        "tokenizer": base_model.fingerprint_tokenizer(own)[:DIGITS] if known else None,
+        "tokenizer": None if own is None else base_model.fingerprint_tokenizer(own)[:DIGITS],
     }
     if not model.core.can_generate():  # Trainer gives the model the tokenizer's, if the tokenizer has one
-        padding = getattr(own, "pad_token_id", None) if known else None
+        padding = getattr(own, "pad_token_id", None)
         found["pad_token_id"] = getattr(model.core.config, "pad_token_id", None) if padding is None else padding
     return found | ({} if micro_batches is None else {"micro_batches": micro_batches})
 
@@ -157,7 +154,6 @@ def _describe_adapter(model: nn.Module) -> dict[str, Any]:
     config = base_model.adapter_config(model)
     if config is None:
         return {}
-    assert isinstance(model, PeftModel)
     layers = modules_of(model, LoraLayer).values()
     scalings = {layer.scaling[name] for layer in layers for name in layer.active_adapters if name in layer.scaling}
     return {**_flat(config, without=_NO_ADAPTER), "scaling": sorted(scalings)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from hf_bayes.models.input_check import check_vocabulary
@@ -21,6 +22,19 @@ from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
+
+Part = TypeVar("Part")
+
+
+def required(part: Part | None, message: str = "there is no run yet: call train() first") -> Part:
+    """Return a part of a trainer or of its run.
+
+    Raises:
+        ValueError: with the message, if there is no such part yet.
+    """
+    if part is None:
+        raise ValueError(message)
+    return part
 
 
 def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
@@ -60,12 +74,15 @@ class Begun(NamedTuple):
     optimizer: LearningRate
     checkpoint: str | None
 
-    @property
-    def is_over(self) -> bool:
-        """True if the checkpoint is the end of the run. (Trainer would make one more update.)"""
-        if self.checkpoint is None:
-            return False
-        return self.diagnosis.checkpoints.check(self.checkpoint) >= self.active.problem.num_steps
+    def end(self) -> TrainerState | None:
+        """Load a checkpoint that is the end of the run, and return Trainer's state there; None if updates are left.
+
+        Trainer would make one more update.
+        """
+        checkpoints = self.diagnosis.checkpoints
+        if self.checkpoint is None or checkpoints.check(self.checkpoint) < self.active.problem.num_steps:
+            return None
+        return checkpoints.load_end(self.checkpoint)
 
 
 def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: str | bool | None) -> Begun:
@@ -79,8 +96,7 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     """
     args = host.args
     setup.model.members.require_attached()
-    if rows is None:
-        raise ValueError("training needs a train_dataset, got None")
+    rows = required(rows, "training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
     checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
     found = None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")

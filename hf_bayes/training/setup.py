@@ -16,10 +16,13 @@ from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
+from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
 from hf_bayes.training.refusals import refuse_other_weights
+from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.likelihoods import Likelihood
 
 
@@ -28,7 +31,7 @@ class Setup(NamedTuple):
 
     Attributes:
         model: attached.
-        method: as the user gave it.
+        method: as the user gave it, or the recommended one.
         subspace: see ``hf_bayes.core.layout.select``.
         mesh: the processes.
         inherited: the posterior that is the prior; None under the method's own prior.
@@ -55,21 +58,26 @@ class Setup(NamedTuple):
 @contextmanager
 def set_up(
     model: Any,
-    method: MethodConfig,
-    args: BayesianTrainingArguments,
+    method: MethodConfig | None,
+    args: BayesianTrainingArguments | None,
     *,
     subspace: str,
     prior: Any,
     peft_config: PeftConfig | None,
     kwargs: dict[str, Any],
 ) -> Iterator[Setup]:
-    """Yield the settings of a trainer. If the block raises, the model is given back as it was.
+    """Check the arguments of a trainer, and yield its settings. If the block raises, the model is given back as it was.
 
     Args:
+        method: None takes the recommended method.
         kwargs: the other arguments for the host trainer's ``__init__``. A model given by name adds its tokenizer.
     Raises:
-        ValueError: for a model, prior or launch under which the method would not sample the posterior of this model.
+        ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
+            of this model.
     """
+    method = given_or_recommended(method, model, args, kwargs.get("eval_dataset"), inherits=prior is not None)
+    args = refuse_arguments(args, method, model, kwargs)
+    check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
     with prepared(model, args, peft_config, kwargs) as ready, ExitStack() as on_error:
         if not isinstance(ready, BayesianModel):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
@@ -20,34 +20,23 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from hf_bayes.chains.run import Run
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.posteriors.model_card import author_fields
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.posteriors.storage import check_writable
-from hf_bayes.training import checkpoints
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
-from hf_bayes.training.compat import TrainerHost, sealed_checkpoint, without_data_parallel
-from hf_bayes.training.diagnosis import Diagnosis
+from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.evaluation import Step
 from hf_bayes.training.host_trainers import refuse_foreign_loss
-from hf_bayes.training.learning_rate import method_schedule, require_schedule_below_peak
+from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
-from hf_bayes.training.own_choices import given_or_recommended
-from hf_bayes.training.refused_arguments import refuse_accelerator, refuse_arguments
+from hf_bayes.training.private_hooks import PrivateHooks
+from hf_bayes.training.refused_arguments import refuse_accelerator
 from hf_bayes.training.rows import TrainingRows
-from hf_bayes.training.session import begin, take_data
+from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
 
-Part = TypeVar("Part")
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Host
-else:  # whichever class follows in the order of resolution: TRL's, a user's own
-    _Host = object
-
-
-class BayesianTrainerMixin(_Host):
+class BayesianTrainerMixin(PrivateHooks):
     """A mixin for transformers' Trainer or TRL's: ``class BayesianSFT(BayesianTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -57,10 +46,8 @@ class BayesianTrainerMixin(_Host):
             are enough (``methods.recommended``).
         args: ``BayesianTrainingArguments``, which are needed.
         subspace: see ``hf_bayes.core.layout.select``.
-        prior: a posterior, its directory or Hub id, in place of ``prior_std`` (``hf_bayes.models.inherited_prior``).
-            Chains then start at its mean.
-        peft_config: the adapter to put on ``model`` before it is attached, such as ``LoraConfig(...)``; it is random
-            then, and the base is frozen.
+        prior: a posterior, its directory or Hub id, in place of ``prior_std``; chains start at its mean.
+        peft_config: the adapter to put on ``model``, such as ``LoraConfig(...)``; it is random, and the base is frozen.
         kwargs: for the trainer after the mixin.
     Attributes:
         setup: the settings that do not change after construction: model, method, mesh, start.
@@ -86,12 +73,8 @@ class BayesianTrainerMixin(_Host):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
-        method = given_or_recommended(method, args, kwargs.get("eval_dataset"), inherits=prior is not None)
-        args = refuse_arguments(args, method, model, kwargs)
-        check_writable(str(args.output_dir), overwrite=True)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
-        self.diagnosis: Diagnosis | None = None
         with set_up(
             model, method, args, subspace=subspace, prior=prior, peft_config=peft_config, kwargs=kwargs
         ) as setup:
@@ -110,29 +93,27 @@ class BayesianTrainerMixin(_Host):
     @property
     def method(self) -> MethodConfig:
         """The config of the method, for batches of this size; in a run, with numbers in place of what was left open."""
-        if self.active is not None:
-            return self.active.method
-        return self.setup.method if self.rows is None else self.rows.method
+        return (self.active or self.rows or self.setup).method
 
     @property
     def adamw_learning_rate(self) -> float | None:
         """The peak learning rate of AdamW in the last ``train``, given or found; None if there was no AdamW."""
-        return _required(self.active).adamw_learning_rate
+        return required(self.active).adamw_learning_rate
 
     @property
     def num_data(self) -> float:
         """N, the number of likelihood terms."""
-        return _required(self.rows).num_data
+        return required(self.rows).num_data
 
     @property
     def run(self) -> Run[Any]:
         """The chains of the last ``train``."""
-        return _required(self.active).run
+        return required(self.active).run
 
     @property
     def monitor(self) -> Monitor:
         """The observations of these chains."""
-        return _required(self.active).monitor
+        return required(self.active).monitor
 
     @property
     def posterior(self) -> Posterior:
@@ -151,9 +132,8 @@ class BayesianTrainerMixin(_Host):
         begun = begin(TrainerHost(self), self.setup, self.rows, resume_from_checkpoint)
         self.active, self.diagnosis, self.optimizer, checkpoint = begun
         self.outcome.begin(self.active)
-        if checkpoint is not None and begun.is_over:
-            self.state = self.diagnosis.checkpoints.load_end(checkpoint)
-            output = TrainOutput(self.state.global_step, 0.0, {})
+        if (end := begun.end()) is not None:
+            self.state, output = end, TrainOutput(end.global_step, 0.0, {})
         else:
             with self.active.trunk_memory():
                 output = super().train(checkpoint, *args, **kwargs)
@@ -162,26 +142,18 @@ class BayesianTrainerMixin(_Host):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the micro-batches of an update; advance the chains at the last one. Return the mean loss per term."""
-        active = _required(self.active)
-        active.pending.append(inputs)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        return active.update(float(_required(self.optimizer).param_groups[0]["lr"]))
+        rate = float(required(self.optimizer).param_groups[0]["lr"])
+        return required(self.active).take(inputs, rate, is_last=self.accelerator.sync_gradients)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return an optimizer that only holds the learning rate; ``Run.update`` advances the chains."""
-        return _required(self.optimizer)
+        return required(self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return the method's schedule if it has one; else Trainer's, checked to its end."""
-        if self.method.schedule is not None:
-            self.lr_scheduler = method_schedule(self.create_optimizer(), _required(self.active))
-            return self.lr_scheduler
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        require_schedule_below_peak(
-            scheduler, num_training_steps, self.args, _required(self.active).problem.learning_rate
-        )
-        return scheduler
+        of_trainer = partial(super().create_scheduler, num_training_steps, optimizer)
+        self.lr_scheduler = schedule(required(self.active), required(self.optimizer), of_trainer, num_training_steps)
+        return self.lr_scheduler
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, which wraps no model in DistributedDataParallel: that would average chains."""
@@ -191,21 +163,21 @@ class BayesianTrainerMixin(_Host):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return rows by chain, with no sampler of Trainer's, and not sharded by accelerate."""
-        return _required(self.rows, "training needs a train_dataset").start_loader()
+        return required(self.rows, "training needs a train_dataset").start_loader()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return the micro-batches of an update; the objective counts their likelihood terms."""
-        return _required(self.rows).take(epoch_iterator, num_batches), None
+        return required(self.rows).take(epoch_iterator, num_batches), None
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return R, the number of rows in an update of a chain, over all processes that share it."""
-        return _required(self.rows).rows_per_update
+        return required(self.rows).rows_per_update
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate, for the members here: each runs the wrapped model."""
-        return _required(self.active).floating_point_ops(inputs)
+        return required(self.active).floating_point_ops(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add numbers of each chain for trackers and ``log_history``; printed lines hold means (``step_lines``)."""
@@ -236,10 +208,8 @@ class BayesianTrainerMixin(_Host):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Step:
         own = partial(super().prediction_step, model, prediction_loss_only=prediction_loss_only)
-        evaluator, host = self.outcome.evaluator, TrainerHost(self)
-        return evaluator.step(
-            inputs, host, keep_logits=not prediction_loss_only, without_labels=own, ignored=ignore_keys or []
-        )
+        host, keep = TrainerHost(self), not prediction_loss_only
+        return self.outcome.evaluator.step(inputs, host, keep_logits=keep, without_labels=own, ignored=ignore_keys)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -248,9 +218,8 @@ class BayesianTrainerMixin(_Host):
         directory = str(output_dir or self.args.output_dir)
         if _internal_call:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            return
-        self.outcome.required()
-        self.outcome.save(_required(self.active), directory)
+        else:
+            self.outcome.save(self.active, directory)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -258,56 +227,16 @@ class BayesianTrainerMixin(_Host):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
-        private: bool | None = None,
-        **card: Any,
+        **settings: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Save, and upload the posterior's own files; see ``Outcome.push`` for the settings.
-
-        Args:
-            card: license, language, datasets (or dataset_tags), tags and model_name of the model card.
-        Returns:
-            The commit, a text with its address, or its future if not blocking; None in all processes but the first.
-        """
-        self.outcome.card = author_fields(self.outcome.card, card)
-        self.save_model()
-        if not self.is_world_process_zero():
-            return None
-        settings = {"token": token, "private": private, "revision": revision, "commit_message": commit_message}
-        return self.outcome.push(_required(self.active), blocking=blocking, **settings)
+        """Save, and upload the posterior's own files; ``Outcome.push`` explains the settings."""
+        settings |= {"commit_message": commit_message, "token": token, "revision": revision}
+        return self.outcome.push(TrainerHost(self), self.save_model, blocking=blocking, **settings)
 
     def create_model_card(self, *_: Any, **card: Any) -> None:
         """Keep the author's fields of the model card, as in ``push_to_hub``; write a saved posterior's card anew."""
         self.outcome.write_card(TrainerHost(self), card)
 
-    # -- private hooks of Trainer, whose signatures a test pins (``compat.OVERRIDDEN``) ------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with sealed_checkpoint(self, trial, group=self.setup.mesh):
-            super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints.begin(output_dir, group=self.setup.mesh)
-        super()._save_optimizer_and_scheduler(output_dir)
-        _required(self.diagnosis).checkpoints.save(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse a checkpoint that cannot be resumed, before anything runs. The base model is not loaded from it."""
-        _required(self.diagnosis).checkpoints.check(resume_from_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            _required(self.diagnosis).checkpoints.load(checkpoint)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
-        """Return None: the norm over all chains together means nothing, and theta holds no gradient."""
-
 
 class BayesianTrainer(BayesianTrainerMixin, Trainer):
     """``transformers.Trainer`` that ends in a posterior; see ``BayesianTrainerMixin``."""
-
-
-def _required(part: Part | None, message: str = "there is no run yet: call train() first") -> Part:
-    if part is None:
-        raise ValueError(message)
-    return part

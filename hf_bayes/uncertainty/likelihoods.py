@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,13 @@ IGNORE = -100
 
 
 class Likelihood(Protocol):
-    """The interface of a likelihood: log p(labels | logits) per term, and everything derived from it."""
+    """The interface of a likelihood: log p(labels | logits) per term, and everything derived from it.
+
+    Attributes:
+        predicts_classes: True if each term is one class out of several.
+    """
+
+    predicts_classes: ClassVar[bool]
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the log-likelihood of each term in nats, [M, N], in float32 or better.
@@ -27,6 +33,10 @@ class Likelihood(Protocol):
             logits: [M, N, C].
             labels: [M, N] or [M, N, C]; a label that is not a term gives 0.
         """
+        ...
+
+    def max_log_prob(self, num_outputs: int) -> float:
+        """Return the largest possible log-likelihood of a term, given the number of outputs."""
         ...
 
     def is_term(self, labels: Tensor) -> Tensor:
@@ -85,10 +95,15 @@ class Likelihood(Protocol):
 class Categorical:
     """The categorical likelihood. Labels are class indices; a label of -100 is not a term."""
 
+    predicts_classes: ClassVar[bool] = True
+
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.reshape(-1), ignore_index=IGNORE, reduction="none")
         return -nll.view(labels.shape)
+
+    def max_log_prob(self, num_outputs: int) -> float:
+        return 0.0
 
     def is_term(self, labels: Tensor) -> Tensor:
         return labels != IGNORE
@@ -160,12 +175,17 @@ class Categorical:
 class Bernoulli:
     """The Bernoulli likelihood of independent binary labels [..., C] in {0, 1}; an example is one term."""
 
+    predicts_classes: ClassVar[bool] = False
+
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits = widened(logits)
         return -F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(-1)
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         return _gathered(widened(logits), columns)
+
+    def max_log_prob(self, num_outputs: int) -> float:
+        return 0.0
 
     def is_term(self, labels: Tensor) -> Tensor:
         return torch.ones(labels.shape[:-1], dtype=torch.bool, device=labels.device)
@@ -208,6 +228,7 @@ class Normal:
         noise_std: standard deviation of the noise, in units of the labels.
     """
 
+    predicts_classes: ClassVar[bool] = False
     noise_std: float
 
     def log_prob(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -217,6 +238,11 @@ class Normal:
 
     def identified(self, logits: Tensor, columns: Tensor | None) -> Tensor:
         return _gathered(widened(logits), columns)
+
+    def max_log_prob(self, num_outputs: int) -> float:
+        """Return the density where the label is predicted exactly: a density is not bounded by 1."""
+        zeros = torch.zeros(1, 1, num_outputs)
+        return float(self.log_prob(zeros, zeros))
 
     def is_term(self, labels: Tensor) -> Tensor:
         lead = labels.shape if labels.ndim == 1 else labels.shape[:-1]

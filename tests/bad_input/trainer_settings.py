@@ -39,7 +39,10 @@ TRAINER_SETTINGS = [
         ("BayesianTrainingArguments, got TrainingArguments",),
     ),
     Refused(
-        "trainer", "a method's name", lambda out: custom_trainer(out, method="sghmc"), ("SGHMCConfig(...), got str",)
+        "trainer",
+        "a method's name",
+        lambda out: custom_trainer(out, method="sghmc"),
+        ("SGHMCConfig(...), got 'sghmc'",),
     ),
     Refused(
         "trainer",

@@ -35,6 +35,10 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.variational.ekf import EKFConfig
+from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
+from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 
 N = 10
@@ -101,6 +105,10 @@ ROWS = {
     "map": Row(config=MAPConfig(momentum=0.8), learning_rate=0.01, law=None, noise=False, cold=True),
     "ensemble": Row(config=EnsembleConfig(num_chains=5), learning_rate=0.01, law=None, noise=False, cold=True),
     "mean_field": Row(config=MeanFieldConfig(init_std=0.05), learning_rate=0.01, law=exact),
+    "ivon": Row(config=IVONConfig(init_std=0.05, momentum=0.8), learning_rate=0.05, law=exact),
+    "low_rank_vi": Row(config=LowRankVIConfig(init_std=0.05, rank=3), learning_rate=0.01, law=exact),
+    "full_rank_vi": Row(config=FullRankVIConfig(init_std=0.05), learning_rate=0.01, law=exact),
+    "ekf": Row(config=EKFConfig(structure="full", init_std=0.5), learning_rate=0.5, law=None, noise=False),
     "metropolis": Row(
         config=MetropolisConfig(target_acceptance=0.3), learning_rate=0.3, law=exact, shape=(128, 2), num_steps=1000
     ),

@@ -100,7 +100,10 @@ def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: 
         draws = torch.cat([watch.theta[step - 1][rung::2] for step in looks])
         with run.bayesian.showing(draws), torch.no_grad():
             log_lik = run.bayesian.evaluate_batch(batch)[0]["member_log_lik"].double()
-        expected = -(log_lik.logsumexp(1) - math.log(len(draws))).mean()
+        mixed, single = -(log_lik.logsumexp(1) - math.log(len(draws))).mean(), -log_lik.mean()
+        rate = (single - mixed) / (1 - 1 / len(draws))  # of the part that falls with the number of members
+        members = run.method.num_chains * run.method.draws_per_chain
+        expected = mixed + rate * (1 / members - 1 / len(draws))
         assert found["ladder_nll"][rung] == pytest.approx(float(expected), rel=1e-6)  # float32 logits
     best = int(torch.tensor(found["ladder_nll"]).argmin())
     assert run.posterior.config.method["temperature"] == LADDER["temperature"][best]
@@ -115,13 +118,13 @@ def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     asked = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
-        asked.append((len(theta), what.part))
+        asked.append((len(theta), what.part, what.num_members))
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
     run = trainer(tmp_path, config(), max_steps=400)
     run.train()
-    assert asked == [(2 * ladder.NUM_LOOKS, "all")] * 2
+    assert asked == [(2 * ladder.NUM_LOOKS, "all", 4 * run.method.draws_per_chain)] * 2
     temperature, scale = (values[best] for values in LADDER.values())
     assert (run.method.temperature, run.method.prior_std, run.method.ladder) == (temperature, scale, None)
     assert run.posterior.config.method == run.method.to_dict()

@@ -17,18 +17,20 @@ def test_held_out_rows_choose_the_temperature() -> None:
         "temperature": [1.0, 0.3, 0.1, 0.03], "prior_scale": [1.0, *[MODE_PRIOR_SCALE] * 3]
     }  # fmt: skip
     assert words == "no method was given: SGHMC, and 200 held-out rows choose T of 1, 0.3, 0.1, 0.03"
+    assert recommended(40, unit="token")[0] == method  # a row of tokens has many terms
 
 
 @pytest.mark.parametrize(
-    ("rows", "processes", "reason"),
+    ("rows", "unit", "processes", "reason"),
     [
-        (199, 1, r"with 200 rows or more in eval_dataset \(got 199\), they would choose"),
-        (None, 1, r"with 200 rows or more in eval_dataset \(got 0\)"),
-        (1000, 2, "there are 2 processes, and held-out rows choose a temperature in one only"),
+        (199, "example", 1, r"with 200 rows or more in eval_dataset \(got 199\), they would choose"),
+        (39, "token", 1, r"with 40 rows or more in eval_dataset \(got 39\), they would choose"),
+        (None, "example", 1, r"with 200 rows or more in eval_dataset \(got 0\)"),
+        (1000, "example", 2, "there are 2 processes, and held-out rows choose a temperature in one only"),
     ],
 )
-def test_without_a_choice_it_is_the_posterior(rows: int | None, processes: int, reason: str) -> None:
-    method, words = recommended(rows, num_processes=processes)
+def test_without_a_choice_it_is_the_posterior(rows: int | None, unit: str, processes: int, reason: str) -> None:
+    method, words = recommended(rows, unit=unit, num_processes=processes)
     assert (method.temperature, method.ladder, method.num_chains) == (1.0, None, 4)
     assert words.startswith("no method was given: SGHMC at T = 1; ")
     assert re.search(reason, words)

@@ -42,3 +42,22 @@ def test_gradient_of_held_out_nats_is_that_of_finite_differences(family: str, pa
         each = [ask(draws[k : k + 1], HeldOut(rows), gradient=True)[1] for k in range(4)]
         alone = float((torch.cat([g for g in each if g is not None]) / 4 * direction).sum())
         assert abs(alone / slope - 1) > 1e-4  # the twin: the mean of members' nats is not the mixture's
+
+
+def test_the_nats_of_more_members_are_estimated_from_fewer() -> None:
+    made, _ = evaluated("bert", "head", "classes")
+    with attach(made.model, subspace=made.subspace) as model:
+        ask = HeldOutRows(model, made.batches(2), len(made.rows), hide=True)
+        rng = torch.Generator().manual_seed(0)
+        mean = model.theta.detach()[0].cpu()
+        draws = mean + 0.1 * torch.randn(64, len(mean), generator=rng, dtype=torch.float64)
+
+        def nats(draws: torch.Tensor, members: int | None = None) -> float:
+            return ask(draws, HeldOut("all", members), gradient=False)[0]
+
+        whole = nats(draws)
+        parts = draws.split(4)
+        plain, estimated = (torch.tensor([nats(part, members) for part in parts]) for members in (None, 64))
+    error = 3 * float((estimated - plain).std()) / len(parts) ** 0.5  # three standard errors of the correction
+    assert abs(float(estimated.mean()) - whole) < error
+    assert float(plain.mean()) - whole > error  # the twin: four members are no estimate of sixty-four

@@ -20,6 +20,7 @@ from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.agps import AGPSConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives.own_settings import settle
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan
@@ -126,11 +127,17 @@ def test_a_method_with_a_step_of_its_own_needs_none(method: MethodConfig) -> Non
     assert settle(method, None, 1000, None) == (method, 1.0, None)
 
 
+def test_a_natural_gradient_takes_its_rate_from_the_length() -> None:
+    assert settle(IVONConfig(), None, 400, None) == (IVONConfig(), 0.05, None)
+    assert settle(IVONConfig(warm_start_steps=300), None, 400, None).learning_rate == 0.1
+    assert settle(IVONConfig(), 0.2, 400, None).learning_rate == 0.2
+
+
 def test_the_message_lists_the_methods_that_find_a_rate() -> None:
     with pytest.raises(ValueError, match=r"With their defaults, .* find one themselves") as caught:
         settle(HMCConfig(), None, 1000, None)
     listed = str(caught.value).split("defaults, ")[1].removesuffix(" find one themselves").split(", ")
-    finds = ("whitening", "range_test")
+    finds = ("whitening", "range_test", "from_length")
     assert listed == [name for name, kind in METHODS.items() if kind().requirements.learning_rate in finds]
 
 

@@ -44,10 +44,10 @@ def test_a_stream_names_every_setting_that_it_needs(tmp_path: Path) -> None:
     ],
 )
 def test_held_out_rows_are_two_or_more_that_can_be_counted(dataset: Any, message: str) -> None:
-    require_heldout([1, 2], HELDOUT)
-    require_heldout({"heldout": [1, 2], "test": [1]}, HELDOUT)
+    require_heldout([1, 2], HELDOUT, unit="example")
+    require_heldout({"heldout": [1, 2], "test": [1]}, HELDOUT, unit="example")
     with pytest.raises(ValueError, match=f"^laplace with .* fits by the rows of eval_dataset.*{message}"):
-        require_heldout(dataset, HELDOUT)
+        require_heldout(dataset, HELDOUT, unit="example")
 
 
 def test_methods_that_compare_batches_need_several() -> None:

@@ -272,8 +272,8 @@ class LaplaceConfig(MethodConfig):
         """Return the prior precision [d], and a report."""
         _, given = prior_moments(problem.prior, theta[0])
         index = groups(self.prior_scope, _layout(problem))
-        if self.prior_scope == "model" and isinstance(self.prior_std, dict):
-            index = groups_by_expression(list(self.prior_std), problem.shapes)
+        if self.prior_scope == "model" and self.prior_std_by_expression is not None:
+            index = groups_by_expression(list(self.prior_std_by_expression), problem.shapes)
 
         def deviations(number: int, precision: Tensor, noise: Tensor) -> Tensor:
             curvature = results[number].curvature

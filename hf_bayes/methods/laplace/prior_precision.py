@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import singledispatch
 
 from torch import Tensor
 
@@ -101,12 +102,20 @@ class GaussianPrecision(PriorPrecision):
         return expansion.log_lik + log_prior + 0.5 * log_det
 
 
+@singledispatch
 def precision_of(prior: Prior, like: Tensor) -> PriorPrecision:
     """Return tau of a Gaussian, or of a prior with independent elements, in the dtype and on the device of ``like``."""
-    if isinstance(prior, Gaussian):
-        return GaussianPrecision(moved(prior.covariances[0], like))
-    assert isinstance(prior, IndependentPrior)
+    raise TypeError(f"{type(prior).__name__} has no precision: it is no Gaussian, and its elements are not independent")
+
+
+@precision_of.register
+def _of_independent_elements(prior: IndependentPrior, like: Tensor) -> PriorPrecision:
     return ElementwisePrecision(prior.std.to(like).square().reciprocal().expand_as(like))
+
+
+@precision_of.register
+def _of_gaussian(prior: Gaussian, like: Tensor) -> PriorPrecision:
+    return GaussianPrecision(moved(prior.covariances[0], like))
 
 
 def temper(curvature: Curvature, precision: PriorPrecision, *, temperature: float, what: str) -> Covariance:

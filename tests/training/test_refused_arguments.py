@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from hf_bayes import BayesianTrainingArguments, MAPConfig
+from hf_bayes.training.refused_arguments import REFUSED, refuse_arguments
+from tests.tiny_models import tiny_llama
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "fsdp_config": {"fsdp": True},
+    "hub_strategy": {"push_to_hub": True},
+    "load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps"},
+}
+"""Arguments that take effect only beside others."""
+
+VALUES: dict[str, Any] = {
+    "optim": "sgd", "optim_args": "a=1", "optim_target_modules": "all", "adam_beta1": 0.5, "adam_beta2": 0.5,
+    "adam_epsilon": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 1.0, "bf16_full_eval": True, "fp16": True, "fp16_full_eval": True, "torch_compile": True,
+    "torch_compile_backend": "inductor", "torch_compile_mode": "default", "deepspeed": {}, "fsdp": True,
+    "fsdp_config": {"min_num_params": 1}, "parallelism_config": None, "auto_find_batch_size": True,
+    "ignore_data_skip": True, "save_only_model": True, "load_best_model_at_end": True,
+    "train_sampling_strategy": "sequential", "hub_strategy": "every_save",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_llama()
+
+
+def test_every_refused_argument_has_a_value_here() -> None:
+    assert VALUES.keys() == REFUSED
+
+
+# a parallelism config is refused with the accelerator that it makes, and DeepSpeed is not installed
+@pytest.mark.parametrize("name", sorted(REFUSED - {"parallelism_config", "deepspeed"}))
+def test_an_argument_that_no_help_lists_is_refused(tmp_path: Path, model: PreTrainedModel, name: str) -> None:
+    fields = {name: VALUES[name], **FURTHER.get(name, {})}
+    with pytest.raises(ValueError):
+        refuse_arguments(BayesianTrainingArguments(str(tmp_path), use_cpu=True, **fields), MAPConfig(), model, {})
+
+
+def test_the_defaults_are_not_refused(tmp_path: Path, model: PreTrainedModel) -> None:
+    args = BayesianTrainingArguments(str(tmp_path), use_cpu=True, push_to_hub=True)
+    assert refuse_arguments(args, MAPConfig(), model, {}) is args
