@@ -54,7 +54,7 @@ class OfUpdate:
 def normal_run(config: Any, *, draw_steps: range = range(3, 6, 2), burn_in: int = 2, seed: int = 0) -> Run:
     """Chains on it, of 15 parameters."""
     prior = GaussianPrior(torch.zeros(()), torch.ones(()))
-    problem = Problem(100.0, prior, 0.01, 5, burn_in, SHAPES, draw_steps)
+    problem = Problem(100.0, prior, 0.01, 5, burn_in, SHAPES, draw_steps, batch_fraction=0.05, update_fraction=0.2)
     theta = 0.1 * torch.randn(CHAINS, 15, generator=torch.Generator().manual_seed(1))
     rngs = [generator(seed, "chain", chain) for chain in range(CHAINS)]
     return Run(build(config, problem), NormalObjective(), theta, rngs, problem, warm_start=config.num_warm_start_steps)

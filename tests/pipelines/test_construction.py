@@ -17,7 +17,7 @@ def test_what_is_no_text_is_refused_in_words(
             call(inputs)
 
 
-@pytest.mark.parametrize("keyword", ["prompt", "max_new_tokens", "text_pair", "trunctation"])
+@pytest.mark.parametrize("keyword", ["prompts", "max_new_tokens", "text_pair", "trunctation"])
 def test_keywords_that_nothing_reads_are_refused(
     generate: BayesianTextGenerationPipeline, classify: Any, keyword: str
 ) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_bayes.core.types import Evaluate, Evaluation, Kernel
-from hf_bayes.distributions.approximations import Draws
+from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
@@ -139,10 +139,15 @@ def test_draws_of_a_chain_do_not_depend_on_the_other_chains(tmp_path, dropout):
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 SAMPLER = {"num_chains": 2, "draws_per_chain": 2}
+GAUSSIANS = ("mean_field", "ivon", "low_rank_vi", "full_rank_vi", "ekf", "laplace", "swag")
 SETTINGS: dict[str, dict[str, Any]] = {
     "map": {"num_chains": 1},
     "ensemble": {"num_chains": 3},
     "mean_field": {"num_chains": 2},
+    "ivon": {"num_chains": 2},
+    "low_rank_vi": {"num_chains": 2},
+    "full_rank_vi": {"num_chains": 2},
+    "ekf": {"num_chains": 2},
     "hmc": {**SAMPLER, "num_leapfrog": 2},
     "laplace": {"num_chains": 2},
     "penalty": {**SAMPLER, "num_leapfrog": 1},
@@ -157,7 +162,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_start_steps):
     config = METHODS[name](**SETTINGS.get(name, SAMPLER), warm_start_steps=warm_start_steps)
     batches = {"gradient_accumulation_steps": config.requirements.min_batches}
-    trainer = runs.trainer(tmp_path, config, eval_dataset=runs.token_rows(4, seed=1), **batches)
+    rows = {"train": runs.token_rows(12), "eval_dataset": runs.token_rows(4, seed=1)}  # six updates are one pass
+    trainer = runs.trainer(tmp_path, config, **rows, **batches)
     output = trainer.train()
     posterior = trainer.posterior
     members = posterior.sample(None)
@@ -166,7 +172,8 @@ def test_every_method_trains_a_causal_lm_to_a_posterior(tmp_path, name, warm_sta
     if name not in ("metropolis", "hmc", "penalty", "gps"):  # these may have refused all six moves
         assert (members - trainer.setup.start).abs().max() > 0
     expected = config.num_chains * config.draws_per_chain
-    assert posterior.config.num_members == (0 if name in ("mean_field", "laplace", "swag") else expected)
+    assert posterior.config.num_members == (0 if isinstance(posterior.approximation, Gaussian) else expected)
+    assert isinstance(posterior.approximation, Gaussian) == (name in GAUSSIANS)
     metrics = trainer.evaluate()
     assert 0 < metrics["eval_nll"] < 20
     trainer.save_model()

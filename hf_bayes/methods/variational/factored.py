@@ -97,6 +97,10 @@ class Structure(ABC):
     def moments(self, scale: Tensor, factors: Tensor) -> Tensor:
         """Return the numbers [M, Q, d] of the covariance D A D that are averaged over iterates."""
 
+    def largest_step(self, dim: int) -> float:
+        """Return the largest change of an element of W in one update."""
+        return math.inf
+
     @abstractmethod
     def covariance(self, moments: Tensor) -> Covariance:
         """Return the covariance of averaged moments [Q, d]."""
@@ -160,6 +164,7 @@ def _update(
     )
     rates = torch.full_like(state.iterate[:1, :, :1], config.std_learning_rate * lr / problem.learning_rate)
     rates[:, 0] = lr
+    rates[:, 2:].clamp_(max=structure.largest_step(mean.shape[1]))
     first, second, divisor = direction(config.optimizer, config.momentum)(gradients, state.first, state.second, count)
     iterate, weight = state.iterate - rates * first / divisor, averaging_weight(problem, count)
     theta = state.theta.lerp(iterate[:, 0], weight)

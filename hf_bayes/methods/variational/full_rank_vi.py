@@ -73,6 +73,10 @@ class _FullRank(Structure):
         root = scale[:, :, None] * (identity + factors.mT)
         return root @ root.mT
 
+    def largest_step(self, dim: int) -> float:
+        # (I + W)^-1 grows like (1 + step)^d if all signs agree, as after the first update: this keeps it below e^0.5.
+        return 0.5 / dim
+
     def covariance(self, moments: Tensor) -> Full:
         precision = torch.cholesky_inverse(torch.linalg.cholesky(moments))
         return Full(torch.linalg.cholesky(precision))
