@@ -1,14 +1,19 @@
 """A ladder: chains with settings of their own in one run, of which held-out rows choose one for all.
 
 Chain k begins on rung k mod R. A rung is the method with the temperature and the scale of the prior of this rung. Its
-chains are bit by bit those of a run that has these settings alone. In the last part of burn-in the chains are looked at
-``NUM_LOOKS`` times. After the last look the held-out rows choose: the rung whose looks, as one mixture, have the lowest
-negative log-likelihood, estimated for as many members as the run will have. Draws at a high temperature differ more, so
-they gain more from being many. From then on all chains have the settings of this rung.
+chains are bit by bit those of a run that has these settings alone. After three quarters of burn-in the held-out rows
+choose: the rung whose draws, as one mixture, have the lowest negative log-likelihood, estimated for as many members as
+the run will have. Draws at a high temperature differ more, so they gain more from being many. From then on all chains
+have the settings of this rung.
 
 No chain is thrown away, because chains that began at other modes are worth more than copies. A chain that moves to
 another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw at T becomes a draw at T' if its
 distance from the mode is multiplied by sqrt(T' / T). The rest of burn-in is for what is not Gaussian.
+
+A temperature is judged by all chains, scaled to it. The draws of its own chains alone are from one or two modes, and do
+not show what a high temperature gains from more of them: on real data, they chose too low a temperature. Chains can be
+scaled if they find their own step size, and so know their mode, and if the rungs have one prior. Otherwise a rung is
+judged by its own chains, at ``NUM_LOOKS`` times.
 
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
 """
@@ -28,7 +33,7 @@ from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 
 NUM_LOOKS = 4
-"""Looks at every chain before the choice."""
+"""Looks at the chains of a rung that is judged by its own chains alone."""
 
 LEAST_BURN_IN = 16
 """The smallest number of updates of burn-in, after the warm start, with a ladder: four quarters of a look each."""
@@ -67,7 +72,10 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
     rungs = tuple(_rung(config, problem, build, settings) for settings in config.rungs)
     quarter = (end - begin) // 4
     choice = begin + 3 * quarter
-    ladder = _Ladder(config, rungs, tuple(choice - quarter * look // NUM_LOOKS for look in reversed(range(NUM_LOOKS))))
+    scales = problem.own_step_size and len({rung.prior_scale for rung in rungs}) == 1
+    num_looks = 1 if scales else NUM_LOOKS
+    looks = tuple(choice - quarter * look // num_looks for look in reversed(range(num_looks)))
+    ladder = _Ladder(config, rungs, looks, scales)
     own = {step for rung in rungs for step in rung.rule.early_passes}
     if own and max(own) >= ladder.looks[0]:
         raise ValueError(
@@ -113,16 +121,18 @@ class _Ladder:
         config: of the sampler, with its ladder.
         rungs: the rungs.
         looks: the numbers of updates after which the chains are looked at; the choice follows the last one.
+        scales: a rung is judged by all chains, scaled to its temperature.
     """
 
     config: LangevinConfig
     rungs: tuple[Rung, ...]
     looks: tuple[int, ...]
+    scales: bool
 
     def init(self, theta: Tensor, rngs: Rngs) -> Any:
         """Return the state before the first update."""
         on = torch.arange(len(theta), device=theta.device) % len(self.rungs)
-        looks = theta.new_zeros(len(theta), NUM_LOOKS, theta.shape[1])
+        looks = theta.new_zeros(len(theta), len(self.looks), theta.shape[1])
         nll = torch.zeros(len(theta), len(self.rungs), dtype=torch.float64, device=theta.device)
         parts = [
             (rows, self.rungs[index].rule.init(theta[rows], [rngs[row] for row in rows])) for index, rows in _groups(on)
@@ -179,19 +189,25 @@ class _Ladder:
         nll = torch.empty(len(self.rungs), dtype=torch.float64)
         members = len(state.theta) * self.config.draws_per_chain
         for index, rows in _groups(state.ladder_rung):
-            looks = state.ladder_looks[rows].flatten(0, 1)
-            nll[index] = data_pass(looks, HeldOut("all", members), gradient=False)[0]
+            if self.scales:
+                draws = self._scaled(state, self.rungs[index]).theta
+            else:
+                draws = state.ladder_looks[rows].flatten(0, 1)
+            nll[index] = data_pass(draws, HeldOut("all", members), gradient=False)[0]
         best = int(nll.argmin())
-        parts = []
-        for rows, rung, part in self._parts(state):
-            ratio = self.rungs[best].temperature / rung.temperature
-            parts.append((rows, part if ratio == 1 else rung.rule.rescale(part, ratio)))
-        state = with_inner(state, _merged(parts))
-        return state._replace(
+        return self._scaled(state, self.rungs[best])._replace(
             ladder_rung=torch.full_like(state.ladder_rung, best),
             ladder_nll=nll.to(state.ladder_nll).expand_as(state.ladder_nll).clone(),
             ladder_looks=torch.zeros_like(state.ladder_looks),
         )
+
+    def _scaled(self, state: Any, rung: Rung) -> Any:
+        """Return the state with all chains at the temperature of a rung."""
+        parts = []
+        for rows, own, part in self._parts(state):
+            ratio = rung.temperature / own.temperature
+            parts.append((rows, part if ratio == 1 else own.rule.rescale(part, ratio)))
+        return with_inner(state, _merged(parts))
 
     def finish(self, state: Any, draws: Tensor) -> Any:
         """Return the draws of all chains."""

@@ -111,6 +111,35 @@ def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: 
 
 
 @pytest.mark.parametrize("best", [0, 1])
+def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
+) -> None:
+    """Where chains find their own step size. The score is planted: another one chooses another rung."""
+    asked: list[Tensor] = []
+
+    def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:
+        asked.append(theta.clone())
+        assert what == HeldOut("all", 8)
+        return (0.0 if len(asked) - 1 == best else 1.0), None
+
+    monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
+    watch, temperatures = Watch(), [1.0, 0.25]
+    run = trainer(tmp_path, config(ladder={"temperature": temperatures}, **WARM), watch, learning_rate=None)
+    run.train()
+    assert len(asked) == 2  # one mixture for each rung, at one time
+    origin = run.run.state.origin
+    for rung, temperature in enumerate(temperatures):
+        for chain in range(4):
+            own = chain % 2
+            away = math.sqrt(temperature / temperatures[own]) * (asked[own][chain] - origin[chain])
+            torch.testing.assert_close(asked[rung][chain], origin[chain] + away)
+    unscaled = torch.stack([asked[chain % 2][chain] for chain in range(4)])
+    (choice,) = [step for step, theta in enumerate(watch.theta, 1) if torch.equal(theta, unscaled)]
+    assert choice == 4 + 3 * ((run.active.problem.burn_in - 4) // 4)
+    assert run.method.temperature == temperatures[best]
+
+
+@pytest.mark.parametrize("best", [0, 1])
 def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
 ) -> None:
