@@ -11,8 +11,8 @@ another temperature is scaled instead (``Rule.rescale``): in a Gaussian, a draw 
 distance from the mode is multiplied by sqrt(T' / T). The rest of burn-in is for what is not Gaussian.
 
 A temperature is judged by all chains, scaled to it. The draws of its own chains alone are from one or two modes, and do
-not show what a high temperature gains from more of them: on real data, they chose too low a temperature. Chains can be
-scaled if they find their own step size, and so know their mode, and if the rungs have one prior. Otherwise a rung is
+not show what a high temperature gains from more of them: on real data, they chose too low a temperature. This needs
+chains that find their own step size, and so know their mode, and rungs that differ in temperature. Otherwise a rung is
 judged by its own chains, at ``NUM_LOOKS`` times.
 
 Draws at T < 1 are draws of a tempered posterior. Choosing T by held-out rows does not make them draws of the posterior.
@@ -72,7 +72,7 @@ def with_ladder(config: LangevinConfig, problem: Problem, build: Callable[[Lange
     rungs = tuple(_rung(config, problem, build, settings) for settings in config.rungs)
     quarter = (end - begin) // 4
     choice = begin + 3 * quarter
-    scales = problem.own_step_size and len({rung.prior_scale for rung in rungs}) == 1
+    scales = problem.own_step_size and len({rung.temperature for rung in rungs}) == len(rungs)
     num_looks = 1 if scales else NUM_LOOKS
     looks = tuple(choice - quarter * look // num_looks for look in reversed(range(num_looks)))
     ladder = _Ladder(config, rungs, looks, scales)
