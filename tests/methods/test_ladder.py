@@ -253,7 +253,7 @@ def test_a_ladder_replaces_the_temperature_and_needs_a_sampler() -> None:
         ({"max_steps": 30}, "burn-in, which has 15 updates after the warm start, and 16 are needed"),
         (
             {"max_steps": 1200, "learning_rate": None, "method": config(**WARM, burn_in=30)},
-            r"measure their noise until update 26, and the ladder looks at them from update 18",
+            r"measure their noise until update 26, and the ladder looks at them from update 22",
         ),
     ],
 )
