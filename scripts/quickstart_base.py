@@ -21,6 +21,7 @@ from transformers import (
     set_seed,
 )
 
+from hf_bayes.cli.progress import one_bar
 from hf_bayes.cli.token_windows import token_windows
 
 
@@ -57,12 +58,12 @@ def pretrain_base(
     directory: str | Path,
     *,
     length: int = 128,
-    epochs: float = 1.75,
+    epochs: float = 1.25,
     batch_size: int = 4,
     learning_rate: float = 2e-3,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Train a Llama of 2.9 million parameters with the stock Trainer, and save it and the tokenizer to ``directory``.
+    """Train a Llama of 1.7 million parameters with the stock Trainer, and save it and the tokenizer to ``directory``.
 
     Returns:
         The final loss in nats per token, tokens seen, seconds, tokens per second, and number of parameters.
@@ -70,8 +71,8 @@ def pretrain_base(
     set_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -96,11 +97,13 @@ def pretrain_base(
         weight_decay=0.1,
         adam_beta2=0.95,
         logging_steps=max(1, steps // 10),
+        disable_tqdm=False,
         save_strategy="no",
         report_to="none",
         seed=seed,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator)
+    one_bar(trainer)
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start

@@ -2,7 +2,8 @@
 
 With few rows for each class the posterior at T = 1 predicts worse than its own mode, and with many it predicts best.
 Held-out rows can tell: a ladder begins with the posterior itself, and continues with lower temperatures under the wider
-prior that suits modes. Figures are in docs/results/recommend.md.
+prior that suits modes. Figures are in docs/results/recommend.md. A run that is too short for a ladder trains a deep
+ensemble: a sampler would spend most of such a run on its start.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ DRAWS = 4
 """Draws of each chain. They cost nothing in training, and predictions with four members of a chain are smoother."""
 
 
+LEAST_UPDATES = 107
+"""With fewer updates, the burn-in after the warm start is too short for a ladder (``methods.ladder.LEAST_BURN_IN``)."""
+
+
 def on_ladder(*, inherits: bool = False) -> MethodConfig:
     """Return SGHMC on the ladder.
 
@@ -32,17 +37,29 @@ def on_ladder(*, inherits: bool = False) -> MethodConfig:
 
 
 def recommended(
-    num_heldout: int | None, *, unit: str = "example", num_processes: int = 1, inherits: bool = False
+    num_heldout: int | None,
+    *,
+    num_updates: int | None = None,
+    unit: str = "example",
+    num_processes: int = 1,
+    inherits: bool = False,
 ) -> tuple[MethodConfig, str]:
     """Return a method, and a sentence that says which.
 
     Args:
         num_heldout: the number of held-out rows; None if they cannot be counted, or there are none.
+        num_updates: the updates of the run; None if they cannot be counted before it.
         unit: ``Task.unit``: a row of tokens says more than a row with one label.
         num_processes: a ladder compares its chains, so one process needs all of them.
         inherits: as for ``on_ladder``.
     """
     method = on_ladder(inherits=inherits)
+    if num_updates is not None and num_updates < LEAST_UPDATES:
+        return (
+            METHODS["ensemble"](num_chains=method.num_chains),
+            f"no method was given: a deep ensemble of {method.num_chains}, because the run has {num_updates} updates, "
+            f"and SGHMC needs {LEAST_UPDATES}. Train longer for draws from the posterior",
+        )
     least, rungs = method.requirements.least_rows(unit), ", ".join(f"{value:g}" for value in TEMPERATURES)
     if num_processes > 1:
         reason = f"there are {num_processes} processes, and held-out rows choose a temperature in one only"

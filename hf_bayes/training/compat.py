@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from tqdm import tqdm
-from transformers import DefaultFlowCallback, ProgressCallback, Trainer
+from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -204,6 +205,22 @@ class TrainerHost:
 def eval_sets(given: Any) -> dict[str, Any]:
     """Return held-out data sets by name. A single one, or None, has the name ""."""
     return given if isinstance(given, dict) else {"": given}
+
+
+def expected_updates(args: Any, train_dataset: Any) -> int | None:
+    """Return about how many updates Trainer will make, before it has made a loader; None if that cannot be told.
+
+    Args:
+        args, train_dataset: as the user gave them.
+    """
+    if not isinstance(args, TrainingArguments):
+        return None
+    if args.max_steps > 0:
+        return args.max_steps
+    if not isinstance(train_dataset, Sized):
+        return None
+    rows = args.train_batch_size * args.gradient_accumulation_steps
+    return math.ceil(args.num_train_epochs * math.ceil(len(train_dataset) / rows))
 
 
 def without_data_parallel(accelerator: Any) -> None:

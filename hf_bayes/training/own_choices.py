@@ -16,17 +16,17 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.base_model import core_of, refuse_foreign
 from hf_bayes.models.recognition import task_of
 from hf_bayes.objectives.own_settings import Settings
-from hf_bayes.training.compat import TrainerHost, eval_sets
+from hf_bayes.training.compat import TrainerHost, eval_sets, expected_updates
 
 
 def given_or_recommended(
-    method: MethodConfig | None, model: Any, args: Any, eval_dataset: Any, *, inherits: bool
+    method: MethodConfig | None, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, *, inherits: bool
 ) -> MethodConfig:
     """Return the method, or the recommended one if none was given, and log which.
 
     Args:
         model, args: as the user gave them, not checked yet.
-        eval_dataset: as the user gave it.
+        train_dataset, eval_dataset: as the user gave them.
         inherits: True if the prior is another posterior.
     """
     if method is not None:
@@ -37,7 +37,11 @@ def given_or_recommended(
     core = core_of(model)
     refuse_foreign(model, core)
     found, words = recommended(
-        count, unit=task_of(core).unit, num_processes=getattr(args, "world_size", 1), inherits=inherits
+        count,
+        num_updates=expected_updates(args, train_dataset),
+        unit=task_of(core).unit,
+        num_processes=getattr(args, "world_size", 1),
+        inherits=inherits,
     )
     if getattr(args, "process_index", 0) == 0:
         logging.getLogger("hf_bayes.training.trainer").warning(words)

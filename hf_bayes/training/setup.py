@@ -75,7 +75,9 @@ def set_up(
         ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
             of this model.
     """
-    method = given_or_recommended(method, model, args, kwargs.get("eval_dataset"), inherits=prior is not None)
+    method = given_or_recommended(
+        method, model, args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"), inherits=prior is not None
+    )
     args = refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)

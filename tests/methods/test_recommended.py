@@ -7,7 +7,8 @@ import re
 import pytest
 
 from hf_bayes.core.config import MODE_PRIOR_SCALE
-from hf_bayes.methods.recommended import on_ladder, recommended
+from hf_bayes.methods.averaging.ensemble import EnsembleConfig
+from hf_bayes.methods.recommended import LEAST_UPDATES, on_ladder, recommended
 
 
 def test_held_out_rows_choose_the_temperature() -> None:
@@ -38,3 +39,13 @@ def test_without_a_choice_it_is_the_posterior(rows: int | None, unit: str, proce
 
 def test_a_prior_that_is_a_posterior_is_not_widened() -> None:
     assert recommended(500, inherits=True)[0].ladder == {"temperature": [1.0, 0.3, 0.1, 0.03]}
+
+
+def test_a_run_that_is_too_short_for_a_ladder_trains_an_ensemble() -> None:
+    method, words = recommended(500, num_updates=LEAST_UPDATES - 1)
+    assert method == EnsembleConfig(num_chains=4)
+    assert words == (
+        "no method was given: a deep ensemble of 4, because the run has 106 updates, and SGHMC needs 107. Train longer "
+        "for draws from the posterior"
+    )
+    assert recommended(500, num_updates=LEAST_UPDATES)[0] == on_ladder()

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_bayes.training as package
+from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import (
     ATTRIBUTES,
     BATCH_NORM,
@@ -22,6 +23,7 @@ from hf_bayes.training.compat import (
     DROPOUT,
     OVERRIDDEN,
     TrainerHost,
+    expected_updates,
     logger,
     without_data_parallel,
 )
@@ -144,3 +146,21 @@ def test_no_model_is_wrapped_in_data_parallel() -> None:
     model = nn.Linear(1, 1)
     assert accelerator.prepare_model(model, False) is model
     assert seen == [(model, False, True)]  # accelerate wraps no model that is prepared for evaluation
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        (range(21), {"num_train_epochs": 2.5, "per_device_train_batch_size": 4}),
+        (range(21), {"num_train_epochs": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (range(21), {"max_steps": 7}),
+    ],
+)
+def test_expected_updates_are_those_of_trainer(tmp_path: Path, rows: Any, changes: dict[str, Any]) -> None:
+    args = BayesianTrainingArguments(output_dir=str(tmp_path), **changes)
+    host = Trainer(nn.Linear(1, 1), args, train_dataset=list(rows))
+    planned = host.set_initial_training_values(args, host.get_train_dataloader())
+    assert expected_updates(args, rows) == planned[-1]
+    assert expected_updates(None, rows) is None
+    if args.max_steps < 0:
+        assert expected_updates(args, iter(rows)) is None

@@ -18,6 +18,7 @@ from hf_bayes.core.schedules import Linear
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.recommended import LEAST_UPDATES
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives import own_settings, starting
@@ -170,15 +171,26 @@ def test_without_a_method_held_out_rows_choose_the_temperature(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"model": tiny_bert(), "subspace": "last_layer", "train": runs.label_rows(40)}
-    few = trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(199))
+    few = trainer(tmp_path, None, **given, eval_dataset=runs.label_rows(199), max_steps=120)
     assert (few.method.ladder, few.method.num_chains) == (None, 4)
     assert "no method was given: SGHMC at T = 1; with 200 rows or more in eval_dataset (got 199)" in caplog.text
     few.bayesian.detach()
     heldout = {"heldout": Dataset.from_list(runs.label_rows(200, seed=1))}
-    run = trainer(tmp_path, None, **given, eval_dataset=heldout, max_steps=120, per_device_eval_batch_size=100)
+    least = {"max_steps": LEAST_UPDATES, "per_device_eval_batch_size": 100}
+    run = trainer(tmp_path, None, **given, eval_dataset=heldout, **least)
     assert "no method was given: SGHMC, and 200 held-out rows choose T" in caplog.text
     run.train()
     stored = run.posterior.config
     assert stored.diagnostics["ladder_temperature"] == [1.0, 0.3, 0.1, 0.03]
     assert stored.method["temperature"] in (1.0, 0.3, 0.1, 0.03)
     assert stored.num_members == 16
+
+
+def test_without_a_method_a_short_run_trains_an_ensemble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = {"train": runs.label_rows(40), "eval_dataset": runs.label_rows(200, seed=1)}
+    epochs = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 4}
+    run = trainer(tmp_path, None, model=tiny_bert(), subspace="last_layer", **rows, **epochs)
+    assert run.method == EnsembleConfig(num_chains=4)
+    assert "a deep ensemble of 4, because the run has 30 updates, and SGHMC needs 107" in caplog.text
+    run.train()
+    assert run.posterior.config.num_members == 4

@@ -55,7 +55,17 @@ class EvaluationArguments(PosteriorArguments):
 def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     """Measure the scores and the calibration of a posterior, and how well it recognises other inputs.
 
-    The tables are printed, and written with a figure to results.json and uncertainty.png.
+    The tables are printed; see ``evaluate_quietly`` for the arguments, the files and the errors.
+    """
+    results = evaluate_quietly(args, *own)
+    console = Console(width=100)
+    for table in tables(results, args.posterior):
+        console.print(table)
+    return results
+
+
+def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
+    """Return the results of ``evaluate``, and write them with a figure to results.json and uncertainty.png.
 
     Args:
         args: the posterior and the files.
@@ -84,9 +94,6 @@ def evaluate(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(results, indent=2))
     plot(found, results, case.figures).savefig(directory / "uncertainty.png", dpi=150)
-    console = Console(width=100)
-    for table in tables(results, args.posterior):
-        console.print(table)
     return results
 
 
