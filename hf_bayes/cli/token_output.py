@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_bayes.cli.json_text import json_text
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.pipelines.rendering import to_html
@@ -36,7 +35,7 @@ def show(records: Sequence[Mapping[str, Any]], output: OutputArguments) -> None:
         Path(output.html).write_text(to_html(records), encoding="utf-8")
     if output.json:
         for record in records:
-            print(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False))
+            print(json_text(record))
         return
     console = Console()
     for record in records:
@@ -55,12 +54,3 @@ def table(record: Mapping[str, Any]) -> Table:
         numbers = (f"{token[name]:.3f}" for name in ("logprob", *PARTS))
         shown.add_row(Text(visible_line(token["token"])), *numbers)  # as Text: square brackets are not markup
     return shown
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that are not finite: JSON has no such numbers."""
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

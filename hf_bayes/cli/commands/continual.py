@@ -17,6 +17,7 @@ from hf_bayes.cli.command import Command
 from hf_bayes.cli.continual_arguments import ContinualArguments, LoraArguments, methods, refuse_push, windows
 from hf_bayes.cli.continual_results import Results, figures, losses_on, table
 from hf_bayes.cli.data import load_episode
+from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.progress import one_bar
 from hf_bayes.cli.scripts import begin
 from hf_bayes.cli.token_windows import check_window
@@ -97,7 +98,8 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
                 results[name].append(learner.learn(rows, folder / f"episode_{index}", config, before))
                 before = None if name == "single" else folder / f"episode_{index}"
     if args.process_index == 0:
-        (output / "results.json").write_text(json.dumps({"settings": settings, "losses": results}, indent=1))
+        content = json_text({"settings": settings, "losses": results}, indent=1)
+        (output / "results.json").write_text(content, encoding="utf-8")
     return results
 
 

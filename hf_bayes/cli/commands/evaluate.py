@@ -15,7 +15,6 @@ window, or of a tagger's text, is the mean over its tokens.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hf_bayes.cli.evaluation import evaluate as statistics_of
 from hf_bayes.cli.evaluation_cases import CASES, case_of, own_arguments
 from hf_bayes.cli.evaluation_figure import plot
 from hf_bayes.cli.evaluation_table import tables
+from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.metrics import evaluation_results
 from hf_bayes.models.loading import load_tokenizer
@@ -92,7 +92,7 @@ def evaluate_quietly(args: EvaluationArguments, *own: Any) -> dict[str, Any]:
     }
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.json").write_text(json.dumps(results, indent=2))
+    (directory / "results.json").write_text(json_text(results, indent=2), encoding="utf-8")
     plot(found, results, case.figures).savefig(directory / "uncertainty.png", dpi=150)
     return results
 
