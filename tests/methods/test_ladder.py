@@ -151,7 +151,7 @@ def test_the_record_and_the_rest_of_the_run_have_the_chosen_settings(
         return (0.0 if len(asked) - 1 == best else 1.0), None
 
     monkeypatch.setattr("hf_bayes.objectives.model_objective.ModelObjective.heldout", planted)
-    run = trainer(tmp_path, config(), max_steps=400)
+    run = trainer(tmp_path, config(), max_steps=120)
     run.train()
     assert asked == [(2 * ladder.NUM_LOOKS, "all", 4 * run.method.draws_per_chain)] * 2
     temperature, scale = (values[best] for values in LADDER.values())

@@ -79,6 +79,7 @@ def test_members_of_the_cnn_lstm_are_models_of_their_own(folder: str) -> None:
         torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
     settings: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_sweep_has_every_cell_and_is_taken_up_where_it_stopped(
         temperature_sweep.sweep(temperature_sweep.Arguments(**{**settings, "prior_std": 0.5}))
 
 
+@pytest.mark.slow
 def test_laplace_is_around_the_map_of_its_own_settings(settings: dict, tmp_path: Path) -> None:
     def lines(output_dir: Path, methods: list[str], **changes: object) -> dict:
         changed = {**settings, "output_dir": str(output_dir), "methods": methods, **changes}
@@ -158,6 +160,7 @@ def test_a_sweep_runs_on_language_models(settings: dict, tmp_path: Path, capsys:
         assert abs(nll - members) > 0.01
 
 
+@pytest.mark.slow
 def test_a_sweep_says_what_it_leaves_out(settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bloom = CAUSAL["bloom-last-block"].make(torch.float32)  # whose activation cannot be differentiated forwards
     changed = language_settings(settings, bloom, tmp_path, methods=["laplace_ef"], num_members=2, seeds=[0, 1])
