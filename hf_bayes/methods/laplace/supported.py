@@ -23,6 +23,9 @@ MAX_VJPS = 1024
 
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
+ENERGY_STRUCTURES = ("diagonal", "low_rank", "full")
+"""The structures of the Hessian of a user's energy."""
+
 _NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
 _UNDEFINED = {
     "kronecker": _NO_SUM,
@@ -110,6 +113,28 @@ class CurvatureSpec:
             raise ValueError(
                 f"the exact GGN needs {root_columns} backward passes for each of {most_terms} terms of a row, "
                 f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
+            )
+
+    def check_on_energy(self, dim: int) -> None:
+        """Check that an energy of ``dim`` numbers has this curvature. It is the Hessian, for estimator "ggn", too.
+
+        Raises:
+            ValueError: if it needs likelihood terms or modules, or takes too much time.
+        """
+        if self.estimator not in ("ggn", "hessian"):
+            raise ValueError(
+                f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
+                "curvature is its Hessian: leave estimator out"
+            )
+        if self.structure not in ENERGY_STRUCTURES:
+            raise ValueError(
+                f"structure={self.structure!r} is made of the inputs and outputs of modules, which an energy does not "
+                f"have: choose one of {', '.join(ENERGY_STRUCTURES)}"
+            )
+        if self.structure != "low_rank" and dim > MAX_FULL:
+            raise ValueError(
+                f"the Hessian of an energy takes a backward pass for each of {dim} elements; the limit is {MAX_FULL}: "
+                "use structure='low_rank', or fewer parameters"
             )
 
     def build_estimator(self) -> Estimator:
