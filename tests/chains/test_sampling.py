@@ -321,10 +321,10 @@ def noisy_variance(**changes: Any) -> float:
         return 0.5 * theta.square().sum(1) + (theta * batch).sum(1)
 
     def batches() -> Iterator[Tensor]:
-        order = torch.randint(997, (800, 256, 1), generator=generator("rows"))
+        order = torch.randint(997, (800, 64, 8), generator=generator("rows"))
         yield from noise[order]
 
-    theta = torch.randn(256, 1, generator=generator("starts"), dtype=torch.float64)
+    theta = torch.randn(64, 8, generator=generator("starts"), dtype=torch.float64)
     method = SGHMCConfig(momentum=0.5, **changes)
     draws = sample(energy, theta, method, num_steps=400, learning_rate=0.05, burn_in=100, thin=10, batches=batches,
                    batches_per_step=2).draws  # fmt: skip
