@@ -72,6 +72,8 @@ class LaplaceConfig(MethodConfig):
             backward pass for each term and each output (each class but one).
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
+        bias: with K-FAC, "diagonal" keeps the diagonal of a bias's curvature, and "factor" a dense block, the left
+            factor of its module (``laplace.kronecker``). With it the evidence is laplace-torch's.
         rank: rank of the structure "low_rank".
         max_rank: with "low_rank" and a low-rank posterior as the prior, the number of directions to keep of the sum;
             the remaining ones become diagonal. None keeps all, which is exact: then the ranks add up.
@@ -97,6 +99,7 @@ class LaplaceConfig(MethodConfig):
     num_samples: int | None = 1
     sharing: str = "expand"
     max_factor: int = 4096
+    bias: str = "diagonal"
     rank: int = 32
     max_rank: int | None = None
     momentum: float = BETA_1
@@ -187,7 +190,7 @@ class LaplaceConfig(MethodConfig):
     @property
     def spec(self) -> CurvatureSpec:
         """The estimator and the structure."""
-        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "rank")
+        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "bias", "rank")
         return CurvatureSpec(**{field: getattr(self, field) for field in fields})
 
     def build(self, problem: Problem) -> Rule[MAPState]:
