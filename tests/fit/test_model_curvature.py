@@ -70,7 +70,7 @@ def test_the_model_is_left_as_it_was() -> None:
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     flags = [parameter.requires_grad for parameter in made.model.parameters()]
     operator = curvature_of_model(made.model, made.rows, **options(made))
-    operator.product(torch.ones(operator.dim))
+    product = operator.product(torch.ones(operator.dim))
     next(row_gradients_of_model(made.model, made.rows, **options(made)))
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
     assert [parameter.requires_grad for parameter in made.model.parameters()] == flags
