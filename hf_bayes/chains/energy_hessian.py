@@ -27,6 +27,11 @@ OF_ENERGY = "energy"
 """``Curvature.hessian`` of the Hessian of an energy, for error messages."""
 
 
+FLOOR = 1e-8
+"""The smallest curvature of a preconditioner, relative to the largest. Without it, a direction that the energy hardly
+determines at one point would get steps without bounds."""
+
+
 class EnergyPassResult(NamedTuple):
     """The result of a pass over an energy, see ``laplace.pass_result.PassResult``.
 
@@ -136,3 +141,18 @@ def expand_energy(point: EnergyAtPoint, like: Tensor, spec: CurvatureSpec, *, gr
             )
     estimate = GradientEstimate(-first.cpu().expand(2, -1), 1, 1) if gradient else None
     return EnergyPassResult(curvature, -float(value), estimate, {})
+
+
+def positive_diagonal(point: EnergyAtPoint) -> EnergyPassResult:
+    """Return the absolute values of the Hessian's diagonal, for a preconditioner, which must be positive.
+
+    Raises:
+        ValueError: for a diagonal that is not finite, or zero.
+    """
+    values = point.diagonal().abs()
+    if not bool(values.isfinite().all()) or not bool(values.any()):
+        raise ValueError(
+            "the Hessian of the energy has no finite diagonal above 0 after the warm start, so it gives no scale for a "
+            "step size: give learning_rate"
+        )
+    return EnergyPassResult(DiagonalCurvature(values.clamp_min(FLOOR * float(values.max()))), 0.0, None, {})

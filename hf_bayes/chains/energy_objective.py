@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy
+from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_diagonal
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Evaluation, Info
+from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
 OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
@@ -55,6 +55,7 @@ class EnergyObjective:
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
+        positive: the curvature for a preconditioner: the absolute values of the Hessian's diagonal, above a floor.
         measures_noise: an evaluation on two batches or more estimates the variance of its gradient.
 
     Attributes:
@@ -73,11 +74,12 @@ class EnergyObjective:
         batched: bool,
         form: Form[Any] | None = None,
         all_batches: Callable[[], Iterable[Any]] | None = None,
+        positive: bool = False,
         measures_noise: bool = False,
     ) -> None:
         self.energy, self.batched = energy, batched
         self.form: Form[Any] = Form(None) if form is None else form
-        self._all_batches, self._measures_noise = all_batches, measures_noise
+        self._all_batches, self._positive, self._measures_noise = all_batches, positive, measures_noise
         self.first_error: Exception | None = None
         self.returns_aux = False
         self._start_is_checked = False
@@ -96,15 +98,23 @@ class EnergyObjective:
         return EnergyOfUpdate(self, batches, inside)
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Return value, gradient and Hessian at ``theta`` [d], over all batches of a pass.
+        """Return what a method requests of all batches of a pass.
+
+        For a ``CurvatureSpec`` at ``theta`` [d] it is value, gradient and Hessian, for ``AllRows`` at ``theta`` [M, d]
+        minus the gradient.
 
         Raises:
             TypeError: for any other request: an energy has no rows.
         """
+        batches = [None] if self._all_batches is None else self._all_batches()
+        if isinstance(what, AllRows):
+            parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in batches]
+            return torch.stack([part for part in parts if part is not None]).mean(0)
         if not isinstance(what, CurvatureSpec):
             raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
-        batches = [None] if self._all_batches is None else self._all_batches()
         point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
+        if self._positive:
+            return positive_diagonal(point)
         return expand_energy(point, theta, what, gradient=gradient)
 
     def place_of(self, column: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.theta_form import Aux, Form, Theta
+from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation, Info
 
 
@@ -30,6 +31,7 @@ class SampleResult(Generic[Theta]):
         report: name -> a value for each chain, from the pass of a method over all data after its last update. Those of
             ``laplace``: the log evidence, the norm of the gradient, and the distance to the maximum of the Gaussian.
         form: the form of theta.
+        method: the config of the run, with numbers in place of settings that were left open.
     """
 
     draws: Theta
@@ -39,6 +41,7 @@ class SampleResult(Generic[Theta]):
     aux: Any = None
     report: dict[str, list[Any]] = field(default_factory=dict)
     form: Form[Theta] = field(default_factory=lambda: Form(None))
+    method: MethodConfig | None = None
 
     def members(self, num_members: int, generator: torch.Generator | None = None) -> Theta:
         """Return draws of the approximation, [num_members, d] or {name: [num_members, *shape]}."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from hf_bayes.chains import sampling_plan as plan
 from hf_bayes.chains.doubts import warn_of_doubts
 from hf_bayes.chains.energy_objective import EnergyObjective
+from hf_bayes.chains.energy_settings import settle, try_rates
 from hf_bayes.chains.initial_state import with_initial_state
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.sample_result import SampleResult, stack_aux, stack_info
@@ -31,7 +33,7 @@ def sample(
     method: MethodConfig,
     *,
     num_steps: int,
-    learning_rate: float | Callable[[int], float],
+    learning_rate: float | Callable[[int], float] | None = None,
     num_data: float = 1,
     prior: PriorOfTheta | None = None,
     batches: Batches | None = None,
@@ -63,7 +65,8 @@ def sample(
         method: a config of ``hf_bayes.METHODS``.
         num_steps: the number of updates.
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
-            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
+            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by. None
+            leaves it to the method (``energy_settings``).
         num_data: N, what U is divided by to be a mean loss.
         prior: log p(theta) apart from the energy, which is then minus the log-likelihood alone, as
             ``temper="likelihood"`` and ``fit_prior`` need it: an object of ``hf_bayes.distributions``, or the standard
@@ -72,7 +75,8 @@ def sample(
         batches_per_step: batches of an update; their energies are averaged. With two or more, the noise of the gradient
             is measured for the methods that use it.
         batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
-        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates. At 0, a
+            sampler that finds its own step size takes half of the run.
         thin: the number of updates from one draw to the next.
         state: what chains begin with beside theta: {field of the method's State: a number or a tensor [M, ...]}, such
             as {"momentum": ...} or {"friction": 0.1}, or the ``state`` of an earlier result.
@@ -88,20 +92,32 @@ def sample(
             to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
             a chain must start where it is finite.
     """
-    plan.check_arguments(energy, method, prior, batches, batches_per_step, batch_fraction, seed)
+    plan.check_arguments(energy, method, prior, batches, batches_per_step, batch_fraction, seed,
+                         own_rate=learning_rate is None)  # fmt: skip
     form, given = Form.of(theta)
     plan.check_names(method, form)
     start = plan.starting_points(given, method, seed)
     method.check_on_energy(start.shape[1])
-    problem, rates = plan.problem_of(
-        method, learning_rate, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
+    arrange = functools.partial(
+        plan.problem_of, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
         num_data=num_data, num_steps=num_steps, burn_in=burn_in, thin=thin, batch_fraction=batch_fraction,
     )  # fmt: skip
     objective = EnergyObjective(
         energy, batched=batches is not None, form=form,
         all_batches=plan.one_pass(batches, num_steps * batches_per_step),
+        positive=method.requirements.learning_rate == "whitening",
         measures_noise=method.requirements.gradient_variance != "none",
     )  # fmt: skip
+
+    def trial(steps: int, prior_weight: float) -> float:
+        problem, _ = arrange(method, 1.0)
+        return try_rates(
+            objective, start, problem, lambda count: list(itertools.islice(_updates(batches, batches_per_step), count)),
+            num_steps=steps, prior_weight=prior_weight,
+        )  # fmt: skip
+
+    method, learning_rate = settle(method, learning_rate, num_steps=num_steps, burn_in=burn_in, trial=trial)
+    problem, rates = arrange(method, learning_rate)
     built = build(method, problem)
     if state is not None:
         plan.check_state(method)
@@ -114,8 +130,8 @@ def sample(
     warn_of_doubts(method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error)
     found = _finish(run, objective, draws)
     return SampleResult(
-        form.unflatten(draws), found.approximation, info, run.state, stack_aux(aux), found.report, form
-    )  # fmt: skip
+        form.unflatten(draws), found.approximation, info, run.state, stack_aux(aux), found.report, form, method
+    )
 
 
 def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[Any]]:

@@ -35,6 +35,8 @@ def check_arguments(
     batches_per_step: int,
     batch_fraction: float | None,
     seed: Any,
+    *,
+    own_rate: bool = False,
 ) -> None:
     """Check the arguments of ``sample`` that do not depend on the number of updates.
 
@@ -44,12 +46,12 @@ def check_arguments(
     check_energy(energy)
     check_method(method, batches, has_prior=prior is not None)
     check_seed(seed)
-    check_batches(method, batches, batches_per_step, batch_fraction)
+    check_batches(method, batches, batches_per_step, batch_fraction, own_rate=own_rate)
 
 
 def problem_of(
     method: MethodConfig,
-    learning_rate: float | Callable[[int], float],
+    learning_rate: float | Callable[[int], float] | None,
     *,
     shapes: Mapping[str, tuple[int, ...]],
     prior: Prior,
@@ -61,21 +63,25 @@ def problem_of(
 ) -> tuple[Problem, list[float]]:
     """Return the problem of a run on theta of these shapes, and the step size of each update.
 
+    Without a learning rate the method finds a step size of its own; the rates are then factors of it.
+
     Raises:
         ValueError: for numbers of updates or step sizes that cannot be run.
     """
-    burned = burn_in_of(burn_in, num_steps)
+    own = learning_rate is None
+    burned = burn_in_of(burn_in if method.burn_in is None else method.burn_in, num_steps)
     draw_steps = draw_steps_of(num_steps, burned, thin)
-    rates = rates_of(learning_rate, num_steps, method, draw_steps)
+    rates = rates_of(1.0 if learning_rate is None else learning_rate, num_steps, method, draw_steps)
     problem = Problem(
         num_data=num_data,
         prior=prior,
-        learning_rate=max(rates),
+        learning_rate=1.0 if own else max(rates),
         num_steps=num_steps,
         burn_in=burned,
         shapes=shapes,
         draw_steps=draw_steps,
         batch_fraction=batch_fraction,
+        own_step_size=own,
     )
     return problem, rates
 
@@ -171,7 +177,12 @@ def check_energy(energy: Energy[Any]) -> None:
 
 
 def check_batches(
-    method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
+    method: MethodConfig,
+    batches: Batches | None,
+    batches_per_step: int,
+    batch_fraction: float | None,
+    *,
+    own_rate: bool = False,
 ) -> None:
     """Raise for numbers of batches with which the method, or any method, cannot run."""
     if not is_count(batches_per_step):
@@ -187,9 +198,10 @@ def check_batches(
             f"estimates from several batches of an update, got batches_per_step={batches_per_step}: give "
             "batches_per_step >= 2 (and batches), or leave it out"
         )
-    if needs.final_pass and batches is not None and not callable(batches) and not isinstance(batches, Sized):
+    passes = needs.final_pass or (own_rate and needs.learning_rate in ("whitening", "range_test"))
+    if passes and batches is not None and not callable(batches) and not isinstance(batches, Sized):
         raise ValueError(
-            f"{method.name} passes over all data once more at the end, and batches can be read only once, got "
+            f"{method.name} passes over the data more than once, and batches can be read only once, got "
             f"{type(batches).__name__}: pass a list, a DataLoader, or a function that returns a fresh iterator"
         )
     least = needs.min_batches
