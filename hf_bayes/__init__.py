@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from hf_bayes.chains.sampling import sample
     from hf_bayes.fit.calibration import fit_calibration
     from hf_bayes.fit.distil import distil
+    from hf_bayes.fit.function_curvature import curvature_of_function, outputs_of, row_gradients_of_function
     from hf_bayes.fit.laplace import fit_laplace
     from hf_bayes.fit.mc_dropout import fit_mc_dropout
+    from hf_bayes.fit.model_curvature import curvature_of_model, row_gradients_of_model
     from hf_bayes.fit.prior_predictive import prior_predictive
     from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
@@ -116,6 +118,8 @@ _MODULES = {
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
     "cross_fit_calibration": "training.cross_fitting",
+    "curvature_of_function": "fit.function_curvature",
+    "curvature_of_model": "fit.model_curvature",
     "decompose": "uncertainty.decomposition",
     "distil": "fit.distil",
     "fit_calibration": "fit.calibration",
@@ -125,9 +129,12 @@ _MODULES = {
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
     "mixture": "uncertainty.decomposition",
+    "outputs_of": "fit.function_curvature",
     "pipeline": "pipelines.factory",
     "print_record": "pipelines.rendering",
     "prior_predictive": "fit.prior_predictive",
+    "row_gradients_of_function": "fit.function_curvature",
+    "row_gradients_of_model": "fit.model_curvature",
     "sample": "chains.sampling",
     "to_html": "pipelines.rendering",
     "to_terminal": "pipelines.rendering",
@@ -173,6 +180,8 @@ __all__ = [
     "UncertaintyStreamer",
     "attach",
     "cross_fit_calibration",
+    "curvature_of_function",
+    "curvature_of_model",
     "decompose",
     "distil",
     "fit_calibration",
@@ -182,9 +191,12 @@ __all__ = [
     "fit_swag",
     "fit_variance_factor",
     "mixture",
+    "outputs_of",
     "pipeline",
     "print_record",
     "prior_predictive",
+    "row_gradients_of_function",
+    "row_gradients_of_model",
     "sample",
     "to_html",
     "to_terminal",

@@ -159,6 +159,12 @@ def predictions() -> Namespace:
     return {**rows, "epistemic": torch.rand(8), "is_ood": torch.arange(8) % 2}
 
 
+def three_classes() -> Namespace:
+    """Return 100 points in the plane, of three classes."""
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    return {"x": x, "y": (x[:, 0] > 0).long() + (x[:, 1] > 0).long()}
+
+
 def logistic_data() -> Namespace:
     x = torch.randn(70, 3)
     return {"x": x, "y": (x.sum(1) > 0).float(), "d": 3}
@@ -177,6 +183,8 @@ SNIPPETS = {
     ("docs/decide.md", 4): Snippet(a_saved_classifier),
     ("docs/diagnostics.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/distilled.md", 0): Snippet(a_classifier_to_distil),
+    ("docs/curvature.md", 0): Snippet(three_classes),
+    ("docs/curvature.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),
@@ -186,6 +194,8 @@ SNIPPETS = {
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
     ("docs/reliability.md", 0): Snippet(lambda: a_language_model("my-posterior")),
+    ("docs/sample.md", 0): Snippet(three_classes),
+    ("docs/sample.md", 1): Snippet(dict),
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
     ("docs/trl.md", 0): Snippet(

@@ -12,16 +12,21 @@ end the run.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_diagonal
 from hf_bayes.chains.objective import FailureWords
-from hf_bayes.chains.sampling_plan import Energy
+from hf_bayes.chains.theta_form import Aux, Energy, Form
+from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.rng import generator
-from hf_bayes.core.types import Evaluation, Info
+from hf_bayes.core.types import AllRows, Evaluation, Info
+from hf_bayes.methods.laplace.supported import CurvatureSpec
 
 OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
 """Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
@@ -45,17 +50,38 @@ def is_outside_support(error: Exception) -> bool:
 class EnergyObjective:
     """The user's energy as an objective of a run.
 
+    Args:
+        energy: U, or the log-likelihood's part of it where the prior is apart.
+        batched: the energy is an unbiased estimate from a batch.
+        form: the form of theta that the energy takes.
+        all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
+        positive: the curvature for a preconditioner: the absolute values of the Hessian's diagonal, above a floor.
+        measures_noise: an evaluation on two batches or more estimates the variance of its gradient.
+
     Attributes:
         first_error: the first exception that was taken for a point outside the support.
+        returns_aux: True once the energy has returned something beside its value.
     """
 
     words = FailureWords(
         "energy", "gradient of the energy", "update", "lower learning_rate, or look at the energy there"
     )
 
-    def __init__(self, energy: Energy, *, batched: bool) -> None:
+    def __init__(
+        self,
+        energy: Energy[Any],
+        *,
+        batched: bool,
+        form: Form[Any] | None = None,
+        all_batches: Callable[[], Iterable[Any]] | None = None,
+        positive: bool = False,
+        measures_noise: bool = False,
+    ) -> None:
         self.energy, self.batched = energy, batched
+        self.form: Form[Any] = Form(None) if form is None else form
+        self._all_batches, self._positive, self._measures_noise = all_batches, positive, measures_noise
         self.first_error: Exception | None = None
+        self.returns_aux = False
         self._start_is_checked = False
         self._num_checks = 0
 
@@ -72,35 +98,63 @@ class EnergyObjective:
         return EnergyOfUpdate(self, batches, inside)
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
-        """Raise an error: an energy has no rows."""
-        raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
+        """Return what a method requests of all batches of a pass.
+
+        For a ``CurvatureSpec`` at ``theta`` [d] it is value, gradient and Hessian, for ``AllRows`` at ``theta`` [M, d]
+        minus the gradient.
+
+        Raises:
+            TypeError: for any other request: an energy has no rows.
+        """
+        batches = [None] if self._all_batches is None else self._all_batches()
+        if isinstance(what, AllRows):
+            parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in batches]
+            return torch.stack([part for part in parts if part is not None]).mean(0)
+        if not isinstance(what, CurvatureSpec):
+            raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
+        point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
+        if self._positive:
+            return positive_diagonal(point)
+        return expand_energy(point, theta, what, gradient=gradient)
 
     def place_of(self, column: int) -> str:
-        """Return "": the columns of a user's theta have no names."""
-        return ""
+        """Return ", " and the name of the tensor that holds a column of theta; "" where it has no name."""
+        return self.form.place_of(column)
+
+    def aux(self, theta: Tensor, batches: list[Any]) -> Aux:
+        """Return what the energy returns beside its value at ``theta`` [M, d]; of several batches, the mean."""
+        with torch.no_grad():
+            found = [self._value(theta, batch)[1] for batch in batches]
+        if isinstance(found[0], Tensor):
+            return _mean([each for each in found if isinstance(each, Tensor)])
+        named = [each for each in found if isinstance(each, Mapping)]
+        return {name: _mean([each[name] for each in named]) for name in named[0]}
 
     def evaluate(self, theta: Tensor, batches: list[Any], *, gradient: bool = True) -> Evaluation:
         """Return minus the energy at ``theta`` [M, d], the mean over some batches, and its gradient."""
         with torch.set_grad_enabled(gradient):
             leaf = theta.detach().requires_grad_(gradient)
-            values = torch.stack([self._value(leaf, batch) for batch in batches], 1)
+            values = torch.stack([self._value(leaf, batch)[0] for batch in batches], 1)
             value = values.mean(1)
             columns = -values.detach() if self.batched else None
             if not gradient:
                 return Evaluation(-value, None, batch_log_lik=columns)
             if not value.requires_grad:
                 raise ValueError("energy must be differentiable in theta: the energy it returned has no gradient")
-            (grad,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True)
-            if grad is None:
-                raise ValueError(
-                    "energy must depend on theta: what it returned has a gradient, but of other tensors only. Compute "
-                    "it from the theta it is called with"
-                )
+            if self._measures_noise and len(batches) > 1:
+                grads = torch.stack([_gradient(each, leaf, retain=True) for each in values.unbind(1)])
+                grad = grads.mean(0)
+                variance = grads.var(0) / len(batches)  # of the mean
+                noise = per_tensor_mean(variance, tuple(map(math.prod, self.form.shapes(theta.shape[1]).values())))
+                return Evaluation(-value.detach(), -grad, noise, batch_log_lik=columns)
+            grad = _gradient(value, leaf)
         return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
-    def _value(self, theta: Tensor, batch: Any) -> Tensor:
+    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, Aux | None]:
+        """Return U [M] at ``theta`` [M, d], and what the energy returns beside it."""
         given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
-        value = self.energy(given, batch)
+        found = self.energy(self.form.unflatten(given), batch)
+        value, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if given._version or not (torch.equal(given, theta) or bool(theta.isnan().any())):
             raise ValueError(
                 "energy must not change theta, which is the state of the chains, got an energy that writes into it "
@@ -112,7 +166,10 @@ class EnergyObjective:
                 f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
                 f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
             )
-        return value
+        if aux is not None:
+            _check_aux(aux, len(theta))
+            self.returns_aux = True
+        return value, aux
 
     def _check_start(self, theta: Tensor, batches: list[Any]) -> None:
         """Check that chains start where the energy is finite.
@@ -255,6 +312,34 @@ class EnergyOfUpdate:
     def _kept(self, theta: Tensor, rows: Tensor) -> Tensor:
         """Return theta in ``rows`` [M], and points inside the support in the other rows."""
         return theta if self._inside is None else torch.where(rows[:, None], theta, self._inside)
+
+
+def _gradient(value: Tensor, leaf: Tensor, *, retain: bool = False) -> Tensor:
+    """Return the gradient [M, d] of an energy [M] in theta."""
+    (grad,) = torch.autograd.grad(value.sum(), leaf, allow_unused=True, retain_graph=retain)
+    if grad is None:
+        raise ValueError(
+            "energy must depend on theta: what it returned has a gradient, but of other tensors only. Compute it from "
+            "the theta it is called with"
+        )
+    return grad
+
+
+def _check_aux(aux: Any, num_chains: int) -> None:
+    """Raise unless what an energy returns beside its value is a tensor [M, ...], or some by name."""
+    named = aux if isinstance(aux, Mapping) else {"": aux}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"energy may return (U, aux), with aux a tensor [M, ...] or a mapping of such, one entry for each of "
+                f"{num_chains} chains; got {got}{f' for {name!r}' if name else ''}"
+            )
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    """Return the mean of some tensors; a single one, of whatever dtype, is returned as it is."""
+    return values[0].detach() if len(values) == 1 else torch.stack(values).double().mean(0).to(values[0])
 
 
 def _undefined(values: Tensor, rows: Tensor) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,53 +12,39 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_bayes.chains import sampling_plan as plan
+from hf_bayes.chains.doubts import warn_of_doubts
 from hf_bayes.chains.energy_objective import EnergyObjective
+from hf_bayes.chains.energy_settings import settle, try_rates
+from hf_bayes.chains.initial_state import with_initial_state
 from hf_bayes.chains.run import Run
-from hf_bayes.chains.sampling_plan import Batches, Energy
+from hf_bayes.chains.sample_result import SampleResult, stack_aux, stack_info
+from hf_bayes.chains.sampling_plan import Batches, PriorOfTheta
+from hf_bayes.chains.theta_form import Aux, Energy, Form, Theta
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import chain_generators
-from hf_bayes.core.types import Approximation, Info, Problem
-from hf_bayes.diagnostics.convergence import MAX_RHAT, rhat, rhat_by_chance
+from hf_bayes.core.types import FinalPassResult, Info
+from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
 from hf_bayes.methods.registry import build
-
-MAX_LOOKED_AT = 32
-"""Coordinates whose R-hat is looked at."""
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """The result of ``sample``.
-
-    Attributes:
-        draws: [M, S, d] where the chains were; of ``mean_field``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the
-            average or the weights without masks, which have no spread of the posterior: take ``approximation``.
-        approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``.
-        info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
-        state: the last state (a NamedTuple of tensors).
-    """
-
-    draws: Tensor
-    approximation: Approximation
-    info: dict[str, Tensor]
-    state: Any
 
 
 def sample(
-    energy: Energy,
-    theta: Tensor,
+    energy: Energy[Theta],
+    theta: Theta,
     method: MethodConfig,
     *,
     num_steps: int,
-    learning_rate: float | Callable[[int], float],
+    learning_rate: float | Callable[[int], float] | None = None,
     num_data: float = 1,
+    prior: PriorOfTheta | None = None,
     batches: Batches | None = None,
     batches_per_step: int = 1,
     batch_fraction: float | None = None,
     burn_in: float = 0,
     thin: int = 1,
+    state: Any = None,
     seed: int = 0,
     progress: bool = True,
-) -> SampleResult:
+) -> SampleResult[Theta]:
     """Run ``num_steps`` updates of ``method`` on exp(-U(theta) / T) and keep a draw after every ``thin`` of them.
 
     Chains are rows of theta; the draws of chain k depend on (seed, k), not on the number of chains. dtype (float32 or
@@ -69,45 +53,85 @@ def sample(
     that disagree.
 
     Args:
-        energy: U(theta, batch) [M] for theta [M, d]: minus log-likelihood of all data minus log-prior, in nats; with
-            ``batches`` an unbiased estimate of it by one of them, else batch is None. No prior is added to it. Row m
-            may depend on row m of theta only, which is checked at the start and at the first and last draw. Outside
-            the support it is NaN or infinite, or raises an exception of ``energy_objective.OUTSIDE_SUPPORT``.
+        energy: U(theta, batch) [M] for theta [M, d], for any M: minus log-likelihood of all data minus log-prior, in
+            nats; with ``batches`` an unbiased estimate of it by one of them, else batch is None. If theta is a
+            dictionary, it gets {name: [M, *shape]}. Row m may depend on row m of theta only, which is checked at the
+            start and at the first and last draw. Outside the support it is NaN or infinite, or raises an exception of
+            ``energy_objective.OUTSIDE_SUPPORT``. It may return (U, aux), with aux a tensor [M, ...] or a mapping of
+            such: it is computed once more at each draw, on the batches of that update, and recorded.
         theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
-            ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero).
+            ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero). Or a dictionary
+            {name: [M, *shape]}; then all that is returned in theta's place has this form, too.
         method: a config of ``hf_bayes.METHODS``.
         num_steps: the number of updates.
         learning_rate: step size l in SGD's meaning, theta moves by l * grad U / num_data: a number, or a schedule
-            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by.
+            from the update's index (from 0) to a number. The largest is the peak that frictions are fixed by. None
+            leaves it to the method (``energy_settings``).
         num_data: N, what U is divided by to be a mean loss.
+        prior: log p(theta) apart from the energy, which is then minus the log-likelihood alone, as
+            ``temper="likelihood"`` and ``fit_prior`` need it: an object of ``hf_bayes.distributions``, or the standard
+            deviation of N(0, std^2), one number or {name: number}. None: the energy includes it.
         batches: an iterable, or a function that returns one; it is cycled over.
-        batches_per_step: batches of an update; their energies are averaged.
+        batches_per_step: batches of an update; their energies are averaged. With two or more, the noise of the gradient
+            is measured for the methods that use it.
         batch_fraction: n / N, the share of the data in a batch; methods that need it say so.
-        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates.
+        burn_in: updates before the first draw: a fraction of the run if below 1, else a number of updates. At 0, a
+            sampler that finds its own step size takes half of the run.
         thin: the number of updates from one draw to the next.
+        state: what chains begin with beside theta: {field of the method's State: a number or a tensor [M, ...]}, such
+            as {"momentum": ...} or {"friction": 0.1}, or the ``state`` of an earlier result.
         seed: the seed of all random numbers.
         progress: show a progress bar on a terminal if the run takes longer than five seconds.
     Returns:
         ``draws`` [M, S, d] for S draws of each chain, ``approximation`` (``Draws`` or ``Gaussian``), ``info`` (name ->
-        [num_steps, M]) and the last ``state``.
+        [num_steps, M]), the last ``state``, ``aux`` and ``report``, see ``SampleResult``.
     Raises:
         ValueError: for arguments that cannot be run, before the first update; for an energy that is not differentiable,
-            writes into theta, or depends on other rows of theta.
+            writes into theta, or depends on other rows of theta; for a Laplace approximation where there is none.
         FloatingPointError: at a non-finite energy, gradient or theta, naming update and chain. A Kernel rejects moves
             to where the energy is not finite, or raises for lack of support (``info["energy_raised"]`` counts these);
             a chain must start where it is finite.
     """
-    plan.check_arguments(energy, method, batches, batches_per_step, batch_fraction, seed)
-    start = plan.starting_points(theta, method, seed)
-    problem, rates = plan.problem_of(
-        method, learning_rate, dim=start.shape[1], num_data=num_data, num_steps=num_steps, burn_in=burn_in, thin=thin,
-        batch_fraction=batch_fraction,
+    plan.check_arguments(energy, method, prior, batches, batches_per_step, batch_fraction, seed,
+                         own_rate=learning_rate is None)  # fmt: skip
+    form, given = Form.of(theta)
+    plan.check_names(method, form)
+    start = plan.starting_points(given, method, seed)
+    method.check_on_energy(start.shape[1])
+    arrange = functools.partial(
+        plan.problem_of, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
+        num_data=num_data, num_steps=num_steps, burn_in=burn_in, thin=thin, batch_fraction=batch_fraction,
     )  # fmt: skip
-    objective = EnergyObjective(energy, batched=batches is not None)
+    objective = EnergyObjective(
+        energy, batched=batches is not None, form=form,
+        all_batches=plan.one_pass(batches, num_steps * batches_per_step),
+        positive=method.requirements.learning_rate == "whitening",
+        measures_noise=method.requirements.gradient_variance != "none",
+    )  # fmt: skip
+
+    def trial(steps: int, prior_weight: float) -> float:
+        problem, _ = arrange(method, 1.0)
+        return try_rates(
+            objective, start, problem, lambda count: list(itertools.islice(_updates(batches, batches_per_step), count)),
+            num_steps=steps, prior_weight=prior_weight,
+        )  # fmt: skip
+
+    method, learning_rate = settle(method, learning_rate, num_steps=num_steps, burn_in=burn_in, trial=trial)
+    problem, rates = arrange(method, learning_rate)
+    built = build(method, problem)
+    if state is not None:
+        plan.check_state(method)
+        built = with_initial_state(built, state, form, name=method.name)
+    run = Run(built, objective, start, chain_generators(seed, len(start), device=start.device), problem,
+              draws_on=start.device)  # fmt: skip
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
-    result = _run(method, problem, objective, start, _updates(batches, batches_per_step), steps, seed)
-    _warn_of_doubts(method, problem, result, objective)
-    return result
+    infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
+    draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))
+    warn_of_doubts(method, info, draws, burn_in=problem.burn_in, first_error=objective.first_error)
+    found = _finish(run, objective, draws)
+    return SampleResult(
+        form.unflatten(draws), found.approximation, info, run.state, stack_aux(aux), found.report, form, method
+    )
 
 
 def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[Any]]:
@@ -117,28 +141,17 @@ def _updates(batches: Batches | None, batches_per_step: int) -> Iterator[list[An
         yield list(itertools.islice(stream, batches_per_step))
 
 
-def _run(
-    method: MethodConfig,
-    problem: Problem,
-    objective: EnergyObjective,
-    start: Tensor,
-    updates: Iterator[list[Any]],
-    rates: Iterable[float],
-    seed: int,
-) -> SampleResult:
-    """Run the chains from ``start`` [M, d], one update for each rate, and return their draws."""
-    rngs = chain_generators(seed, len(start), device=start.device)
-    run = Run(build(method, problem), objective, start, rngs, problem, draws_on=start.device)
-    infos = _follow(run, objective, updates, rates)
-    draws, approximation = torch.stack(run.draws, 1), run.finish()
-    return SampleResult(draws, approximation, _stack(infos, len(start)), run.state)
-
-
 def _follow(
     run: Run[Any], objective: EnergyObjective, updates: Iterator[list[Any]], rates: Iterable[float]
-) -> list[Info]:
-    """Advance the chains update by update, check that they are independent, and return their diagnostics."""
-    start, draw_steps, infos = run.theta, run.problem.draw_steps, []
+) -> tuple[list[Info], list[Aux]]:
+    """Advance the chains update by update and check that they are independent.
+
+    Returns:
+        The diagnostics of each update, and what the energy returned beside its value at each draw, if anything.
+    """
+    start, draw_steps = run.theta, run.problem.draw_steps
+    infos: list[Info] = []
+    found: list[Aux] = []
     for learning_rate, batches in zip(rates, updates, strict=False):
         infos.append(run.update(batches, learning_rate).info)
         if run.num_updates == 1:
@@ -146,63 +159,28 @@ def _follow(
         # chains that started at one point have parted by now
         if run.num_updates in (draw_steps[0], draw_steps[-1]):
             objective.check_independent(run.theta, batches)
-    return infos
+        if run.num_updates in draw_steps and objective.returns_aux:
+            found.append(objective.aux(run.theta, batches))
+    return infos, found
 
 
-def _warn_of_doubts(method: MethodConfig, problem: Problem, result: SampleResult, objective: EnergyObjective) -> None:
-    """Warn of chains that accepted nothing, raised exceptions, or disagree where they should not."""
-    _warn_of_refusals(method.name, result.info, problem.burn_in)
-    _warn_of_exceptions(method.name, result.info, objective.first_error)
-    if method.requirements.all_data_in_every_update:
-        _warn_of_disagreement(method.name, result.draws)
+def _finish(run: Run[Any], objective: EnergyObjective, draws: Tensor) -> FinalPassResult:
+    """Return what the method makes of its draws [M, S, d], with one more pass over the energy if it needs it.
 
-
-def _warn_of_refusals(name: str, info: dict[str, Tensor], burn_in: int) -> None:
-    """Warn of chains of an accept-reject kernel that have probably not moved since burn-in."""
-    if "acceptance" not in info:
-        return
-    acceptance = info["acceptance"][burn_in:].double()
-    still = (acceptance.sum(0) < 0.05).nonzero().flatten().tolist()  # that any was accepted has a probability below
-    if still:
-        highest = acceptance.mean(0)[still].max().item()
-        warnings.warn(
-            f"{name}: {len(still)} of {acceptance.shape[1]} chains (the first is {still[0]}) accept nothing after "
-            f"burn-in, their mean acceptance in {len(acceptance)} moves is {highest:.2g} at most: their draws repeat "
-            "one point. Use a smaller learning_rate (or the step of the method's config), a longer burn-in, or "
-            "starting points of higher probability",
-            stacklevel=4,
-        )
-
-
-def _warn_of_exceptions(name: str, info: dict[str, Tensor], first_error: Exception | None) -> None:
-    """Warn of moves that were rejected because the energy raised an exception."""
-    if first_error is None:
-        return
-    raised = info["energy_raised"]
-    warnings.warn(
-        f"{name}: the energy raised an exception in {int(raised.sum())} of {raised.numel()} moves, which were rejected "
-        f"as outside the support. The first was {type(first_error).__name__}: {first_error!s:.200}",
-        stacklevel=4,
-    )
-
-
-def _warn_of_disagreement(name: str, draws: Tensor) -> None:
-    """Warn if the R-hat of coordinates shows that the chains [M, S, d] of an exact kernel have not converged."""
-    num_chains, num_draws, dim = draws.shape
-    if num_chains < 2 or num_draws < 4:
-        return
-    looked_at = torch.arange(0, dim, -(-dim // MAX_LOOKED_AT))
-    ratios = rhat(draws[..., looked_at]).nan_to_num(0.0, posinf=math.inf)  # what never changes says nothing
-    worst = int(ratios.argmax())
-    by_chance = rhat_by_chance(num_chains, num_draws, probability=1 - 1e-3 / len(looked_at))
-    if float(ratios[worst]) > max(MAX_RHAT, by_chance):
-        warnings.warn(
-            f"{name}: R-hat {float(ratios[worst]):.3g} of coordinate {int(looked_at[worst])} over {num_chains} chains "
-            f"of {num_draws} draws, {MAX_RHAT:g} is allowed: the chains have not converged. Give them a longer "
-            "burn-in and more draws (if the law has several modes: compare functions that have the same values in all "
-            "modes, by hf_bayes.diagnostics.convergence.unconverged)",
-            stacklevel=4,
-        )
+    Raises:
+        ValueError: if there is no Gaussian around the point where a chain ended, naming the coordinate or eigenvalue.
+    """
+    final_pass = run.method.final_pass
+    if final_pass is None:
+        return FinalPassResult(run.finish(), {})
+    try:
+        with torch.no_grad():
+            return final_pass(run.state, draws, objective.data_pass)
+    except NotPositiveDefinite as error:
+        place = "" if error.coordinate is None else objective.place_of(error.coordinate)
+        if not place:
+            raise
+        raise NotPositiveDefinite(f"{error} (number {error.coordinate}{place})") from error
 
 
 def _cycle(batches: Batches) -> Iterator[Any]:
@@ -225,15 +203,3 @@ def _cycle(batches: Batches) -> Iterator[Any]:
                 else f"batches could be read only {passes} time(s) and the run needs more: pass a list, a DataLoader, "
                 "or a function that returns a fresh iterator"
             )
-
-
-def _stack(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
-    """Name -> [num_steps, M]; an AdamW warm start reports other names than the method after it."""
-    names = dict.fromkeys(name for info in infos for name in info)
-    absent = torch.full((num_chains,), math.nan)
-    return {
-        name: torch.stack(
-            [info[name] if name in info else absent.to(next(i[name] for i in infos if name in i)) for info in infos]
-        )
-        for name in names
-    }

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_bayes.chains.theta_form import Energy, Form
 from hf_bayes.core.config import MethodConfig, check_config
 from hf_bayes.core.number_checks import is_count, is_finite_number, is_integral
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
-from hf_bayes.core.types import UNNAMED, Problem
-from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.core.types import Prior, Problem
+from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.registry import rate_factor
 
-Energy = Callable[[Tensor, Any], Tensor]
-"""(theta [M, d], batch) -> U [M] in nats, batch None when ``batches`` is None."""
+PriorOfTheta = Prior | float | Mapping[str, float]
+"""A prior apart from the energy: a density, or the standard deviation of N(0, std^2), for all of theta or by name."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def check_arguments(
-    energy: Energy,
+    energy: Energy[Any],
     method: MethodConfig,
+    prior: PriorOfTheta | None,
     batches: Batches | None,
     batches_per_step: int,
     batch_fraction: float | None,
     seed: Any,
+    *,
+    own_rate: bool = False,
 ) -> None:
     """Check the arguments of ``sample`` that do not depend on the number of updates.
 
@@ -39,39 +44,44 @@ def check_arguments(
         ValueError: naming the first argument that cannot be used.
     """
     check_energy(energy)
-    check_method(method, batches)
+    check_method(method, batches, has_prior=prior is not None)
     check_seed(seed)
-    check_batches(method, batches, batches_per_step, batch_fraction)
+    check_batches(method, batches, batches_per_step, batch_fraction, own_rate=own_rate)
 
 
 def problem_of(
     method: MethodConfig,
-    learning_rate: float | Callable[[int], float],
+    learning_rate: float | Callable[[int], float] | None,
     *,
-    dim: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    prior: Prior,
     num_data: float,
     num_steps: int,
     burn_in: float,
     thin: int,
     batch_fraction: float | None,
 ) -> tuple[Problem, list[float]]:
-    """Return the problem of a run on theta [M, ``dim``], and the step size of each update.
+    """Return the problem of a run on theta of these shapes, and the step size of each update.
+
+    Without a learning rate the method finds a step size of its own; the rates are then factors of it.
 
     Raises:
         ValueError: for numbers of updates or step sizes that cannot be run.
     """
-    burned = burn_in_of(burn_in, num_steps)
+    own = learning_rate is None
+    burned = burn_in_of(burn_in if method.burn_in is None else method.burn_in, num_steps)
     draw_steps = draw_steps_of(num_steps, burned, thin)
-    rates = rates_of(learning_rate, num_steps, method, draw_steps)
+    rates = rates_of(1.0 if learning_rate is None else learning_rate, num_steps, method, draw_steps)
     problem = Problem(
         num_data=num_data,
-        prior=FlatPrior(),
-        learning_rate=max(rates),
+        prior=prior,
+        learning_rate=1.0 if own else max(rates),
         num_steps=num_steps,
         burn_in=burned,
-        shapes={UNNAMED: (dim,)},
+        shapes=shapes,
         draw_steps=draw_steps,
         batch_fraction=batch_fraction,
+        own_step_size=own,
     )
     return problem, rates
 
@@ -82,32 +92,58 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed must be an integer, got {seed!r}: equal seeds give equal draws")
 
 
-def check_method(method: MethodConfig, batches: Batches | None) -> None:
+def prior_of(prior: PriorOfTheta | None, form: Form[Any], like: Tensor) -> Prior:
+    """Return the prior of theta, in the dtype of ``like`` [d]; flat if the energy includes it.
+
+    Raises:
+        ValueError: for what is no prior, or standard deviations that are not positive or belong to no tensor.
+    """
+    if prior is None:
+        return FlatPrior()
+    if isinstance(prior, Mapping):
+        layout = form.layout
+        if layout is None or set(prior) != set(layout.names):
+            names = "theta is one tensor without names" if layout is None else f"expected {list(layout.names)}"
+            raise ValueError(f"prior must name each tensor of theta once, got {list(prior)}: {names}")
+        pairs = zip(layout.names, layout.sizes, strict=True)
+        stds = torch.cat([_std_of(prior[name]).expand(size) for name, size in pairs])
+        return GaussianPrior(torch.zeros(()), stds).to(like)
+    if isinstance(prior, int | float):
+        return GaussianPrior(torch.zeros(()), _std_of(prior)).to(like)
+    if not all(hasattr(prior, name) for name in ("log_prob", "grad", "to")):
+        _std_of(prior)
+    return prior.to(like)
+
+
+def _std_of(value: Any) -> Tensor:
+    if not _positive(value):
+        raise ValueError(
+            "prior must be a density with log_prob, grad and to, or a standard deviation > 0 (of all of theta, or by "
+            f"name); got {value!r:.100}"
+        )
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def check_method(method: MethodConfig, batches: Batches | None, *, has_prior: bool = False) -> None:
     """Refuse settings of the config that ``sample`` would have to ignore."""
     check_config(method)
     none = {"prior": "gaussian", "prior_std": None, "prior_mean": "zero"}
     setting = next((name for name, default in none.items() if getattr(method, name) != default), None)
     if setting is not None:
         raise ValueError(
-            f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put -log p(theta) "
-            f"into the energy and leave {setting} out"
+            f"sample adds no prior, but {method.name} sets {setting}={getattr(method, setting)!r}: put "
+            f"-log p(theta) into the energy, or give prior=, and leave {setting} out"
         )
     needs = method.requirements
-    if needs.compares_chains:
+    if needs.compares_chains or needs.heldout_setting:
         raise ValueError(
             f"{needs.heldout_setting} of {method.name} needs held-out rows, which sample does not have: use "
             "BayesianTrainer, or leave it out"
         )
-    if needs.gradient_variance == "needed":
-        raise ValueError(
-            f"sample takes one gradient per update and cannot measure its noise, which {method.name} needs for "
-            f"{needs.gradient_variance_setting}: use BayesianTrainer with gradient_accumulation_steps >= 2, or leave "
-            "it out"
-        )
-    if method.temper != "posterior":
+    if method.temper != "posterior" and not has_prior:
         raise ValueError(
             f"sample cannot separate the prior from the rest of the energy, so it cannot leave it untempered: got "
-            f"temper={method.temper!r}, expected 'posterior'. Scale the two parts inside the energy instead"
+            f"temper={method.temper!r}, expected 'posterior'. Give prior=, and leave -log p(theta) out of the energy"
         )
     defaults = {field.name: field.default for field in fields(method)}
     for name in ("burn_in", "thin", "draws_per_chain"):
@@ -116,17 +152,6 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
                 f"sample takes burn_in and thin as its own arguments and would ignore {name}="
                 f"{getattr(method, name)!r} of {method.name}: leave it out of the config"
             )
-    if needs.tensor_names_setting:
-        raise ValueError(
-            f"sample's theta is one tensor without a name, but {method.name} sets {needs.tensor_names_setting}, which "
-            "selects tensors by name: leave it out, or use BayesianTrainer"
-        )
-    if needs.tensor_scales_setting:
-        warnings.warn(
-            f"{needs.tensor_scales_setting} of {method.name} scales each tensor relative to the others, and sample's "
-            "theta is one tensor: its scale is 1, and the updates that measure it do not move theta. Leave it out",
-            stacklevel=4,
-        )
     if needs.all_data_in_every_update and batches is not None:
         raise ValueError(
             f"{method.name} is exact only if every energy sees all data, got batches: leave batches=None and let the "
@@ -134,7 +159,7 @@ def check_method(method: MethodConfig, batches: Batches | None) -> None:
         )
 
 
-def check_energy(energy: Energy) -> None:
+def check_energy(energy: Energy[Any]) -> None:
     """Raise for what cannot be called with theta and a batch."""
     if not callable(energy):
         raise ValueError(f"energy must be a function of (theta, batch), got {energy!r:.100}")
@@ -152,7 +177,12 @@ def check_energy(energy: Energy) -> None:
 
 
 def check_batches(
-    method: MethodConfig, batches: Batches | None, batches_per_step: int, batch_fraction: float | None
+    method: MethodConfig,
+    batches: Batches | None,
+    batches_per_step: int,
+    batch_fraction: float | None,
+    *,
+    own_rate: bool = False,
 ) -> None:
     """Raise for numbers of batches with which the method, or any method, cannot run."""
     if not is_count(batches_per_step):
@@ -161,7 +191,20 @@ def check_batches(
         raise ValueError(f"batches_per_step={batches_per_step} needs batches, got None")
     if batch_fraction is not None and not (_positive(batch_fraction) and batch_fraction <= 1):
         raise ValueError(f"batch_fraction must be a number in (0, 1], got {batch_fraction!r}")
-    least = method.requirements.min_batches
+    needs = method.requirements
+    if needs.gradient_variance == "needed" and batches_per_step < 2:
+        raise ValueError(
+            f"{method.name} needs the variance of the gradient for {needs.gradient_variance_setting}, which sample "
+            f"estimates from several batches of an update, got batches_per_step={batches_per_step}: give "
+            "batches_per_step >= 2 (and batches), or leave it out"
+        )
+    passes = needs.final_pass or (own_rate and needs.learning_rate in ("whitening", "range_test"))
+    if passes and batches is not None and not callable(batches) and not isinstance(batches, Sized):
+        raise ValueError(
+            f"{method.name} passes over the data more than once, and batches can be read only once, got "
+            f"{type(batches).__name__}: pass a list, a DataLoader, or a function that returns a fresh iterator"
+        )
+    least = needs.min_batches
     if batches_per_step < least:
         raise ValueError(
             f"{method.name} needs at least {least} batches per update to estimate their variance, got "
@@ -169,10 +212,48 @@ def check_batches(
         )
 
 
+def check_names(method: MethodConfig, form: Form[Any]) -> None:
+    """Refuse or warn of settings that act on named tensors, where theta is one tensor."""
+    needs = method.requirements
+    if form.layout is not None:
+        return
+    if needs.tensor_names_setting:
+        raise ValueError(
+            f"sample's theta is one tensor without a name, but {method.name} sets {needs.tensor_names_setting}, which "
+            "selects tensors by name: leave it out, or give theta as a dictionary of tensors"
+        )
+    if needs.tensor_scales_setting:
+        warnings.warn(
+            f"{needs.tensor_scales_setting} of {method.name} scales each tensor relative to the others, and sample's "
+            "theta is one tensor: its scale is 1, and the updates that measure it do not move theta. Leave it out, or "
+            "give theta as a dictionary of tensors",
+            stacklevel=3,
+        )
+
+
+def check_state(method: MethodConfig) -> None:
+    """Refuse a given state where a warm start comes before the method."""
+    if method.num_warm_start_steps:
+        raise ValueError(
+            f"state= is what chains of {method.name} begin with, and warm_start_steps={method.num_warm_start_steps} "
+            "come before that: leave one of the two out"
+        )
+
+
+def one_pass(batches: Batches | None, most: int) -> Callable[[], Iterable[Any]] | None:
+    """Return a function that yields the batches of one pass over the data, at most ``most`` if they have no number."""
+    if batches is None:
+        return None
+
+    def found() -> Iterable[Any]:
+        some = batches() if callable(batches) else batches
+        return some if isinstance(some, Sized) else itertools.islice(some, most)
+
+    return found
+
+
 def starting_points(theta: Tensor, method: MethodConfig, seed: int) -> Tensor:
     """Return the starting points of the chains [M, d], a fresh tensor."""
-    if not isinstance(theta, Tensor):
-        raise ValueError(f"theta must be a tensor [M, d] or [d], got {type(theta).__name__}: torch.tensor makes one")
     if theta.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"theta must be float32 or float64, got {theta.dtype}: lower precision rounds the noise of an update away"

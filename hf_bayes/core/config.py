@@ -113,6 +113,13 @@ class MethodConfig:
         """Return the method's rule or kernel for this problem."""
         raise TypeError(f"{type(self).__name__} is not a method: use one of hf_bayes.METHODS")
 
+    def check_on_energy(self, dim: int) -> None:
+        """Check that the method can run on an energy of d numbers, which has no rows of data and no modules.
+
+        Raises:
+            ValueError: naming the setting that needs more.
+        """
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready fields, with the method's name."""
         return {"name": self.name, **dataclasses.asdict(self)}

@@ -32,6 +32,7 @@ class Requirements:
             own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates.
             "from_length": 1 / sqrt(n) for n updates. "unused": another setting takes its place. "given": it does not
             find one, so the user has to give one.
+        adapts_step: burn-in adapts the step size from any start; a learning rate is only the start of the search.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
         all_chains_in_one_pass: that pass needs the chains of all processes together.
@@ -56,6 +57,7 @@ class Requirements:
     tensor_names_setting: str = ""
     tensor_scales_setting: str = ""
     learning_rate: OwnRate = "given"
+    adapts_step: bool = False
     rate_falls: bool = True
     final_pass: bool = False
     all_chains_in_one_pass: bool = False

@@ -135,7 +135,7 @@ def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_un
     """Check rows and sizes, before a model is loaded."""
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":
-            _require_rows(name, given)
+            require_rows(name, given)
     if heldout is not None and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
     if not is_count(batch_size):
@@ -167,7 +167,7 @@ def _fit(
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)
-    run = functools.partial(_batches, model=model, collate=collate, batch_size=batch_size)
+    run = functools.partial(batches_of_rows, model=model, collate=collate, batch_size=batch_size)
     data_access = DataAccess(functools.partial(run, data), len(data))
     if heldout is not None:
         data_access = data_access._replace(heldout=functools.partial(run, heldout), num_heldout=len(heldout))
@@ -210,11 +210,11 @@ def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> 
     return {name: judged[name] for name in ("converged", "verdict", "temperature", *found)}
 
 
-def _require_rows(name: str, data: Any) -> None:
+def require_rows(name: str, data: Any) -> None:
     """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them."""
     if isinstance(data, DataLoader):
         raise ValueError(
-            f"{name} is a DataLoader, and fit_laplace makes batches of its own: give {name}=loader.dataset and, unless "
+            f"{name} is a DataLoader, and batches are made here: give {name}=loader.dataset and, unless "
             "it is the default one, collate=loader.collate_fn"
         )
     if is_stream(data) or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
@@ -251,9 +251,10 @@ def _problem(
     )  # fmt: skip
 
 
-def _batches(
+def batches_of_rows(
     data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
 ) -> Iterator[dict[str, Any]]:
+    """Yield some rows of the data in batches, on the device of the model."""
     loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
     for batch in loader:
         yield with_tensors(batch, lambda tensor: tensor.to(model.device))

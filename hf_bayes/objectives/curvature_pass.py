@@ -90,14 +90,14 @@ def run_curvature_pass(
     """
     spec.check()
     spec.check_size(model.layout.dim, None, None)
-    data = _Data(batches, num_rows, scale, seed, mesh, context)
+    data = PassData(batches, num_rows, scale, seed, mesh, context)
     with as_single_model(model.members, theta) as random:
         if spec.estimator == "hessian":
             return _hessian(model, theta, random, data, spec)
         return _outer_products(model, theta, data, spec, gradient=gradient)
 
 
-class _Data(NamedTuple):
+class PassData(NamedTuple):
     """The data of a pass, see the arguments of ``run_curvature_pass``."""
 
     batches: Batches
@@ -109,11 +109,11 @@ class _Data(NamedTuple):
 
 
 def _outer_products(
-    model: BayesianModel, theta: Tensor, data: _Data, spec: CurvatureSpec, *, gradient: bool
+    model: BayesianModel, theta: Tensor, data: PassData, spec: CurvatureSpec, *, gradient: bool
 ) -> CurvaturePassResult:
     """Return the result for estimators that are sums of outer products of vector-Jacobian products."""
     estimator, hooks = spec.build_estimator(), LayerHooks(model.model, model.layout.names)
-    run = partial(_run, model, hooks, theta, data)
+    run = partial(run_vjps, model, hooks, theta, data)
     accumulator, fallbacks = spec.accumulator(model.layout, theta, hooks.layers)
     half_batches, sums = None, [GradientSum(model.layout, theta)] if gradient else []
     jobs: list[Job] = [(estimator, [accumulator])]
@@ -140,7 +140,9 @@ def _outer_products(
     return CurvaturePassResult(curvature, data.scale * log_lik, found, data.num_rows, int(num_terms), fallbacks)
 
 
-def _gradient_estimate(sums: list[GradientSum], half_batches: list[list[int]] | None, data: _Data) -> GradientEstimate:
+def _gradient_estimate(
+    sums: list[GradientSum], half_batches: list[list[int]] | None, data: PassData
+) -> GradientEstimate:
     """Return the gradient on the scale of all data, from the sum over all rows or from the sums over two halves."""
     totals = torch.stack([each.total() for each in sums]).cpu()
     _require_finite("gradient", totals)
@@ -155,8 +157,8 @@ def _require_finite(what: str, value: Tensor) -> None:
         raise ValueError(f"the {what} at the given weights is not finite: there is nothing to expand around")
 
 
-def _run(
-    model: BayesianModel, hooks: LayerHooks, theta: Tensor, data: _Data, jobs: list[Job], rows: Sequence[int]
+def run_vjps(
+    model: BayesianModel, hooks: LayerHooks, theta: Tensor, data: PassData, jobs: list[Job], rows: Sequence[int]
 ) -> list[float]:
     """Pass the VJPs of some rows to the accumulators, and return the rows' log-likelihood and number of terms."""
     kind = CausalPass if model.shifts_labels else OutputPass
@@ -193,7 +195,7 @@ def _hessian(
     model: BayesianModel,
     theta: Tensor,
     random: dict[str, nn.Parameter],
-    data: _Data,
+    data: PassData,
     spec: CurvatureSpec,
 ) -> CurvaturePassResult:
     """Return the result for the Hessian, computed column by column through the graph of the gradient."""

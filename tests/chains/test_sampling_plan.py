@@ -99,7 +99,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
         ({"method": SGLDConfig(draws_per_chain=5)}, r"would ignore draws_per_chain=5 of sgld"),
         (
             {"method": MCDropoutConfig(targets="q_proj")},
-            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* leave it out, or use Bayes",
+            r"one tensor without a name, but mc_dropout sets targets='q_proj', .* or give theta as a dict",
         ),
         ({"method": SGLDConfig(warm_start_steps=3)}, r"warm_start_steps=3 count as burn-in, which is 0 of 10 updates"),
         ({"num_steps": 0}, r"num_steps must be an integer >= 1, got 0"),
@@ -120,7 +120,7 @@ def test_exact_kernels_refuse_batches(method: MethodConfig) -> None:
         ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
         ({"batches": 3}, r"batches must be an iterable of batches or a function that returns one, got 3"),
         ({"batches": lambda: None}, r"a function that returns one, got a function that returned None"),
-        ({"theta": [[1.0, 2.0]]}, r"theta must be a tensor \[M, d\] or \[d\], got list"),
+        ({"theta": [[1.0, 2.0]]}, r"theta must be a tensor \[M, d\] or \[d\], or a dict.*, got list"),
         ({"theta": torch.ones(2, 3, 4)}, r"theta must be \[M, d\] or \[d\] .*, got shape \[2, 3, 4\]"),
         ({"theta": torch.ones(0, 3)}, r"theta must be \[M, d\] or \[d\] .*, got shape \[0, 3\]"),
         ({"theta": torch.ones(2, 3, dtype=torch.bfloat16)}, r"theta must be float32 or float64, got torch.bfloat16"),

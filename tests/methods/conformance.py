@@ -59,6 +59,7 @@ class Row:
         cold: the method has a limit T = 0, where it finds the mode; if not, it refuses T = 0, unless it is an optimiser
             of another function than U.
         batches: number of batches per update, for methods that need them; each is the whole data here.
+        convex: the run needs a minimum where it ends, so its energy is the Gaussian's.
     """
 
     config: MethodConfig
@@ -69,6 +70,7 @@ class Row:
     noise: bool = True
     cold: bool = False
     batches: int = 0
+    convex: bool = False
 
     @property
     def data(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ ROWS = {
     ),
     "hmc": Row(config=HMCConfig(num_leapfrog=4), learning_rate=0.1, law=exact, shape=(8, 32), num_steps=300),
     "laplace": Row(
-        config=LaplaceConfig(structure="kronecker", num_samples=2), learning_rate=0.01, law=None, noise=False
+        config=LaplaceConfig(structure="full", num_samples=2), learning_rate=0.01, law=None, noise=False, convex=True
     ),
     "penalty": Row(
         config=PenaltyConfig(num_leapfrog=3, proposal_batches=2, target_acceptance=0.7),
@@ -161,7 +163,7 @@ def starts(num_chains: int, dim: int, dtype: torch.dtype = torch.float32, device
 def run(row: Row, theta: Tensor, *, num_steps: int = 12, seed: int = 0, **changes: Any) -> SampleResult:
     config = dataclasses.replace(row.config, **changes)
     return sample(
-        rough,
+        gaussian if row.convex else rough,
         theta,
         config,
         num_steps=num_steps,

@@ -50,6 +50,10 @@ def random_covariance(kind: str, layout: Layout, seed: int = 0) -> Covariance:
         return Full(torch.linalg.cholesky(root @ root.mT + torch.eye(layout.dim)))
     blocks: list[KroneckerBlock | DiagonalBlock] = []
     for shape in layout.shapes:
+        if len(shape) == 1 and len(blocks) % 2:  # as LaplaceConfig(bias="factor") makes
+            dense = torch.linalg.qr(normal(*shape, *shape))[0]
+            blocks.append(KroneckerBlock(dense, None, normal(*shape, 1).exp()))
+            continue
         if len(shape) != 2:
             blocks.append(DiagonalBlock(normal(math.prod(shape)).exp()))
             continue

@@ -19,6 +19,8 @@ from hf_bayes.distributions.covariance.diagonal import Diagonal
 class KroneckerBlock(Covariance):
     """The covariance of one matrix [m, n], flattened row by row: (left (x) right) diag(variances) (left (x) right)'.
 
+    A vector [m] is a matrix of one column.
+
     Attributes:
         left: [m, m] with orthonormal columns; None is the identity.
         right: [n, n] with orthonormal columns; None is the identity.
@@ -72,7 +74,11 @@ class KroneckerBlock(Covariance):
         (name,) = layout.names
         # the identity is stored as an empty tensor, so that a missing tensor is always an error
         left, right = (self.variances.new_zeros(0) if basis is None else basis for basis in (self.left, self.right))
-        return {f"variances.{name}": self.variances, f"left.{name}": left, f"right.{name}": right}
+        return {
+            f"variances.{name}": self.variances.view(layout.shapes[0]),
+            f"left.{name}": left,
+            f"right.{name}": right,
+        }
 
     @classmethod
     def shapes(cls, tensors: Mapping[str, Tensor], layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -82,9 +88,9 @@ class KroneckerBlock(Covariance):
             raise ValueError(f"missing tensors {[key]} (or stds.{name})")
         if missing := [basis for basis in bases if basis not in tensors]:
             raise ValueError(f"missing tensors {missing}: the eigenbasis of {key}")
-        if len(shape) != 2:
+        if len(shape) not in (1, 2):
             raise ValueError(f"{key}: {name} is no matrix {list(shape)}, and has no eigenbasis: expected stds.{name}")
-        sides = zip(bases, shape, strict=True)
+        sides = zip(bases, (*shape, 1)[:2], strict=True)
         return {key: shape} | {basis: (side, side) if tensors[basis].numel() else (0,) for basis, side in sides}
 
     @classmethod
@@ -93,7 +99,8 @@ class KroneckerBlock(Covariance):
         (name,) = layout.names
         bases = {f"{side}.{name}": tensors[f"{side}.{name}"] for side in ("left", "right")}
         left, right = (basis if basis.numel() else None for basis in bases.values())
-        found = cls(left, right, tensors[f"variances.{name}"])
+        variances = tensors[f"variances.{name}"]
+        found = cls(left, right, variances.view(len(variances), -1))
         for key, basis in bases.items():
             if basis.numel():
                 check_orthonormal(key, basis)

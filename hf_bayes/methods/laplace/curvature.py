@@ -19,18 +19,25 @@ from hf_bayes.distributions.covariance import Covariance, Diagonal, Full
 
 
 class NotPositiveDefinite(ValueError):
-    """The error of an H + tau with eigenvalues that are not positive: no Gaussian and no evidence exist."""
+    """The error of an H + tau with eigenvalues that are not positive: no Gaussian and no evidence exist.
+
+    Attributes:
+        coordinate: the element of theta with the lowest eigenvalue, where H is diagonal; else None.
+    """
+
+    coordinate: int | None = None
 
 
 class Curvature(ABC):
     """H [d, d], symmetric. In all methods ``precision`` is tau, [d] or a scalar tensor.
 
     Attributes:
-        hessian: True for a Hessian, which may have negative eigenvalues. Other curvatures are sums of squares.
+        hessian: True for a Hessian, which may have negative eigenvalues; "energy" for one of a user's energy, which has
+            other remedies. Other curvatures are sums of squares.
     """
 
     kind: ClassVar[str]
-    hessian: bool = False
+    hessian: bool | str = False
 
     @property
     @abstractmethod
@@ -81,7 +88,7 @@ class DiagonalCurvature(Curvature):
     kind: ClassVar[str] = "diagonal"
     values: Tensor
     """[d]"""
-    hessian: bool = False
+    hessian: bool | str = False
 
     @property
     def dim(self) -> int:
@@ -112,7 +119,7 @@ class FullCurvature(Curvature):
     kind: ClassVar[str] = "full"
     matrix: Tensor
     """[d, d]"""
-    hessian: bool = False
+    hessian: bool | str = False
 
     @property
     def dim(self) -> int:
@@ -152,7 +159,7 @@ class FullCurvature(Curvature):
         return Full(factor / temperature**0.5)
 
 
-def require_positive(values: Tensor, *, hessian: bool = False) -> Tensor:
+def require_positive(values: Tensor, *, hessian: bool | str = False) -> Tensor:
     """Return the eigenvalues of H + tau.
 
     Raises:
@@ -160,21 +167,29 @@ def require_positive(values: Tensor, *, hessian: bool = False) -> Tensor:
     """
     bad = ~((values > 0) & values.isfinite())
     if bool(bad.any()):
-        lowest = float(values.nan_to_num(nan=-float("inf")).min())
-        detail = f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {lowest:.3g}"
-        raise NotPositiveDefinite(_not_positive(detail, hessian=hessian))
+        lowest, place = values.nan_to_num(nan=-float("inf")).flatten().min(0)
+        which = f" (number {int(place)})" if values.numel() > 1 else ""
+        detail = f"{int(bad.sum())} of {values.numel()} eigenvalues are not, lowest {float(lowest):.3g}{which}"
+        error = NotPositiveDefinite(_not_positive(detail, hessian=hessian))
+        error.coordinate = int(place)
+        raise error
     return values
 
 
-def _not_positive(detail: str, *, hessian: bool) -> str:
+def _not_positive(detail: str, *, hessian: bool | str) -> str:
     return (
         f"the posterior's precision H + tau is not positive definite ({detail}): there is no Gaussian here. "
         + not_positive(hessian=hessian)
     )
 
 
-def not_positive(*, hessian: bool) -> str:
+def not_positive(*, hessian: bool | str) -> str:
     """Return the reason for which H + tau may not be positive definite, and the remedy, for an error message."""
+    if hessian == "energy":
+        return (
+            "A Hessian is indefinite away from a minimum, and zero along directions that the energy does not "
+            "determine: run more updates, start elsewhere, or add a proper prior"
+        )
     if hessian:
         return (
             "A Hessian is indefinite away from a minimum: train on, use estimator='ggn', whose curvature is never "

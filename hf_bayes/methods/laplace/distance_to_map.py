@@ -60,7 +60,9 @@ def gradient_norm_in_errors(gradient: GradientEstimate | None, prior_gradient: T
             norm = _root(gradient, gradient.square(prior_gradient, lambda rows: rows))
             norm_in_words = _norm_in_words(gradient, norm)
             where = f"The gradient of log p(theta | D) has {norm_in_words} here and 0 at a MAP: else train longer"
-        raise NotPositiveDefinite(f"{error}. {where}") from error
+        again = NotPositiveDefinite(f"{error}. {where}")
+        again.coordinate = error.coordinate
+        raise again from error
 
 
 def _root(gradient: GradientEstimate, square: float) -> float | None:

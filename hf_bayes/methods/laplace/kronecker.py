@@ -15,6 +15,10 @@ Rounding determines its basis, so these directions share the mean of their momen
 With "reduce" they are not, since sums and means over positions lose information: keys without rotary positions have
 gradients that sum to 0 in every row. The shared mean is the projection (Frobenius) of the moments onto those that are
 constant within eigenspaces.
+
+The curvature of a bias is diagonal, or with ``bias="factor"`` the left factor of its module's matrix, sum_np g g' or
+sum_n (sum_p g)(sum_p g)', as a dense block of its own. With one position per row this block is exact. laplace-torch has
+it, so its log evidence is the same.
 """
 
 from __future__ import annotations
@@ -71,8 +75,10 @@ class CorrectedSum(DiagonalSum):
     def _moments(self, name: str, rows: Tensor) -> Tensor:
         if name in self.spectra:
             left, right = (side.vectors for side in self.spectra[name])
+            shape = rows.shape[1:]
+            rows = rows.view(len(rows), len(self.spectra[name][0].values), -1)
             rows = rows if left is None else left.mT @ rows
-            rows = rows if right is None else rows @ right
+            rows = (rows if right is None else rows @ right).view(-1, *shape)
         return super()._moments(name, rows)
 
     def result(self) -> KroneckerCurvature:
@@ -82,6 +88,7 @@ class CorrectedSum(DiagonalSum):
                 blocks.append(DiagonalFactor(values.flatten()))
                 continue
             left, right = self.spectra[name]
+            values = values.view(len(left.values), len(right.values))  # a bias is a matrix of one column
             if left.num_null:
                 values[: left.num_null] = values[: left.num_null].mean(0)
             if right.num_null:
@@ -97,19 +104,39 @@ class KroneckerSum(Accumulator):
         sharing: "expand" or "reduce".
         max_factor: largest side of a factor; the factor of a longer side is diagonal.
         layers: all modules that are recorded.
+        bias: "diagonal", or "factor": the left factor of the bias's module, if its matrix is random.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, layers: Sequence[Layer], *, sharing: str, max_factor: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        like: Tensor,
+        layers: Sequence[Layer],
+        *,
+        sharing: str,
+        max_factor: int,
+        bias: str = "diagonal",
+    ) -> None:
         super().__init__(layout, like)
         self.sharing, self.max_factor = sharing, max_factor
-        factored = {layer.weight for layer in layers}
+        self.biases = {}
+        if bias == "factor":
+            self.biases = {
+                layer.names["bias"]: layer.weight
+                for layer in layers
+                if layer.weight is not None
+                and layer.names.keys() > {"weight"}
+                and layer.names["bias"] not in layer.tied
+            }
+        factored = {layer.weight for layer in layers} | set(self.biases)
         self.rest = DiagonalSum(layout, like, [name for name in layout.names if name not in factored])
         self.inputs: dict[int, Tensor] = {}
         self.counts: dict[int, float] = {}
         self.outputs: dict[str, Tensor] = {}
         self.sizes: dict[int | str, Tensor] = {}
         self.sources: dict[str, tuple[int, bool]] = {}
-        self.fallbacks = _fallbacks(layout, layers, max_factor)
+        found = _fallbacks(layout, layers, max_factor)
+        self.fallbacks = {name: reason for name, reason in found.items() if self.biases.get(name) in (None, *found)}
 
     def begin(self, num_rows: int) -> None:
         self.rest.begin(num_rows)
@@ -120,7 +147,7 @@ class KroneckerSum(Accumulator):
     def add(self, record: Any) -> None:
         require_once(record)
         layer: Layer = record.layer
-        if layer.weight is None or len(layer.names) > 1:
+        if layer.weight is None or not set(layer.names.values()) <= {layer.weight, *self.biases}:
             self.rest.add(record._replace(layer=_WithoutMatrix(layer)))
         if layer.weight is None:
             return
@@ -205,9 +232,12 @@ class KroneckerSum(Accumulator):
         """Return the spectra (left, right) of each matrix. Each factor is freed after its decomposition."""
         inputs = {source: self._spectrum(self.inputs, source) for source in [*self.inputs]}
         spectra = {}
+        biases = {weight: bias for bias, weight in self.biases.items()}
         for name, (source, transposed) in self.sources.items():
             left, right = self._spectrum(self.outputs, name), inputs[source]
             spectra[name] = (right, left) if transposed else (left, right)
+            if name in biases:
+                spectra[biases[name]] = (left, Spectrum(left.values.new_ones(1), None, 0))
         return spectra
 
     def _spectrum(self, factors: dict[Any, Tensor], key: Any) -> Spectrum:
@@ -225,6 +255,7 @@ class KroneckerSum(Accumulator):
     def result(self) -> KroneckerCurvature:
         """Return the K-FAC curvature. This frees the factors, so it works only once."""
         counts = {name: max(self.counts[source], 1.0) for name, (source, _) in self.sources.items()}
+        counts |= dict.fromkeys(self.biases, 1.0)
         spectra = self._spectra()
         blocks: list[KroneckerFactors | DiagonalFactor] = []
         for name, shape in self.layout.named_shapes.items():

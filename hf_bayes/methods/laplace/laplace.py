@@ -28,7 +28,6 @@ from hf_bayes.core.types import (
     FinalPassResult,
     HeldOut,
     Info,
-    Prior,
     Problem,
     Rngs,
     Rule,
@@ -36,7 +35,7 @@ from hf_bayes.core.types import (
 )
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Covariance, LowRank
-from hf_bayes.distributions.energy import GaussianPrior
+from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.averaging.map import BETA_1, MAPState, begin, descend
 from hf_bayes.methods.laplace.distance_to_map import (
     diagonal_warning,
@@ -53,7 +52,7 @@ from hf_bayes.methods.laplace.pass_result import PassResult
 from hf_bayes.methods.laplace.prior_precision import (
     ElementwisePrecision,
     PriorPrecision,
-    precision_of,
+    prior_moments,
     temper,
     temper_draws,
 )
@@ -65,12 +64,16 @@ class LaplaceConfig(MethodConfig):
     """The Laplace approximation around each chain's MAP. A chain ends in one Gaussian.
 
     Attributes:
-        estimator: "ggn", "ef_sequence", "ef_token" or "hessian".
-        structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full".
+        estimator: "ggn", "ef_sequence", "ef_token" or "hessian". The curvature of an energy of ``sample`` is always
+            its Hessian.
+        structure: "diagonal", "kronecker", "kronecker_corrected", "low_rank" or "full"; of an energy, "diagonal",
+            "low_rank" (by Lanczos, see ``laplace.low_rank_hessian``) or "full".
         num_samples: number of label draws ("ggn") or random signs ("ef_token") per row. None is exact, and takes a
             backward pass for each term and each output (each class but one).
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
+        bias: with K-FAC, "diagonal" keeps the diagonal of a bias's curvature, and "factor" a dense block, the left
+            factor of its module (``laplace.kronecker``). With it the evidence is laplace-torch's.
         rank: rank of the structure "low_rank".
         max_rank: with "low_rank" and a low-rank posterior as the prior, the number of directions to keep of the sum;
             the remaining ones become diagonal. None keeps all, which is exact: then the ranks add up.
@@ -96,6 +99,7 @@ class LaplaceConfig(MethodConfig):
     num_samples: int | None = 1
     sharing: str = "expand"
     max_factor: int = 4096
+    bias: str = "diagonal"
     rank: int = 32
     max_rank: int | None = None
     momentum: float = BETA_1
@@ -186,7 +190,7 @@ class LaplaceConfig(MethodConfig):
     @property
     def spec(self) -> CurvatureSpec:
         """The estimator and the structure."""
-        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "rank")
+        fields = ("estimator", "structure", "num_samples", "sharing", "max_factor", "bias", "rank")
         return CurvatureSpec(**{field: getattr(self, field) for field in fields})
 
     def build(self, problem: Problem) -> Rule[MAPState]:
@@ -199,8 +203,8 @@ class LaplaceConfig(MethodConfig):
 
         def finish(state: MAPState, draws: Tensor) -> Draws:
             warnings.warn(
-                "laplace made no pass over the data: these are the chains' MAP points, with no spread. An energy has "
-                "no likelihood terms to compute a curvature from. Use BayesianTrainer or fit_laplace for a Gaussian",
+                "laplace made no pass over the data: these are the chains' MAP points, with no spread. A loop of your "
+                "own calls final_pass of the rule after its last update",
                 stacklevel=3,
             )
             return Draws.from_chains(draws[:, -1:])
@@ -209,6 +213,16 @@ class LaplaceConfig(MethodConfig):
             return self.final_pass(draws[:, -1], data_pass, problem)
 
         return Rule(begin, locate_at_theta, update, finish, final_pass)
+
+    def check_on_energy(self, dim: int) -> None:
+        """Check that the curvature of an energy of d numbers can be computed: its Hessian, for every estimator.
+
+        Raises:
+            ValueError: for settings that need likelihood terms or modules, or too large a d.
+        """
+        self.spec.check_on_energy(dim)
+        if self.fit_noise:
+            raise ValueError(f"{self.name}: fit_noise=True is for regressions, and an energy is none: leave it out")
 
     def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
@@ -250,6 +264,11 @@ class LaplaceConfig(MethodConfig):
         return FinalPassResult(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
 
     def _check_prior(self, problem: Problem) -> None:
+        if self.fit_prior is not None and isinstance(problem.prior, FlatPrior):
+            raise ValueError(
+                f"{self.name}: fit_prior={self.fit_prior!r} needs a prior apart from the energy, to replace its "
+                "precision: give prior= and leave -log p(theta) out of the energy"
+            )
         if self.fit_noise and problem.noise_std is None:
             raise ValueError(
                 f"{self.name}: fit_noise=True is for regressions: this likelihood has no noise_std. Leave it out"
@@ -336,14 +355,3 @@ class LaplaceConfig(MethodConfig):
 
 def _layout(problem: Problem) -> Layout:
     return Layout(tuple(problem.shapes), tuple(problem.shapes.values()))
-
-
-def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, PriorPrecision]:
-    """Return the mean [d] and the precision of a Gaussian prior.
-
-    Raises:
-        ValueError: for any other prior.
-    """
-    if isinstance(prior, GaussianPrior) or (isinstance(prior, Gaussian) and len(prior.means) == 1):
-        return prior.mean.to(like).expand_as(like), precision_of(prior, like)
-    raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")

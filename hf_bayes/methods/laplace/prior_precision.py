@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import singledispatch
 
+import torch
 from torch import Tensor
 
 from hf_bayes.core.types import Prior
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import Covariance, log_normal, moved
-from hf_bayes.distributions.energy import IndependentPrior
+from hf_bayes.distributions.energy import FlatPrior, GaussianPrior, IndependentPrior
 from hf_bayes.methods.laplace.curvature import Curvature
 from hf_bayes.methods.laplace.evidence import Expansion
 
@@ -102,6 +103,19 @@ class GaussianPrecision(PriorPrecision):
         return expansion.log_lik + log_prior + 0.5 * log_det
 
 
+@dataclass(frozen=True, eq=False)
+class FlatPrecision(ElementwisePrecision):
+    """tau = 0: the prior is part of a user's energy, and H its curvature.
+
+    The evidence is log of the integral of exp(-U), where U has the normalisers that its author gave it.
+    """
+
+    def log_evidence(self, expansion: Expansion, covariance: Covariance, temperature: float) -> Tensor:
+        dim = len(expansion.offset)
+        log_det = covariance.log_det - dim * math.log(temperature)
+        return expansion.log_lik + 0.5 * dim * math.log(2 * math.pi) + 0.5 * log_det
+
+
 @singledispatch
 def precision_of(prior: Prior, like: Tensor) -> PriorPrecision:
     """Return tau of a Gaussian, or of a prior with independent elements, in the dtype and on the device of ``like``."""
@@ -114,8 +128,26 @@ def _of_independent_elements(prior: IndependentPrior, like: Tensor) -> PriorPrec
 
 
 @precision_of.register
+def _of_flat(prior: FlatPrior, like: Tensor) -> PriorPrecision:
+    return FlatPrecision(torch.zeros_like(like))
+
+
+@precision_of.register
 def _of_gaussian(prior: Gaussian, like: Tensor) -> PriorPrecision:
     return GaussianPrecision(moved(prior.covariances[0], like))
+
+
+def prior_moments(prior: Prior, like: Tensor) -> tuple[Tensor, PriorPrecision]:
+    """Return the mean [d] and the precision of a Gaussian prior, or of a flat one.
+
+    Raises:
+        ValueError: for any other prior.
+    """
+    if isinstance(prior, FlatPrior):
+        return torch.zeros_like(like), precision_of(prior, like)
+    if isinstance(prior, GaussianPrior) or (isinstance(prior, Gaussian) and len(prior.means) == 1):
+        return prior.mean.to(like).expand_as(like), precision_of(prior, like)
+    raise ValueError(f"laplace needs one Gaussian as prior, got {type(prior).__name__}: it adds its precision to H")
 
 
 def temper(curvature: Curvature, precision: PriorPrecision, *, temperature: float, what: str) -> Covariance:

@@ -23,6 +23,11 @@ MAX_VJPS = 1024
 
 STRUCTURES = ("diagonal", "kronecker", "kronecker_corrected", "low_rank", "full")
 
+BIASES = ("diagonal", "factor")
+
+ENERGY_STRUCTURES = ("diagonal", "low_rank", "full")
+"""The structures of the Hessian of a user's energy."""
+
 _NO_SUM = "K-FAC is made of outer products of inputs and output gradients, a Hessian is no sum of such"
 _UNDEFINED = {
     "kronecker": _NO_SUM,
@@ -53,6 +58,7 @@ class CurvatureSpec:
         num_samples: number of draws of labels or signs; None is exact.
         sharing: "expand" or "reduce": how K-FAC treats positions.
         max_factor: longest side of a Kronecker factor that is not diagonal.
+        bias: "diagonal", or "factor": the curvature of a bias is the left Kronecker factor of its module.
         rank: rank of the structure "low_rank".
         share: the share of the rows that the pass sees, drawn at random. Below 1 the result is an estimate.
     """
@@ -62,6 +68,7 @@ class CurvatureSpec:
     num_samples: int | None = 1
     sharing: str = "expand"
     max_factor: int = 4096
+    bias: str = "diagonal"
     rank: int = 32
     share: float = 1.0
 
@@ -77,6 +84,13 @@ class CurvatureSpec:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {self.structure!r}")
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f"sharing must be 'expand' or 'reduce', got {self.sharing!r}")
+        if self.bias not in BIASES:
+            raise ValueError(f"bias must be one of {', '.join(BIASES)}, got {self.bias!r}")
+        if self.bias == "factor" and not self.structure.startswith("kronecker"):
+            raise ValueError(
+                f"bias='factor' is a Kronecker factor, which structure={self.structure!r} does not have: leave it out, "
+                "or use structure='kronecker'"
+            )
         if self.estimator == "hessian" and self.structure in _UNDEFINED:
             raise ValueError(
                 f"there is no structure={self.structure!r} of estimator='hessian': {_UNDEFINED[self.structure]}. Use "
@@ -112,6 +126,28 @@ class CurvatureSpec:
                 f"{most_terms * root_columns} > {MAX_VJPS}: set num_samples=1, which draws labels from the model"
             )
 
+    def check_on_energy(self, dim: int) -> None:
+        """Check that an energy of ``dim`` numbers has this curvature. It is the Hessian, for estimator "ggn", too.
+
+        Raises:
+            ValueError: if it needs likelihood terms or modules, or takes too much time.
+        """
+        if self.estimator not in ("ggn", "hessian"):
+            raise ValueError(
+                f"estimator={self.estimator!r} sums over likelihood terms, which an energy does not have. Its "
+                "curvature is its Hessian: leave estimator out"
+            )
+        if self.structure not in ENERGY_STRUCTURES:
+            raise ValueError(
+                f"structure={self.structure!r} is made of the inputs and outputs of modules, which an energy does not "
+                f"have: choose one of {', '.join(ENERGY_STRUCTURES)}"
+            )
+        if self.structure != "low_rank" and dim > MAX_FULL:
+            raise ValueError(
+                f"the Hessian of an energy takes a backward pass for each of {dim} elements; the limit is {MAX_FULL}: "
+                "use structure='low_rank', or fewer parameters"
+            )
+
     def build_estimator(self) -> Estimator:
         """Return the estimator of this combination."""
         return build_estimator(self.estimator, self.num_samples)
@@ -119,7 +155,9 @@ class CurvatureSpec:
     def accumulator(self, layout: Layout, like: Tensor, layers: Sequence[Layer]) -> tuple[Accumulator, dict[str, str]]:
         """Return the accumulator of the structure, and {parameter: the reason for a diagonal in its place}."""
         if self.structure.startswith("kronecker"):
-            kronecker = KroneckerSum(layout, like, layers, sharing=self.sharing, max_factor=self.max_factor)
+            kronecker = KroneckerSum(
+                layout, like, layers, sharing=self.sharing, max_factor=self.max_factor, bias=self.bias
+            )
             return kronecker, kronecker.fallbacks
         if self.structure == "low_rank":
             return LowRankSum(layout, like, rank=self.rank), {}

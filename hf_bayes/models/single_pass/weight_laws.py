@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import Covariance, Diagonal, Full, Kronecker, LowRank
+from hf_bayes.distributions.covariance import (
+    Covariance,
+    Diagonal,
+    DiagonalBlock,
+    Full,
+    Kronecker,
+    KroneckerBlock,
+    LowRank,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +155,9 @@ def parts_of(covariance: Covariance, layout: Layout) -> dict[str, _Part]:
             return {name: _Part(std.square()) for name, std in layout.unflatten(covariance.std).items()}
         case Kronecker():
             return {
-                name: _Part(block.eigenvalues.view(shape), block.left, block.right)
+                name: _part_of_vector(block)
+                if block.left is not None and len(shape) == 1
+                else _Part(block.eigenvalues.view(shape), block.left, block.right)
                 for name, shape, block in zip(layout.names, layout.shapes, covariance.blocks, strict=True)
             }
         case LowRank():
@@ -161,6 +171,15 @@ def parts_of(covariance: Covariance, layout: Layout) -> dict[str, _Part]:
     raise ValueError(
         f"a single pass has no rule for a covariance of kind {covariance.kind!r}: it has rules for diagonal, "
         "kronecker, low_rank and full. Predict by members"
+    )
+
+
+def _part_of_vector(block: KroneckerBlock | DiagonalBlock) -> _Part:
+    """Return the covariance of a bias with a dense block, by the columns of its root."""
+    variances = block.eigenvalues.flatten()
+    assert block.left is not None
+    return _Part(
+        torch.zeros_like(variances), columns=(block.left * variances.sqrt()).mT, scales=torch.ones_like(variances)
     )
 
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hf_bayes.fit.laplace import fit_laplace
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
 from hf_bayes.methods.laplace.kronecker_curvature import DiagonalFactor
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from tests.methods.laplace import brute_force
 from tests.objectives.curvature_problems import CELLS, TOLERANCE, cotangents, error, evaluated, problems, run
 
@@ -92,3 +96,81 @@ def test_query_key_and_value_share_one_input_factor(monkeypatch: pytest.MonkeyPa
     inputs = {sources[f"{name}_proj.lora_A.default"] for name in "qkv"}
     assert len(inputs) == 1
     assert len(set(sources.values())) == 4  # and the input of each B
+
+
+BIASED = [
+    ("bert", "head", "classes"),
+    ("bert", "block", "classes"),
+    ("gpt2", "block", "lm"),
+    ("bert", "head", "tokens"),
+]
+
+
+@pytest.mark.parametrize(("family", "part", "task"), BIASED)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_bias_may_have_the_left_factor_of_its_module(family: str, part: str, task: str, sharing: str) -> None:
+    made, rows = evaluated(family, part, task)
+    own = cotangents(made, rows, "ggn", None)
+    options = {"sharing": sharing, "bias": "factor", "gradient": False}
+    found = run(made, estimator="ggn", num_samples=None, structure="kronecker", **options)
+    seen = 0
+    for name, block in zip(made.layout.names, found.curvature.blocks, strict=True):  # type: ignore[attr-defined]
+        weight = name.replace(".bias", ".weight")
+        if not name.endswith(".bias") or weight not in rows[0].inputs:
+            continue
+        pair = brute_force.factors(made, weight, rows, own, sharing)[0]
+        expected = pair[1] if family == "gpt2" else pair[0]  # Conv1D stores the transposed matrix
+        assert error(block.dense(), expected) < TOLERANCE.get(family, 1e-7) or expected.abs().max() < 1e-20
+        assert name not in found.fallbacks
+        seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize(("family", "part", "task"), [("bert", "head", "classes"), ("bert", "block", "classes")])
+def test_corrected_factors_of_a_bias_keep_its_trace(family: str, part: str, task: str) -> None:
+    made, rows = evaluated(family, part, task)
+    moments = brute_force.outer(rows, cotangents(made, rows, "ggn", None)).diagonal()
+    options = {"bias": "factor", "gradient": False, "estimator": "ggn", "num_samples": None}
+    found = run(made, structure="kronecker_corrected", **options).curvature
+    assert error(found.diagonal.sum(), moments.sum()) < TOLERANCE.get(family, 1e-7)
+
+
+def test_the_evidence_is_that_of_laplace_torch() -> None:
+    """Compute laplace-torch's formula for the last layer of a classifier by hand.
+
+    Its K-FAC has the blocks G (x) A of the weight and G of the bias, with G = sum_n (diag p - p p') and A = sum_n phi
+    phi' / N. Its log marginal likelihood is log p(D | theta) - (log det (H + tau) - log det tau + tau theta'theta) / 2
+    (laplace-torch 0.3: ``curvature/curvlinops.py``, ``ParametricLaplace.log_marginal_likelihood``).
+    """
+    made, rows = evaluated("bert", "head", "classes")
+    tau, theta = 2.5, brute_force_theta(made)
+    probs = torch.cat([row.logits for row in rows]).softmax(1)
+    features = torch.cat([row.inputs["classifier.weight"] for row in rows])
+    left = torch.diag(probs.sum(0)) - probs.mT @ probs
+    right = features.mT @ features / len(features)
+    precisions = [torch.kron(left, right), left]
+    log_det = sum(torch.linalg.slogdet(block / tau + torch.eye(len(block))).logabsdet for block in precisions)
+    labels = torch.cat([row.labels.flatten() for row in rows])
+    log_lik = probs.log().gather(1, labels[:, None]).sum()
+    expected = float(log_lik - 0.5 * (log_det + tau * theta.square().sum()))
+
+    method = LaplaceConfig(structure="kronecker", bias="factor", num_samples=None, prior_std=tau**-0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the weights are no MAP
+        posterior = fit_laplace(made.model, made.rows, method, collate=brute_force.pad, subspace="last_layer")
+        diagonal = fit_laplace(made.model, made.rows, replace(method, bias="diagonal"), collate=brute_force.pad,
+                               subspace="last_layer")  # fmt: skip
+    assert posterior.config.diagnostics["laplace"][0]["log_evidence"] == pytest.approx(expected, abs=1e-6)
+    assert abs(diagonal.config.diagnostics["laplace"][0]["log_evidence"] - expected) > 1e-3  # a diagonal is another one
+
+
+def brute_force_theta(made: brute_force.Problem) -> torch.Tensor:
+    parameters = dict(made.model.named_parameters())
+    return torch.cat([parameters[name].detach().flatten() for name in made.layout.names])
+
+
+def test_a_bias_factor_needs_a_kronecker_structure() -> None:
+    with pytest.raises(ValueError, match="bias='factor' is a Kronecker factor, which structure='diagonal' does not"):
+        LaplaceConfig(bias="factor")
+    with pytest.raises(ValueError, match="bias must be one of diagonal, factor, got 'dense'"):
+        LaplaceConfig(bias="dense", structure="kronecker")

@@ -1,0 +1,142 @@
+"""The settings of ``sample`` without a learning rate: what the method chooses itself, and a rate of AdamW from a trial.
+
+* A sampler begins with AdamW and then finds its step size in whitened coordinates (``sgmcmc.whitening``). The curvature
+  is the absolute value of the Hessian's diagonal.
+* An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial. An
+  energy may be written for M chains, so the rates are tried one after the other, each by all M chains on the same
+  batches, with a rate that falls linearly to 0. As in a trainer, a run of N updates gets best * sqrt(n / N).
+* A kernel that adapts its step size in burn-in begins at ``FIRST_STEP``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.objective import Objective
+from hf_bayes.chains.run import Run
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Problem
+from hf_bayes.methods.registry import adamw_at_rates, with_own_settings
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+"""The rates of a trial: an update of AdamW moves every element by about so much, in the units of theta."""
+
+TRIAL_SHARE = 0.1
+"""The share of a run's updates that a trial may add, unless all rates then have less than ``MIN_UPDATES``."""
+
+MIN_UPDATES, MAX_UPDATES = 6, 40
+"""Updates of a trial for each rate."""
+
+FIRST_STEP = 0.1
+"""The step size at which a kernel begins its search."""
+
+
+class Settings(NamedTuple):
+    """The settings that a run is made with.
+
+    Attributes:
+        method: with numbers in place of what was left open.
+        learning_rate: the peak, or a schedule; None where the method finds a step size of its own during the run.
+    """
+
+    method: MethodConfig
+    learning_rate: float | Callable[[int], float] | None
+
+
+Trial = Callable[[int, float], float]
+"""(updates of AdamW in the run, weight of the prior) -> its learning rate."""
+
+
+def settle(
+    method: MethodConfig,
+    learning_rate: float | Callable[[int], float] | None,
+    *,
+    num_steps: int,
+    burn_in: float,
+    trial: Trial,
+) -> Settings:
+    """Return the settings of a run of ``num_steps`` updates.
+
+    Args:
+        method, learning_rate, burn_in: as the user gave them.
+        trial: tries rates of AdamW; it is called only if one is needed.
+    Raises:
+        ValueError: if the method needs a learning rate.
+    """
+    if learning_rate is not None:
+        return Settings(method, learning_rate)
+    needs = method.requirements
+    if needs.learning_rate == "given" and needs.adapts_step and burn_in > 0:
+        return Settings(method, FIRST_STEP)
+    if needs.learning_rate == "whitening":
+        method = _whitened(method, burn_in)
+    method = with_own_settings(method, num_steps)
+    if needs.learning_rate == "unused":
+        return Settings(method, 1.0)
+    if needs.learning_rate == "from_length":
+        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5)
+    if needs.learning_rate == "range_test":
+        return Settings(method, trial(num_steps, method.prior_weight))
+    steps = method.num_warm_start_steps
+    if steps and method.warm_start_learning_rate is None:
+        method = replace(method, warm_start_learning_rate=trial(steps, method.prior_weight))
+    return Settings(method, None)
+
+
+def _whitened(method: MethodConfig, burn_in: float) -> MethodConfig:
+    """Return the config of a sampler whose coordinates are whitened by a diagonal, with the burn-in that was given."""
+    given = getattr(method, "whitening", None)
+    if given == "kronecker":
+        raise ValueError(
+            f"{method.name}: whitening='kronecker' is made of the inputs and outputs of modules, which an energy does "
+            "not have: leave it out"
+        )
+    changes: dict[str, Any] = {"whitening": "diagonal"}
+    return replace(method, burn_in=burn_in or None, **changes)
+
+
+def try_rates(
+    objective: Objective,
+    start: Tensor,
+    problem: Problem,
+    updates: Callable[[int], list[list[Any]]],
+    *,
+    num_steps: int,
+    prior_weight: float,
+) -> float:
+    """Try ``RATES`` and return a learning rate for ``num_steps`` updates of AdamW.
+
+    Args:
+        objective: the energy.
+        start: [M, d] where the chains begin.
+        problem: a run of the same energy.
+        updates: number of updates -> the batches of each.
+        num_steps: N.
+        prior_weight: see ``MethodConfig.prior_weight``.
+    Raises:
+        FloatingPointError: if the energy is not finite at any rate.
+    """
+    count = min(MAX_UPDATES, max(MIN_UPDATES, int(TRIAL_SHARE * problem.num_steps) // len(RATES)))
+    batches = updates(count)
+    found: dict[float, float] = {}
+    failure: FloatingPointError | None = None
+    for rate in RATES:
+        rule = adamw_at_rates(start.new_full((len(start),), rate), problem, prior_weight=prior_weight)
+        run = Run(rule, objective, start.clone(), (), problem)
+        try:
+            energies = [run.update(each, 1 - step / count).info["energy"] for step, each in enumerate(batches)]
+        except FloatingPointError as error:
+            failure = error
+            continue
+        found[rate] = float(torch.stack(energies)[-max(1, count // 3) :].double().mean())
+    if not found:
+        assert failure is not None
+        raise failure
+    best = min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
+    return best * math.sqrt(min(1.0, count / num_steps))

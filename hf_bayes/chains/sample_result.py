@@ -1,0 +1,70 @@
+"""The result of ``sample``: draws, the approximation, and what was recorded on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.theta_form import Aux, Form, Theta
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.types import Approximation, Info
+
+
+@dataclass(frozen=True)
+class SampleResult(Generic[Theta]):
+    """The result of ``sample``.
+
+    Attributes:
+        draws: [M, S, d] where the chains were, or {name: [M, S, *shape]} if theta is a dictionary; of ``mean_field``,
+            ``laplace``, ``swa``, ``swag`` and ``mc_dropout`` the mean, the average or the weights without masks, which
+            have no spread of the posterior: take ``members`` or ``approximation``.
+        approximation: what the method makes of them: ``posterior.Draws`` or ``posterior.Gaussian``, over rows [d].
+        info: name -> [num_steps, M], each update's diagnostics; NaN in updates that did not report the name.
+        state: the last state (a NamedTuple of tensors).
+        aux: what the energy returned beside its value at the draws, [M, S, ...] or {name: [M, S, ...]}; None if it
+            returned only its value.
+        report: name -> a value for each chain, from the pass of a method over all data after its last update. Those of
+            ``laplace``: the log evidence, the norm of the gradient, and the distance to the maximum of the Gaussian.
+        form: the form of theta.
+        method: the config of the run, with numbers in place of settings that were left open.
+    """
+
+    draws: Theta
+    approximation: Approximation
+    info: dict[str, Tensor]
+    state: Any
+    aux: Any = None
+    report: dict[str, list[Any]] = field(default_factory=dict)
+    form: Form[Theta] = field(default_factory=lambda: Form(None))
+    method: MethodConfig | None = None
+
+    def members(self, num_members: int, generator: torch.Generator | None = None) -> Theta:
+        """Return draws of the approximation, [num_members, d] or {name: [num_members, *shape]}."""
+        return self.form.unflatten(self.approximation.sample(num_members, generator))
+
+
+def stack_info(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
+    """Return name -> [num_steps, M]; an AdamW warm start reports other names than the method after it."""
+    names = dict.fromkeys(name for info in infos for name in info)
+    absent = torch.full((num_chains,), math.nan)
+    return {
+        name: torch.stack(
+            [info[name] if name in info else absent.to(next(i[name] for i in infos if name in i)) for info in infos]
+        )
+        for name in names
+    }
+
+
+def stack_aux(found: list[Aux]) -> Any:
+    """Return the recorded values of all draws, [M, S, ...] or {name: [M, S, ...]}; None without any."""
+    if not found:
+        return None
+    if isinstance(found[0], Tensor):
+        return torch.stack([each for each in found if isinstance(each, Tensor)], 1)
+    named = [each for each in found if isinstance(each, Mapping)]
+    return {name: torch.stack([each[name] for each in named], 1) for name in named[0]}

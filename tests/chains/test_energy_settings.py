@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.chains.energy_settings import FIRST_STEP, RATES, settle
+from hf_bayes.chains.sampling import sample
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.core.rng import generator
+from hf_bayes.methods.averaging.map import MAPConfig
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
+from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
+from hf_bayes.methods.variational.ivon import IVONConfig
+from tests.chains.bowl import bowl
+
+STDS = torch.tensor([0.01, 1.0, 10.0], dtype=torch.float64)
+
+
+def stretched(theta: Tensor, batch: object) -> Tensor:
+    """U of independent normals around 0.5 standard deviations, whose curvatures differ by a factor of a million."""
+    return 0.5 * (theta / STDS - 0.5).square().sum(1)
+
+
+def assert_law(draws: Tensor) -> None:
+    """Check mean and standard deviation of draws [M, S, 3] in units of ``STDS``.
+
+    128 chains of 8 draws that are half a relaxation apart: an ESS of about 500, so 4 standard errors are .18 and 13 %.
+    """
+    scaled = draws.flatten(0, 1) / STDS
+    assert (scaled.mean(0) - 0.5).abs().max() < 0.18
+    assert (scaled.std(0) - 1).abs().max() < 0.13
+
+
+def draws_of(method: MethodConfig, **changes: Any) -> Tensor:
+    theta = torch.zeros(128, 3, dtype=torch.float64)
+    arguments: dict[str, Any] = {"num_steps": 480, "burn_in": 320, "thin": 20, **changes}
+    found: Tensor = sample(stretched, theta, method, **arguments).draws
+    return found
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), BAOABConfig()], ids=["sghmc", "baoab"])
+@pytest.mark.statistics
+def test_a_sampler_needs_no_learning_rate(method: MethodConfig) -> None:
+    assert_law(draws_of(method))
+
+
+@pytest.mark.statistics
+def test_the_check_of_the_law_sees_half_the_temperature() -> None:
+    with pytest.raises(AssertionError):
+        assert_law(draws_of(SGHMCConfig(temperature=0.5)))
+    with pytest.raises(AssertionError):  # one step size for all directions: the wide one stands still
+        assert_law(draws_of(SGHMCConfig(), learning_rate=1e-6))
+
+
+@pytest.mark.statistics
+def test_a_sampler_of_minibatches_needs_no_learning_rate() -> None:
+    rows = torch.randn(64, 1, generator=generator("rows"), dtype=torch.float64)
+    order = generator("order")
+
+    def energy(theta: Tensor, batch: Tensor) -> Tensor:  # precision 64 around the mean of the rows
+        return 32 * (theta[:, None] - batch).square().sum(2).mean(1)
+
+    def batches() -> Iterator[Tensor]:
+        yield from rows[torch.randperm(64, generator=order)].split(8)
+
+    result = sample(energy, torch.zeros(128, 1, dtype=torch.float64), SGHMCConfig(), num_steps=600, num_data=64,
+                    batches=batches, thin=10)  # fmt: skip
+    scaled = (result.draws - rows.mean()) * 8
+    # heating adds at most 10 %, that is 5 % of a standard deviation; 4 standard errors at ESS 500 are .18 and 13 %
+    assert abs(float(scaled.mean())) < 0.18
+    assert 0.87 < float(scaled.std()) < 1.18
+    relaxation = result.info["relaxation"]
+    assert relaxation[relaxation.isfinite()].min() > 1
+
+
+def test_a_run_without_a_rate_says_what_it_chose() -> None:
+    result = sample(stretched, torch.zeros(2, 3, dtype=torch.float64), SGHMCConfig(), num_steps=100)
+    assert result.method is not None
+    assert result.method.warm_start_steps == 50
+    assert result.method.burn_in == 65
+    assert result.method.warm_start_learning_rate is not None
+    assert result.draws.shape[1] == 35
+
+
+@pytest.mark.statistics
+def test_a_kernel_that_adapts_needs_no_learning_rate() -> None:
+    assert_law(draws_of(HMCConfig(), num_steps=150, burn_in=100, thin=10))
+
+
+def test_optimisers_and_natural_gradients_need_no_learning_rate() -> None:
+    theta = torch.zeros(1, 3, dtype=torch.float64)
+    scale = torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        return 0.5 * (theta / scale - 0.5).square().sum(1)
+
+    assert torch.allclose(sample(energy, theta, MAPConfig(), num_steps=600).draws[0, -1], scale / 2, rtol=1e-2)
+    found = sample(energy, theta, IVONConfig(), num_steps=1000).approximation
+    assert torch.allclose(found.mean, scale / 2, rtol=1e-2)
+
+
+def test_settings_depend_on_the_method_and_the_run() -> None:
+    asked: list[int] = []
+
+    def trial(steps: int, prior_weight: float) -> float:
+        asked.append(steps)
+        return 0.3
+
+    def settled(method: MethodConfig, burn_in: float = 0) -> Any:
+        return settle(method, None, num_steps=1000, burn_in=burn_in, trial=trial)
+
+    assert settled(HMCConfig(), burn_in=0.5).learning_rate == FIRST_STEP
+    assert settled(HMCConfig(step_size=0.2)).learning_rate == 1.0
+    assert settled(IVONConfig()).learning_rate == pytest.approx(1000**-0.5)
+    assert asked == []
+    assert settled(MAPConfig()).learning_rate == 0.3
+    assert settled(SGHMCConfig()).method.warm_start_learning_rate == 0.3
+    assert settled(SGHMCConfig(warm_start_learning_rate=0.1)).method.warm_start_learning_rate == 0.1
+    assert asked == [1000, 250]
+    assert settled(SGHMCConfig(), burn_in=600).method.burn_in == 600
+    assert settle(SGHMCConfig(), 0.1, num_steps=10, burn_in=0, trial=trial).learning_rate == 0.1
+
+
+def test_rates_at_which_the_energy_is_not_finite_are_left_out() -> None:
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        wall = torch.where(theta.abs() < 0.05, 0.0, torch.inf).sum(1)
+        return 1e4 * (theta - 0.02).square().sum(1) + wall
+
+    result = sample(energy, torch.zeros(1, 2, dtype=torch.float64), MAPConfig(), num_steps=300)
+    assert torch.allclose(result.draws[0, -1], torch.full((2,), 0.02, dtype=torch.float64), atol=1e-3)
+    with pytest.raises(FloatingPointError, match="non-finite energy"):
+        sample(lambda theta, batch: energy(theta + 1, batch), torch.zeros(1, 2), MAPConfig(), num_steps=300)
+    assert len(RATES) == len(set(RATES))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (SGHMCEulerConfig(), {}, "sghmc_euler with these settings needs a learning_rate, got None"),
+        (HMCConfig(), {}, "hmc with these settings needs a learning_rate, got None"),  # no burn-in to adapt in
+        (MetropolisConfig(target_acceptance=None), {"burn_in": 9}, "metropolis with these settings needs a learning"),
+        (SGHMCConfig(whitening="kronecker"), {}, "whitening='kronecker' is made of the inputs and outputs of modules"),
+        (SGHMCConfig(), {"num_steps": 6}, "would collect 0 draws: 6 updates, the first 8 of them"),
+        (SGHMCConfig(), {"batches": iter([None] * 9)}, "passes over the data more than once, .* got list_iterator"),
+    ],
+)
+def test_runs_that_cannot_find_a_rate_are_refused(method: MethodConfig, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample(bowl, torch.zeros(2, 3), method, **{"num_steps": 40, **changes})
+
+
+def test_an_energy_without_curvature_gives_no_step_size() -> None:
+    with pytest.raises(ValueError, match="has no finite diagonal above 0 after the warm start"):
+        sample(lambda theta, batch: theta.sum(1), torch.zeros(2, 3), SGHMCConfig(), num_steps=60)

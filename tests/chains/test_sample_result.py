@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bayes.methods.mcmc.hmc import HMCConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from tests.chains.bowl import bowl, run
+
+
+def with_aux(theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return bowl(theta, None), {"norm": theta.norm(dim=1), "sign": theta > 0, "batch": theta[:, 0] * 0 + (batch or 0)}
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), HMCConfig()], ids=["rule", "kernel"])
+def test_what_an_energy_returns_besides_is_that_of_the_draws(method: Any) -> None:
+    result = run(with_aux, method=method, burn_in=3, thin=2)
+    assert torch.allclose(result.aux["norm"], result.draws.norm(dim=2))
+    assert torch.equal(result.aux["sign"], result.draws > 0)
+    assert torch.equal(result.draws, run(method=method, burn_in=3, thin=2).draws)
+
+
+def test_it_may_be_one_tensor_and_stands_for_the_batches_of_the_update() -> None:
+    result = run(lambda theta, batch: (bowl(theta, batch), theta[:, :2] * 0 + batch), batches=[1.0, 2.0, 3.0], thin=2)
+    assert result.aux.shape == (2, 5, 2)
+    assert result.aux[0, :, 0].tolist() == [2, 1, 3, 2, 1]
+    two = run(lambda theta, batch: (bowl(theta, batch), theta[:, 0] * 0 + batch), batches=[1.0, 3.0],
+              batches_per_step=2)  # fmt: skip
+    assert two.aux.unique().tolist() == [2]  # the mean
+
+
+def test_an_energy_that_returns_only_its_value_has_none() -> None:
+    assert run().aux is None
+    assert run().report == {}
+
+
+def test_members_are_draws_of_the_approximation() -> None:
+    result = run(method=MeanFieldConfig())
+    drawn = result.members(5, torch.Generator().manual_seed(1))
+    assert torch.equal(drawn, result.approximation.sample(5, torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (torch.ones(3), r"with aux a tensor \[M, ...\] .*, one entry for each of 2 chains; got shape \[3\]"),
+        ({"a": torch.ones(2), "b": 1.0}, "got float for 'b'"),
+        ("text", "got str"),
+    ],
+)
+def test_what_has_no_chain_axis_is_refused(aux: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(lambda theta, batch: (bowl(theta, batch), aux))
