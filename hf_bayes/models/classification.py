@@ -59,6 +59,7 @@ class BayesianClassifier(BayesianModel):
     """M models as one with ``logits`` [B, ..., C] for ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
 
     predictor: InputPredictor
+    takes_batch_statistics = True
 
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
@@ -89,7 +90,7 @@ class BayesianClassifier(BayesianModel):
     ) -> MemberLogLik:
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
-        with self.members.bind(theta):
+        with self.members.bind(theta), self.members.by_batch_statistics():
             logits = self.members.logits(inputs, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)

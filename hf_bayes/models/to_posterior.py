@@ -36,7 +36,7 @@ def to_posterior(
             ``model`` was loaded from.
         sidecars: the files of the tokenizer or processor, if they have been collected already.
     """
-    layout = model.layout
+    layout = model.members.layout_of(approximation.rows)
     description = base_model.describe(model.model, model.core, layout, tokenizer)
     if tokenizer is None and model.posterior is not None:
         description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
@@ -56,7 +56,7 @@ def to_posterior(
             prior=prior
             or {
                 "name": method.prior,
-                "std": prior_stds(method, layout, model.model),
+                "std": prior_stds(method, model.layout, model.model),
                 "mean": method.prior_mean,
             },
             num_data=num_data,

@@ -12,7 +12,8 @@ from torch import nn
 from hf_bayes.core.layout import select
 from hf_bayes.members import Members
 from hf_bayes.members.context import Context
-from hf_bayes.members.stacked import Stacked, cast, fold, unfold
+from hf_bayes.members.stacked import cast, fold, unfold
+from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.attaching import attach
 from tests.members.reference import core_of, relative_error, scattered
 from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
@@ -80,7 +81,7 @@ def test_each_module_equals_copies_with_one_members_weights(inner: nn.Module, x:
         (lambda: two_active(with_lora(tiny_llama())), r"q_proj: 2 active adapters \['default', 'second'\]"),
         (lambda: other_active(with_lora(tiny_llama())), r"q_proj: \S+lora_A.second.weight, no factor "),
         (lambda: with_lora(tiny_llama(), target_parameters=["gate_proj.weight"]), r"LoRA on Linear|not supported"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv2d, .*not supported as random"),
+        (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv3d, .*not supported as random"),
         (lambda: nn.MultiheadAttention(4, 2), r"the model \(.*MultiheadAttention, .*in_proj_weight.*not supported"),
     ],
     ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "adalora", "merged", "disabled", "two adapters",
