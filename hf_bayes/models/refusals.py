@@ -36,7 +36,7 @@ def refuse_statistics(model: Any, *, adapter: bool) -> None:
     if adapter or not model.takes_batch_statistics:
         kind = "a model with an adapter" if adapter else type(model).__name__
         raise ValueError(
-            f"{model.members.batch_norms[0].names}: batch normalisation cannot be random in {kind}: leave its weights "
+            f"{next(iter(model.members.batch_norms[0].names.values()))}: batch normalisation cannot be random in {kind}: leave its weights "
             "out of the subspace, and it keeps the statistics of the base model"
         )
 

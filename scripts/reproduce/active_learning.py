@@ -25,8 +25,8 @@ from scripts.reproduce.report import keep, spread, table
 
 NAME = "active_learning"
 TASKS = {"Debian, sections": "sections12", "CLINC150, domains": "domains10", "CLINC150, 25 intents": "intents25"}
-NUM_POOL, NUM_TEST, NUM_ROUNDS, BATCH, NUM_SEEDS = 800, 600, 12, 10, 5
-NUM_CHAINS, DRAWS_PER_CHAIN, NUM_STEPS = 8, 4, 300
+NUM_POOL, NUM_TEST, NUM_ROUNDS, BATCH, NUM_SEEDS = 400, 600, 8, 10, 5
+NUM_CHAINS, DRAWS_PER_CHAIN, NUM_STEPS = 8, 2, 200
 SCALE = 10.0
 """The length of an embedding. Embeddings of length 1 would need weights far larger than the prior's."""
 COLOURS = {"random": "0.35", "entropy": "#CCBB44", "bald": "#4477AA", "batchbald": "#EE6677"}
