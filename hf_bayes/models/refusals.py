@@ -35,8 +35,9 @@ def refuse_statistics(model: Any, *, adapter: bool) -> None:
     """
     if adapter or not model.takes_batch_statistics:
         kind = "a model with an adapter" if adapter else type(model).__name__
+        name = next(iter(model.members.batch_norms[0].names.values()))
         raise ValueError(
-            f"{next(iter(model.members.batch_norms[0].names.values()))}: batch normalisation cannot be random in {kind}: leave its weights "
+            f"{name}: batch normalisation cannot be random in {kind}: leave its weights "
             "out of the subspace, and it keeps the statistics of the base model"
         )
 

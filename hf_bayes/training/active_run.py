@@ -33,7 +33,6 @@ from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, place_chains
 from hf_bayes.uncertainty.likelihoods import Normal
 
-
 MOST_ROWS_OF_STATISTICS = 2**13
 """The largest number of training rows from which the statistics of batch normalisation are estimated."""
 
