@@ -228,7 +228,9 @@ class LayerHooks:
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
             if not self._one_row:
                 self._require_rows(index, output)
-            return apply(self, index, self._sources.get(index, index), x, output, self.anchor)
+            found = apply(self, index, self._sources.get(index, index), x, output, self.anchor)
+            # residual blocks of convolutions add in place, which a view from a function of our own does not allow
+            return found.clone() if self.layers[index].has_channels else found
 
         return insert_identity
 
