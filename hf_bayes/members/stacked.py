@@ -218,7 +218,8 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
 
 
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+    name = type(module).__name__
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("RMSNorm", "LayerNorm", "FilterResponseNorm")):
         return StackedNorm
     if type(module) is nn.Linear:
         return StackedLinear

@@ -30,6 +30,18 @@ class Small(nn.Module):
         return self.inner(x)
 
 
+class FilterResponseNorm(nn.Module):
+    """Singh and Krishnan 2019: each channel over the root mean square of its positions, above a threshold."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.threshold = (nn.Parameter(torch.randn(channels, 1, 1)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (x.square().mean((-2, -1), keepdim=True) + 1e-6).rsqrt()
+        return torch.maximum(self.weight * x + self.bias, self.threshold)
+
+
 @pytest.mark.parametrize(
     ("inner", "x"),
     [
@@ -40,6 +52,7 @@ class Small(nn.Module):
         (nn.LayerNorm(4, bias=False), torch.randn(2, 4)),
         (nn.RMSNorm(4), torch.randn(2, 5, 4)),
         (nn.RMSNorm(4, eps=0.1), torch.randn(2, 5, 4)),
+        (FilterResponseNorm(3), torch.randn(2, 3, 4, 4)),
         (nn.Embedding(6, 4), torch.arange(6).view(2, 3)),
         (nn.Embedding(6, 4), torch.arange(3)[None]),
     ],

@@ -83,34 +83,42 @@ def test_a_model_without_random_batch_normalisation_has_none() -> None:
 LOAD = """
 import sys, torch
 from hf_bayes import BayesianModelForImageClassification
-model = BayesianModelForImageClassification.from_pretrained(sys.argv[1])
-torch.save(model(pixel_values=torch.load(sys.argv[2])).logits.detach(), sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("method", [SGHMCConfig(num_chains=2, draws_per_chain=2), EnsembleConfig(num_chains=3)],
-                         ids=["sghmc", "ensemble"])  # fmt: skip
-def test_digits_are_read_the_same_in_a_new_process(method: MethodConfig, tmp_path: Path) -> None:
-    trainer = trained(tmp_path, method)
-    metrics = trainer.posterior.config.metrics
-    assert metrics["nll"] == trainer.evaluate()["eval_nll"]
-    assert metrics["map_nll"] < 2.3  # log 10 is chance; with the statistics of the base it is far above
-    pixels, labels = digits(320, 400)
+for folder in sys.argv[1:]:
+    model = BayesianModelForImageClassification.from_pretrained(folder + "/posterior")
     with torch.no_grad():
-        expected = trainer.bayesian(pixel_values=pixels)
-    assert (expected.logits.argmax(-1) == labels).double().mean() > 0.3  # chance is 0.1
-    torch.save(pixels, tmp_path / "file.pt")
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "posterior"), str(tmp_path / "file.pt")]
+        torch.save(model(pixel_values=torch.load(folder + "/pixels.pt")).logits, folder + "/logits.pt")
+"""
+METHODS = {"sghmc": SGHMCConfig(num_chains=2, draws_per_chain=2), "ensemble": EnsembleConfig(num_chains=3)}
+
+
+def test_digits_are_read_the_same_in_a_new_process(tmp_path: Path) -> None:
+    pixels, labels = digits(320, 400)
+    expected: dict[str, Tensor] = {}
+    for name, method in METHODS.items():
+        trainer = trained(tmp_path / name, method)
+        metrics = trainer.posterior.config.metrics
+        assert metrics["nll"] == trainer.evaluate()["eval_nll"]
+        assert metrics["map_nll"] < 2.3  # log 10 is chance; with the statistics of the base it is far above
+        with torch.no_grad():
+            expected[name] = trainer.bayesian(pixel_values=pixels).logits
+        assert (expected[name].argmax(-1) == labels).double().mean() > 0.3  # chance is 0.1
+        torch.save(pixels, tmp_path / name / "pixels.pt")
+    command = [sys.executable, "-c", LOAD, *(str(tmp_path / name) for name in METHODS)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2])
-    torch.testing.assert_close(torch.load(tmp_path / "file.pt"), expected.logits, rtol=0, atol=1e-6)
-    # the files of a member are the state of an ordinary model
-    members = sorted((tmp_path / "posterior" / "members").iterdir())
-    logits = []
-    for folder in members:
-        plain = reader(tmp_path / "plain")
+    for name, logits in expected.items():
+        found = torch.load(tmp_path / name / "logits.pt")
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-6)  # probabilities of about 1 in float32
+        assert relative_error(mixture(logits_of_plain_models(tmp_path / name, pixels)), logits) < 1e-5  # float32
+
+
+def logits_of_plain_models(root: Path, pixels: Tensor) -> Tensor:
+    """Return [M, B, C] of ordinary models: the files of a member are entries of their state."""
+    found = []
+    for folder in sorted((root / "posterior" / "members").iterdir()):
+        plain = reader(root / "plain")
         assert not plain.load_state_dict(load_file(folder / "model.safetensors"), strict=False).unexpected_keys
-        logits.append(plain.eval()(pixel_values=pixels).logits.detach())
-    assert relative_error(mixture(torch.stack(logits)), expected.logits) < 1e-5  # float32
+        found.append(plain.eval()(pixel_values=pixels).logits.detach())
+    return torch.stack(found)
 
 
 def test_a_changed_statistic_is_refused(tmp_path: Path) -> None:
