@@ -65,7 +65,7 @@ class StackedBatchNorm(Stacked):
             mean, var = (self.parameter(name).expand(context.num_members, -1) for name in STATISTICS)
         scale = self.tensor("weight") * (var + self.module.eps).rsqrt()
         shape = [context.num_members, 1, -1, *[1] * (rows.ndim - 3)]
-        y = (wide - mean.view(shape)) * scale.view(shape) + self.tensor("bias").view(shape)
+        y: Tensor = (wide - mean.view(shape)) * scale.view(shape) + self.tensor("bias").view(shape)
         return y.to(x.dtype).flatten(0, 1)
 
 
@@ -88,11 +88,27 @@ def statistics_layout(model: nn.Module, names: Mapping[int, str]) -> Layout:
     Args:
         names: id of each random parameter -> its name.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for path, module in model.named_modules():
-        if type(module) in KINDS and _is_random(module, names):
-            found |= {f"{path}.{name}": (module.num_features,) for name in STATISTICS}
+    layers = [path for path, module in model.named_modules() if type(module) in KINDS and _is_random(module, names)]
+    buffers = dict(model.named_buffers())
+    found = {name: tuple(buffers[name].shape) for path in layers for name in (f"{path}.{s}" for s in STATISTICS)}
     return Layout(tuple(found), tuple(found.values()))
+
+
+def refuse_without_place(model: nn.Module, core: Any, statistics: Layout) -> None:
+    """Raise a ValueError if statistics of members could not be stored, or would not be used in training.
+
+    Args:
+        model: the model with its adapter, if it has one; a posterior on an adapter has files for the adapter alone.
+        core: the model without an adapter. A language model is trained by positions, not by whole batches.
+        statistics: the layout of the statistics.
+    """
+    writes = getattr(core, "can_generate", None)
+    if statistics.names and (model is not core or (writes is not None and writes())):
+        kind = "a model with an adapter" if model is not core else f"the language model {type(core).__name__}"
+        raise ValueError(
+            f"{statistics.names[0]}: batch normalisation cannot be random in {kind}: leave its weight and bias out of "
+            "the subspace, and the layer keeps the statistics of the base model"
+        )
 
 
 def frozen_batch_norms(model: nn.Module, names: Mapping[int, str], context: Context) -> list[FrozenBatchNorm]:
@@ -106,12 +122,9 @@ def frozen_batch_norms(model: nn.Module, names: Mapping[int, str], context: Cont
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the running means and variances of all layers of batch normalisation, by their names in the model."""
-    return {
-        f"{path}.{name}": getattr(module, name)
-        for path, module in model.named_modules()
-        if isinstance(module, _FREEZABLE) and module.running_mean is not None
-        for name in STATISTICS
-    }
+    layers = {path for path, module in model.named_modules() if isinstance(module, _FREEZABLE)}
+    names = {f"{path}.{name}" for path in layers for name in STATISTICS}
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 def _is_random(module: nn.Module, names: Mapping[int, str]) -> bool:

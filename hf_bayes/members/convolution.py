@@ -43,7 +43,8 @@ class StackedConvolution(Stacked):
         if x.device.type == "cpu" and rows.shape[1] > 1:
             biases = [None] * len(weight) if bias is None else bias.unbind()
             parts = zip(rows.unbind(), weight.unbind(), biases, strict=True)
-            return torch.cat([self._convolve(*part, self.module.groups) for part in parts])
+            each: list[Tensor] = [self._convolve(*part, self.module.groups) for part in parts]
+            return torch.cat(each)
         side_by_side = rows.transpose(0, 1).flatten(1, 2)  # [B, M * in, ...]
         groups = context.num_members * self.module.groups
         y = self._convolve(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups)

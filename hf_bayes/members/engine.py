@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.members.batch_norm import StackedBatchNorm, frozen_batch_norms, statistics_layout
+from hf_bayes.members.batch_norm import StackedBatchNorm, frozen_batch_norms, refuse_without_place, statistics_layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
 from hf_bayes.members.inputs import repeat_rows, shape_of
@@ -48,6 +48,7 @@ class Members:
         self.stacked = stack(model, names, self.context)
         self.frozen_batch_norms = frozen_batch_norms(model, names, self.context)
         self.statistics = statistics_layout(model, names)
+        refuse_without_place(model, core, self.statistics)
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0

@@ -27,7 +27,7 @@ from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading import load, student_network
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Reader, Readings
-from hf_bayes.models.refusals import refuse_statistics, refuse_theta
+from hf_bayes.models.refusals import refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
@@ -57,8 +57,6 @@ class BayesianModel(HostMethods):
     """The auto class of transformers that loads the base model."""
     shifts_labels: ClassVar[bool] = False
     """True if the label of a position is the next token."""
-    takes_batch_statistics: ClassVar[bool] = False
-    """True if ``log_lik`` normalises by batch statistics, so that batch normalisation may be random."""
     linearises: ClassVar[bool] = False
     """True if a loaded Laplace approximation predicts linearised. That would cost taggers and language models too much:
     a backward pass for each label at each position, and the cache of ``generate``."""
@@ -74,8 +72,6 @@ class BayesianModel(HostMethods):
         self.model, self.layout = model, layout
         self._restoration = Restoration(model)
         self.members = Members(model, core, layout, trunk=trunk)
-        if self.members.batch_norms:
-            refuse_statistics(self, adapter=model is not core)
         self.members_per_pass: int | None = None
         self.check_inputs, self.current_members, self.lock = InputCheck(core), CurrentMembers(), CopyableLock()
         self.theta = nn.Parameter(theta)

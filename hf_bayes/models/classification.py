@@ -59,7 +59,6 @@ class BayesianClassifier(BayesianModel):
     """M models as one with ``logits`` [B, ..., C] for ``labels`` [B, ...] (or [B, C]: several labels, numbers)."""
 
     predictor: InputPredictor
-    takes_batch_statistics = True
 
     def __init__(
         self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None

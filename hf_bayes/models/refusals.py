@@ -26,22 +26,6 @@ def refuse_theta(layout: Layout, theta: Tensor) -> None:
         )
 
 
-def refuse_statistics(model: Any, *, adapter: bool) -> None:
-    """Raise if a random layer of batch normalisation could not have statistics of its own for each member.
-
-    Args:
-        model: a Bayesian model with such a layer.
-        adapter: True if it wraps a peft model, whose posterior has files for the adapter alone.
-    """
-    if adapter or not model.takes_batch_statistics:
-        kind = "a model with an adapter" if adapter else type(model).__name__
-        name = next(iter(model.members.batch_norms[0].names.values()))
-        raise ValueError(
-            f"{name}: batch normalisation cannot be random in {kind}: leave its weights "
-            "out of the subspace, and it keeps the statistics of the base model"
-        )
-
-
 def refuse_compiling() -> None:
     """Raise if torch compiles the calling model as a whole."""
     if torch.compiler.is_compiling():

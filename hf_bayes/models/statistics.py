@@ -59,7 +59,7 @@ def with_statistics(
 
 def _of_pass(model: BayesianModel, theta: Tensor, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the statistics of each member's rows, {name: [m, C]}."""
-    members, found = model.members, {}
+    members, found = model.members, dict[str, Tensor]()
     for item in members.batch_norms:
         item.collects = True
     try:

@@ -4,13 +4,16 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from hf_bayes.core.layout import initial, select
 from hf_bayes.members import Members
 from hf_bayes.members.batch_norm import StackedBatchNorm
+from hf_bayes.models.attaching import attach
 from tests.members.reference import relative_error, scattered
+from tests.members.subjects import resnet
 
 
 class Normed(nn.Module):
@@ -145,6 +148,17 @@ def test_a_frozen_layer_keeps_its_statistics_in_training() -> None:
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
     engine.remove()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_random_layers_of_an_adapted_model_are_refused() -> None:
+    model = resnet(torch.float32)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["classifier.1"], modules_to_save=["normalization"]))
+    with pytest.raises(ValueError, match=r"running_mean: batch normalisation cannot be random in a model with an adap"):
+        attach(adapted)
+    plain = resnet(torch.float32)
+    plain.can_generate = lambda: True
+    with pytest.raises(ValueError, match="cannot be random in the language model ResNetForImageClassification"):
+        Members(plain, plain, select(plain, "all"))
 
 
 @pytest.mark.parametrize("subspace", ["all", "0"])

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from hf_bayes import BayesianModelForImageClassification, EnsembleConfig, LaplaceConfig, SGHMCConfig, attach
+from hf_bayes import BayesianModelForImageClassification, EnsembleConfig, LaplaceConfig, SGHMCConfig, attach, fit_swag
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import select
 from hf_bayes.models.statistics import with_statistics
@@ -159,6 +159,13 @@ def test_methods_without_finished_draws_are_refused(
     with pytest.raises(ValueError, match=rf"normalization\.weight belongs to batch normalisation.*{words}"):
         runs.trainer(tmp_path / "out", method, model=model, train=rows_of(0, 64), subspace="all", **changes)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_there_is_no_gaussian_over_statistics(tmp_path: Path) -> None:
+    method = SGHMCConfig(num_chains=1, draws_per_chain=3)
+    posterior = trained(tmp_path, method, max_steps=6, map_updates=0).posterior
+    with pytest.raises(ValueError, match=r"running_var: there is no Gaussian over the statistics"):
+        fit_swag(posterior)
 
 
 def test_a_loaded_posterior_is_no_start_of_training(tmp_path: Path) -> None:
