@@ -26,7 +26,7 @@ from hf_bayes.members.stacked_module import Stacked
 KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
 """The layers that may be random."""
 
-_FREEZABLE = (*KINDS, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FREEZABLE: tuple[type[nn.Module], ...] = (*KINDS, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 STATISTICS = ("running_mean", "running_var")
 """The buffers of a layer that predictions use."""

@@ -49,6 +49,12 @@ class Members:
         self.frozen_batch_norms = frozen_batch_norms(model, names, self.context)
         self.statistics = statistics_layout(model, names)
         refuse_without_place(model, core, self.statistics)
+        stored = tuple(name for name in layout.names if name not in parameters)
+        if stored not in ((), self.statistics.names):
+            raise ValueError(
+                f"{stored[0]} is no parameter of {type(core).__name__}; members may have these statistics of batch "
+                f"normalisation beside their parameters: {', '.join(self.statistics.names[:4]) or 'none'}"
+            )
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from hf_bayes.core.layout import initial, select
+from hf_bayes.core.layout import Layout, initial, select
 from hf_bayes.members import Members
 from hf_bayes.members.batch_norm import StackedBatchNorm
 from hf_bayes.models.attaching import attach
@@ -114,6 +114,15 @@ def test_statistics_in_theta_are_used_by_their_member() -> None:
         twin = copy.deepcopy(model)
         assert not twin.load_state_dict(complete.unflatten(row), strict=False).unexpected_keys
         assert relative_error(logits, twin(x).detach()) < 1e-5
+
+
+def test_other_buffers_and_some_of_the_statistics_are_refused() -> None:
+    model = trained()
+    parameters = select(model, "all")
+    for name in ("norm.num_batches_tracked", "norm.running_mean"):
+        layout = Layout((*parameters.names, name), (*parameters.shapes, tuple(dict(model.named_buffers())[name].shape)))
+        with pytest.raises(ValueError, match=f"{name} is no parameter of Normed; members may have .*last.running_mean"):
+            Members(model, model, layout)
 
 
 def test_collected_statistics_are_those_of_update_bn() -> None:
