@@ -47,17 +47,16 @@ class StackedConvolution(Stacked):
             return torch.cat(each)
         side_by_side = rows.transpose(0, 1).flatten(1, 2)  # [B, M * in, ...]
         groups = context.num_members * self.module.groups
-        y: Tensor = self._convolve(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups)
-        return y.unflatten(1, (context.num_members, -1)).transpose(0, 1).flatten(0, 1)
+        y = self._convolve(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups)
+        return torch.unflatten(y, 1, (context.num_members, -1)).transpose(0, 1).flatten(0, 1)
 
     def _of_equal_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return M * B rows from the B rows that all members share: their kernels are further output channels."""
         members, groups = self.context.num_members, self.module.groups
         # output channels of a grouped convolution stand group by group
         weight = weight.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
-        y: Tensor = self._convolve(x, weight, None, groups).unflatten(
-            1, (groups, members, -1)
-        )  # [B, groups, M, out / g, ...]
+        y = self._convolve(x, weight, None, groups)
+        y = torch.unflatten(y, 1, (groups, members, -1))  # [B, groups, M, out / groups, ...]
         y = y.movedim(2, 0).flatten(2, 3)  # [M, B, out, ...]
         if bias is not None:
             y = y + bias.view(members, 1, -1, *[1] * (y.ndim - 3))

@@ -17,13 +17,21 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from hf_bayes import BayesianModelForImageClassification, EnsembleConfig, LaplaceConfig, SGHMCConfig, attach, fit_swag
+from hf_bayes import (
+    BayesianModelForImageClassification,
+    EnsembleConfig,
+    LaplaceConfig,
+    SGHMCConfig,
+    attach,
+    fit_laplace,
+    fit_swag,
+)
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.layout import select
 from hf_bayes.models.statistics import with_statistics
 from hf_bayes.training.trainer import BayesianTrainer
 from tests import runs
-from tests.members.reference import mixture, relative_error, scattered
+from tests.members.reference import mixture, relative_error, scattered, separate_logits
 from tests.members.subjects import resnet
 from tests.models.trained import from_disk
 from tests.tiny_models import images
@@ -159,6 +167,23 @@ def test_methods_without_finished_draws_are_refused(
     with pytest.raises(ValueError, match=rf"normalization\.weight belongs to batch normalisation.*{words}"):
         runs.trainer(tmp_path / "out", method, model=model, train=rows_of(0, 64), subspace="all", **changes)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_laplace_fit_keeps_the_statistics_of_its_model(tmp_path: Path) -> None:
+    base, (pixels, _) = reader(tmp_path / "base").train(), digits(0, 64)
+    for rows in pixels.split(16):
+        base(pixel_values=rows)
+    base = from_disk(base.eval(), tmp_path / "base")
+    posterior = fit_laplace(base, rows_of(0, 32), LaplaceConfig(structure="diagonal"), subspace="all")
+    posterior.save_pretrained(tmp_path / "posterior")
+    loaded = BayesianModelForImageClassification.from_pretrained(tmp_path / "posterior").linearise(None)
+    theta = loaded.theta.detach()
+    assert theta.shape[1] == loaded.members.layout.dim
+    with torch.no_grad():
+        found = loaded(pixel_values=pixels[:4]).logits
+    assert (
+        relative_error(found, mixture(separate_logits(base, loaded.layout, theta, {"pixel_values": pixels[:4]}))) < 1e-5
+    )
 
 
 def test_there_is_no_gaussian_over_statistics(tmp_path: Path) -> None:
