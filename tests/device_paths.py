@@ -27,6 +27,7 @@ import hf_bayes
 from hf_bayes import (
     METHODS,
     BayesianModelForCausalLM,
+    BayesianModelForImageClassification,
     BayesianModelForSequenceClassification,
     LaplaceConfig,
     MCDropoutConfig,
@@ -47,7 +48,8 @@ from hf_bayes.training.data_fingerprint import fingerprint_rows
 from hf_bayes.uncertainty.decomposition import predict
 from tests import pretend_device, runs
 from tests import tiny_models as models
-from tests.members.subjects import bert_tagger
+from tests.members.subjects import bert_tagger, resnet
+from tests.models.test_image_classification import image_rows
 from tests.pipelines.test_classification import picture, processor
 from tests.training.test_trainer import SAMPLER, SETTINGS
 
@@ -152,6 +154,20 @@ def classifiers_have_pipelines(folder: Path) -> None:
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
+
+
+@path
+def a_network_of_convolutions_is_trained_and_loaded(folder: Path) -> None:
+    model = from_disk(folder, lambda: resnet(torch.float32))
+    run = trainer(folder / "a", METHODS["ensemble"](num_chains=2), model=model, train=image_rows(), subspace="all",
+                  max_steps=2)  # fmt: skip
+    run.train()
+    run.save_model()
+    loaded = BayesianModelForImageClassification.from_pretrained(folder / "a")
+    with torch.no_grad():
+        expected = loaded(**models.images()).logits
+        assert_same(run.bayesian(**there(models.images())).logits, expected)
+        assert_same(loaded.to(DEVICE)(**there(models.images())).logits, expected)
 
 
 @path_of_each("sghmc", "hmc", "mean_field", "laplace")

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
-from transformers import DataCollatorWithPadding, PreTrainedModel
+from PIL import Image
+from transformers import DataCollatorWithPadding, PreTrainedModel, ViTImageProcessor, Wav2Vec2FeatureExtractor
 
 from hf_bayes import (
     BayesianTrainingArguments,
@@ -31,8 +33,13 @@ from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
 from hf_bayes.training.tuning.candidates import Candidate
+from tests import multimodal
+from tests.members.subjects import resnet
+from tests.models.test_audio_classification import sound_rows
+from tests.models.test_image_classification import image_rows
+from tests.models.trained import from_disk
 from tests.runs import label_rows, padding_collator, token_rows, trainer
-from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, tiny_vit, with_lora
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
@@ -170,6 +177,27 @@ def logistic_data() -> Namespace:
     return {"x": x, "y": (x.sum(1) > 0).float(), "d": 3}
 
 
+def a_resnet() -> Namespace:
+    resnet(torch.float32).save_pretrained("my-resnet")
+    return {"images": image_rows(12)}
+
+
+def posteriors_of_images_and_audio() -> Namespace:
+    sounds = sound_rows("wav2vec2")
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5] * 3, image_std=[0.25] * 3)
+    for name, base, rows, reader in (
+        ("image", tiny_vit(), image_rows(), processor),
+        ("audio", multimodal.wav2vec2(), sounds, Wav2Vec2FeatureExtractor()),
+    ):
+        model = with_lora(from_disk(base, Path(f"{name}-base").absolute()))
+        run = trainer(f"my-{name}-posterior", SGHMCConfig(num_chains=2), model=model, train=rows, max_steps=2,
+                      processing_class=reader)  # fmt: skip
+        run.train()
+        run.save_model()
+    Image.new("RGB", (8, 8), "red").save("picture.png")
+    return {"samples": np.array(sounds[0]["input_values"], dtype=np.float32)}
+
+
 SNIPPETS = {
     ("README.md", 0): Snippet(a_run, {"num_train_epochs=3": "max_steps=20"}),
     ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
@@ -190,6 +218,7 @@ SNIPPETS = {
     ("docs/laplace.md", 2): Snippet(a_classifier),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
+    ("docs/models.md", 1): Snippet(a_resnet, {"max_steps=500": "max_steps=4"}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
@@ -203,8 +232,9 @@ SNIPPETS = {
     ),
     ("docs/single_pass.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/uncertainty.md", 0): Snippet(dict),
-    ("docs/uncertainty.md", 1): Snippet(predictions),
-    ("docs/uncertainty.md", 2): Snippet(dict),
+    ("docs/uncertainty.md", 1): Snippet(posteriors_of_images_and_audio),
+    ("docs/uncertainty.md", 2): Snippet(predictions),
+    ("docs/uncertainty.md", 3): Snippet(dict),
     ("docs/variational.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
 }
 

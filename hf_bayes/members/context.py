@@ -22,6 +22,8 @@ class Context:
         fanned_out: True if the current forward has reached a random block, after which rows of members differ.
         num_forwards: the number of forwards that have begun.
         used: names of the random parameters that have been read.
+        batch_statistics: True if batch normalisation takes the statistics of a member's rows, as in training, unless
+            the members have statistics of their own.
         cuts: id of an input of a trunk block -> the input and its first B rows, in the current forward.
     """
 
@@ -34,6 +36,7 @@ class Context:
         self.fanned_out = False
         self.num_forwards = 0
         self.used: set[str] = set()
+        self.batch_statistics = False
         self.cuts: dict[int, tuple[Any, Any]] = {}
         self._copies: Tensor | None = None
         self._fresh = False

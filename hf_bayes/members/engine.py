@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.members.batch_norm import StackedBatchNorm, frozen_batch_norms, refuse_without_place, statistics_layout
 from hf_bayes.members.checkpointing import Checkpointing
 from hf_bayes.members.context import Context
 from hf_bayes.members.inputs import repeat_rows, shape_of
@@ -34,6 +35,7 @@ class Members:
         model: the model that the names of the layout refer to, such as a peft model.
         core: the transformers model that is called.
         layout: the layout of the random parameters.
+        statistics: the layout of the members' statistics of batch normalisation, which may follow in theta.
         attached: True while the model has its member axis.
     """
 
@@ -42,8 +44,17 @@ class Members:
         self.attached = False
         self.context = Context()
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        names = {id(parameters[name]): name for name in layout.names}
+        names = {id(parameters[name]): name for name in layout.names if name in parameters}
         self.stacked = stack(model, names, self.context)
+        self.frozen_batch_norms = frozen_batch_norms(model, names, self.context)
+        self.statistics = statistics_layout(model, names)
+        refuse_without_place(model, core, self.statistics)
+        stored = tuple(name for name in layout.names if name not in parameters)
+        if stored not in ((), self.statistics.names):
+            raise ValueError(
+                f"{stored[0]} is no parameter of {type(core).__name__}; members may have these statistics of batch "
+                f"normalisation beside their parameters: {', '.join(self.statistics.names[:4]) or 'none'}"
+            )
         self.trunk = Trunk(core, [item.module for item in self.stacked], self.context)
         if not trunk:
             self.trunk.num_blocks = 0
@@ -60,6 +71,31 @@ class Members:
         return {**self.__dict__, "_viewed": None}
 
     @property
+    def complete_layout(self) -> Layout:
+        """The layout of random parameters and statistics, in which posteriors are stored."""
+        if set(self.statistics.names) <= set(self.layout.names):
+            return self.layout
+        return Layout(self.layout.names + self.statistics.names, self.layout.shapes + self.statistics.shapes)
+
+    def layout_of(self, theta: Tensor) -> Layout:
+        """Return the layout of theta [..., d], which may have statistics behind the random parameters."""
+        return self.layout if theta.shape[-1] == self.layout.dim else self.complete_layout
+
+    @property
+    def batch_norms(self) -> list[StackedBatchNorm]:
+        """The random layers of batch normalisation."""
+        return [item for item in self.stacked if isinstance(item, StackedBatchNorm)]
+
+    @contextmanager
+    def by_batch_statistics(self) -> Iterator[None]:
+        """Normalise by the statistics of each member's rows, as in training, until the end of the block."""
+        before, self.context.batch_statistics = self.context.batch_statistics, True
+        try:
+            yield
+        finally:
+            self.context.batch_statistics = before
+
+    @property
     def num_trunk_blocks(self) -> int:
         """The number of blocks that run once for all members, and whose caches hold B rows."""
         return self.trunk.num_blocks
@@ -68,7 +104,7 @@ class Members:
         """Give the model its member axis."""
         self.attached = True
         self.checkpointing.install()
-        for item in self.stacked:
+        for item in [*self.stacked, *self.frozen_batch_norms]:
             item.install()
         self.trunk.install()
         self.last_feed_forward.install()
@@ -77,7 +113,7 @@ class Members:
     def remove(self) -> None:
         """Restore the model as it was before ``install``."""
         self.attached = False
-        for item in self.stacked:
+        for item in [*self.stacked, *self.frozen_batch_norms]:
             item.remove()
         self.trunk.remove()
         self.last_feed_forward.remove()
@@ -114,11 +150,12 @@ class Members:
 
     def _views(self, theta: Tensor) -> dict[str, Tensor]:
         """Return {name: [M, *shape]}. The views are cached, because the same theta is bound for every token."""
+        layout = self.layout_of(theta)
         if theta.requires_grad and torch.is_grad_enabled():
-            return self.layout.unflatten(theta)
+            return layout.unflatten(theta)
         kind = theta.data_ptr(), theta.shape, theta.dtype, torch.is_inference_mode_enabled()
         if self._viewed is None or self._viewed[0] is not theta or self._viewed[1] != kind:
-            self._viewed = theta, kind, self.layout.unflatten(theta)
+            self._viewed = theta, kind, layout.unflatten(theta)
         return self._viewed[2]
 
     def forward(self, inputs: dict[str, Any], *, folded: bool = False, module: nn.Module | None = None) -> Any:

@@ -25,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import modules_of
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.members import compat
+from hf_bayes.members import batch_norm, compat
+from hf_bayes.members.convolution import CONVOLUTIONS
 from hf_bayes.members.inputs import shape_of
 
 
@@ -38,6 +39,7 @@ class HookedLayer:
         weight: the name of its weight matrix, if the module is linear and no other module owns the matrix; else None.
         transposed: True if the weight matrix is [in, out] (Conv1D).
         tied: names of parameters that another module owns as well.
+        has_channels: True if the module reads pictures or signals, [rows, channels, ...].
         is_head: True if the module computes the model's outputs.
         reader: the module whose input identifies the input of this one (see ``LayerHooks``).
     """
@@ -46,6 +48,8 @@ class HookedLayer:
         self.path, self.module, self.names = path, module, dict(names)
         self.linear = type(module) is nn.Linear or isinstance(module, Conv1D)
         self.transposed = isinstance(module, Conv1D)
+        first = getattr(module, "data_format", "") == "channels_first"
+        self.has_channels = first or type(module) in (*CONVOLUTIONS, *batch_norm.KINDS)
         self.tied = tied & set(self.names.values())
         own = self.names.get("weight") if self.linear else None
         self.weight = None if own in self.tied else own
@@ -56,8 +60,8 @@ class HookedLayer:
         """Return the gradient of each row in the module's random parameters, {name: [R, *shape]}.
 
         Args:
-            x: [R, P, in] the module's input (embeddings: ids [R, P]).
-            g: [R, P, out] the gradient of its output.
+            x: [R, P, in] the module's input (embeddings: ids [R, P]; with channels: [R, in, ...]).
+            g: [R, P, out] the gradient of its output (with channels: [R, out, ...]).
             dtype: the dtype of the computation.
             only: the name of one parameter that is wanted; None means all.
         """
@@ -93,8 +97,8 @@ class LayerRecord(NamedTuple):
     Attributes:
         layer: the module.
         source: a number of the input; layers with the same input tensor have the same number.
-        x: [R, P, in] the input (embeddings: [R, P]).
-        g: [R, P, out] the output gradient.
+        x: [R, P, in] the input (embeddings: [R, P]; with channels: [R, in, ...]).
+        g: [R, P, out] the output gradient (with channels: [R, out, ...]).
         rows: the rows of the batch that ``x`` and ``g`` belong to.
         valid: [R, P] bool, False at padding; None if every position counts.
         first: True in the first backward pass of a batch, when inputs are new.
@@ -224,7 +228,9 @@ class LayerHooks:
                 x, output = x.expand(rows, *x.shape[1:]), output.expand(rows, *output.shape[1:])
             if not self._one_row:
                 self._require_rows(index, output)
-            return apply(self, index, self._sources.get(index, index), x, output, self.anchor)
+            found = apply(self, index, self._sources.get(index, index), x, output, self.anchor)
+            # residual blocks of convolutions add in place, which a view from a function of our own does not allow
+            return found.clone() if self.layers[index].has_channels else found
 
         return insert_identity
 
@@ -262,6 +268,9 @@ class LayerHooks:
         key = (index, self._rows.start)
         again = key in self._delivered
         self._delivered.add(key)
+        if self.layers[index].has_channels:
+            self._consume(LayerRecord(self.layers[index], source, x, g, self._rows, None, self._first, again))
+            return
         rows = 1 if self._one_row else self._num_rows
         g = g.reshape(rows, -1, g.shape[-1])
         x = x.reshape(rows, -1, x.shape[-1]) if x.is_floating_point() else x.reshape(rows, -1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from hf_bayes.members import compat
+from hf_bayes.members.batch_norm import running_statistics
 from hf_bayes.members.engine import Members
 from hf_bayes.members.evaluation_mode import evaluating
 
@@ -30,7 +31,8 @@ def as_single_model(members: Members, row: Tensor) -> Iterator[dict[str, nn.Para
     members.require_attached()
     functions: list[tuple[Any, Any]] = []
     context = members.context
-    found = dict(members.model.named_parameters(remove_duplicate=False))
+    found: dict[str, Any] = dict(members.model.named_parameters(remove_duplicate=False))
+    found |= running_statistics(members.model)
     random = {name: found[name] for name in members.layout.names}
     before = {name: parameter.data for name, parameter in random.items()}
     bound = context.tensors, context.num_members

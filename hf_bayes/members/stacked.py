@@ -22,73 +22,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.core.layout import modules_of
 from hf_bayes.members import compat
+from hf_bayes.members.batch_norm import KINDS as BATCH_NORMS
+from hf_bayes.members.batch_norm import STATISTICS, StackedBatchNorm
 from hf_bayes.members.context import Context
+from hf_bayes.members.convolution import CONVOLUTIONS, StackedConvolution
+from hf_bayes.members.stacked_module import Stacked
 
 SUPPORTED = (
-    "torch.nn.Linear, transformers' Conv1D, LayerNorm, RMSNorm, Embedding, and peft LoRA on linear layers "
-    "(rsLoRA included)"
+    "torch.nn.Linear, transformers' Conv1D, Conv1d, Conv2d, LayerNorm, RMSNorm, BatchNorm1d, BatchNorm2d, Embedding, "
+    "and peft LoRA on linear layers (rsLoRA included)"
 )
-
-
-class Stacked:
-    """The replacement of a module's forward. Subclasses define ``forward`` with the members' tensors."""
-
-    def __init__(self, module: Any, names: Mapping[str, str], context: Context) -> None:
-        self.module, self.names, self.context = module, dict(names), context
-        self.before = vars(module).get("forward")  # accelerate may have replaced the forward as well
-
-    def single(self, x: Tensor) -> Tensor | None:
-        """Return the B rows of ``x`` that are equal for all members, else None (see ``Context.single``)."""
-        context = self.context
-        # a head that scores tokens flattens them into rows
-        if x.ndim != 2 or x.shape[0] != context.num_members * context.num_rows * context.num_positions:
-            self.require_rows(x, also=context.num_rows)
-        return context.single(x)
-
-    def require_rows(self, x: Tensor, *, also: int) -> None:
-        """Check that ``x`` has M * B rows, or ``also``; otherwise rows cannot be assigned to members.
-
-        Raises:
-            ValueError: naming a parameter of the module.
-        """
-        context = self.context
-        expected = context.num_members * context.num_rows
-        if context.num_members > 1 and x.shape[0] not in (expected, also):
-            raise ValueError(
-                f"{next(iter(self.names.values()))}: its module was called with {x.shape[0]} rows, expected {expected} "
-                f"({context.num_members} members x {context.num_rows}): the model shuffles rows (experts), or calls it "
-                "on a table. Leave it out of the subspace"
-            )
-
-    def tensor(self, attribute: str) -> Tensor:
-        """Return a parameter of the module as [M, *shape]. A frozen parameter is the same for all members."""
-        context, name = self.context, self.names.get(attribute)
-        if name is None:
-            parameter = self.parameter(attribute).detach()  # frozen
-            return parameter.expand(context.num_members, *parameter.shape)
-        tensor = context.tensors.get(name)
-        if tensor is None:
-            raise RuntimeError(f"{name} is random: call the BayesianModel that holds this model, or detach() it first")
-        context.used.add(name)
-        return tensor
-
-    def parameter(self, attribute: str) -> Tensor:
-        """Return a parameter of the module by the name of its attribute."""
-        parameter: Tensor = getattr(self.module, attribute)
-        return parameter
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        self.module.forward = self.forward  # an instance attribute shadows the class's forward; deepcopy rebinds it
-
-    def remove(self) -> None:
-        """Restore the module's forward."""
-        vars(self.module).pop("forward", None)
-        if self.before is not None:
-            self.module.forward = self.before
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise AssertionError("a Stacked module defines forward")
 
 
 class StackedLinear(Stacked):
@@ -168,6 +111,11 @@ class StackedNorm(Stacked):
     """A stacked LayerNorm or RMSNorm, of torch or of a model family, with weights per member."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if getattr(self.module, "data_format", "channels_last") == "channels_first":  # ConvNeXt
+            return self._normalise(x.movedim(1, -1)).movedim(-1, 1)
+        return self._normalise(x)
+
+    def _normalise(self, x: Tensor) -> Tensor:
         context, module = self.context, self.module
         single = self.single(x)
         x = x if single is None else context.repeat(single)
@@ -261,18 +209,26 @@ def stack(root: nn.Module, names: Mapping[int, str], context: Context) -> list[S
     for path, module in root.named_modules():
         own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
         if own and id(module) not in claimed:
-            found.append(_stacked_class(path, module, own)(module, own, context))
+            kind = _stacked_class(path, module, own)
+            if kind is StackedBatchNorm:
+                own |= {name: f"{path}.{name}" for name in STATISTICS}
+            found.append(kind(module, own, context))
     _warn_of_unmatched_targets(root)
     return found
 
 
 def _stacked_class(path: str, module: nn.Module, own: Mapping[str, str]) -> Callable[..., Stacked]:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+    name = type(module).__name__
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or name.endswith(("RMSNorm", "LayerNorm", "FilterResponseNorm")):
         return StackedNorm
     if type(module) is nn.Linear:
         return StackedLinear
     if isinstance(module, Conv1D):
         return StackedConv1D
+    if type(module) in CONVOLUTIONS:
+        return StackedConvolution
+    if type(module) in BATCH_NORMS:
+        return StackedBatchNorm
     if type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding"):
         return StackedEmbedding
     raise ValueError(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_bayes.core.hashing import fingerprint_json, fingerprint_tensors
 from hf_bayes.core.layout import Layout
+from hf_bayes.members.batch_norm import running_statistics
 from hf_bayes.models import compat, lora_layers
 from hf_bayes.models.config_fingerprint import evaluation_fields
 from hf_bayes.posteriors import lora_config
@@ -243,9 +244,12 @@ def _name(model: nn.Module, core: PreTrainedModel) -> str:
 
 
 def _base_parameters(model: nn.Module, layout: Layout) -> list[tuple[str, Any]]:
-    """Return the frozen parameters under their names in the base model without its adapter."""
+    """Return the frozen parameters under their names in the base model without its adapter.
+
+    Statistics of batch normalisation belong to them, unless the members have statistics of their own.
+    """
     random = set(layout.names)
-    values = dict(model.named_parameters(remove_duplicate=False))
+    values = dict(model.named_parameters(remove_duplicate=False)) | running_statistics(model)
     random_ids = {id(values[name]) for name in layout.names}
     found = []
     for name, value in values.items():

@@ -89,7 +89,7 @@ class BayesianClassifier(BayesianModel):
     ) -> MemberLogLik:
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
-        with self.members.bind(theta):
+        with self.members.bind(theta), self.members.by_batch_statistics():
             logits = self.members.logits(inputs, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)

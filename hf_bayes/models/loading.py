@@ -328,7 +328,8 @@ def _dtype_of(given: Any) -> torch.dtype | None:
 
 
 def _check_parameters(model: nn.Module, layout: Layout, where: Any) -> None:
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    found = {name: tuple(tensor.shape) for name, tensor in tensors}
     for name, shape in layout.named_shapes.items():
         if found.get(name) != shape:
             got = "no such parameter" if name not in found else f"shape {list(found[name])}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation
+from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.priors import prior_stds
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
@@ -36,7 +37,7 @@ def to_posterior(
             ``model`` was loaded from.
         sidecars: the files of the tokenizer or processor, if they have been collected already.
     """
-    layout = model.layout
+    layout = model.members.layout_of(cast(Draws | Gaussian, approximation).rows)
     description = base_model.describe(model.model, model.core, layout, tokenizer)
     if tokenizer is None and model.posterior is not None:
         description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
@@ -56,7 +57,7 @@ def to_posterior(
             prior=prior
             or {
                 "name": method.prior,
-                "std": prior_stds(method, layout, model.model),
+                "std": prior_stds(method, model.layout, model.model),
                 "mean": method.prior_mean,
             },
             num_data=num_data,

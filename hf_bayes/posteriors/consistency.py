@@ -46,13 +46,19 @@ def check_rows(rows: Tensor, layout: Layout) -> None:
 
 
 def check_kind(approximation: Draws | Gaussian, config: PosteriorConfig) -> None:
-    """Check that the config names the kind of the approximation.
+    """Check that the config names the kind of the approximation, and that only draws have statistics.
 
     Raises:
-        ValueError: if it names another one.
+        ValueError: if it names another one, or for a Gaussian over the statistics of batch normalisation.
     """
     if approximation.kind != config.approximation:
         raise ValueError(f"the approximation is {approximation.kind}, the config has {config.approximation}")
+    statistics = [name for name, _ in config.parameters if name.endswith(".running_var")]
+    if statistics and not isinstance(approximation, Draws):
+        raise ValueError(
+            f"{statistics[0]}: there is no Gaussian over the statistics of batch normalisation, which belong to the "
+            "weights of each draw. Keep the draws"
+        )
 
 
 def check_distinct_chains(theta: Tensor, chains: list[int]) -> None:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import SchedulerType
 
+from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Approximation, FinalPassResult
 from hf_bayes.diagnostics.ruled_spread import RuledSpread
 from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.distributions.approximations import Draws, joined
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.trunk import TrunkMemory
+from hf_bayes.models.statistics import with_statistics
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.probe import LEAST_ROWS, Probe
 from hf_bayes.objectives.spread import SpreadPlan, measure_spread
@@ -30,6 +32,9 @@ from hf_bayes.training.own_choices import settled, tell_ladder, tell_step_size
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup, place_chains
 from hf_bayes.uncertainty.likelihoods import Normal
+
+MOST_ROWS_OF_STATISTICS = 2**13
+"""The largest number of training rows from which the statistics of batch normalisation are estimated."""
 
 
 class Finished(NamedTuple):
@@ -62,6 +67,7 @@ class ActiveRun:
         self.host, self.setup, self.rows = host, setup, rows
         args, model = host.args, setup.model
         self._pending: list[Any] = []  # micro-batches of the update that has begun
+        model.members.context.batch_statistics = True  # also in evaluations during the run
         model.likelihood = setup.likelihood  # and not one that an earlier run has learnt
         self.run, self.objective, self.prior, self.settings = start_run(
             model,
@@ -125,6 +131,8 @@ class ActiveRun:
         method, settings = self.method, self.settings.method
         if method != settings or getattr(method, "fit_prior", None):
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
+        if self.setup.model.members.batch_norms:  # the likelihood of a row depends on the other rows of its batch
+            return None
         is_optimum = method.temperature == 0 and found.num_stored > 0
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None
@@ -180,6 +188,17 @@ class ActiveRun:
     def show_chains(self) -> None:
         """Let evaluation and generation use the current states of the chains."""
         self.setup.model.show(self.run.theta.detach(), self.setup.spread)
+
+    def with_statistics(self, theta: Tensor) -> Tensor:
+        """Return members with the statistics of their batch normalisation, from rows of the training data."""
+        if not self.setup.model.members.batch_norms:
+            return theta
+        count, size = len(self.host.train_dataset), self.host.args.per_device_train_batch_size
+        order = torch.randperm(count, generator=generator(self.host.args.seed, "rows of statistics")).tolist()
+        most = min(count, MOST_ROWS_OF_STATISTICS)
+        rows = order[: max(size, most // size * size)]  # a short batch has less exact statistics
+        batches = self.rows.by_number(rows)
+        return with_statistics(self.setup.model, theta, batches, self.host.evaluation_autocast)
 
     def finish(self) -> Finished:
         """Return the result of the method, and leave the last states of the chains in the model."""

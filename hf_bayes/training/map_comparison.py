@@ -21,7 +21,8 @@ def map_of_run(posterior: Posterior, active: ActiveRun) -> Tensor | None:
     """
     args, method, setup = active.host.args, active.method, active.setup
     steps = active.problem.num_steps
-    start: Tensor = setup.mesh.share(posterior.representative.cpu())[0][None].to(args.device)
+    mean = posterior.representative[: setup.model.layout.dim]  # without statistics of batch normalisation
+    start: Tensor = setup.mesh.share(mean.cpu())[0][None].to(args.device)
     if method.requirements.ends_at_map:
         return start
     count = args.map_updates if args.map_updates is not None else -(-steps * method.num_chains // 10)

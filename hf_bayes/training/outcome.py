@@ -15,6 +15,7 @@ from huggingface_hub import CommitInfo, HfApi
 from hf_bayes.core.rng import generator
 from hf_bayes.diagnostics.comparison import difference_std_error
 from hf_bayes.diagnostics.plausibility import has_strayed
+from hf_bayes.distributions.approximations import Draws
 from hf_bayes.models.to_posterior import sidecars_of, to_posterior
 from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.model_card import CardFields, author_fields, write_card
@@ -88,9 +89,12 @@ class Outcome:
         judged = active.method.temperature > 0 or any(map(has_strayed, summary["strayed"] or []))
         tell = host.warn if summary["converged"] is False and judged else host.say
         tell("%s: %s", active.method.name, summary["verdict"])
+        approximation = finished.approximation
+        if isinstance(approximation, Draws):
+            approximation = dataclasses.replace(approximation, theta=active.with_statistics(approximation.theta))
         self.posterior = to_posterior(
             setup.model,
-            finished.approximation,
+            approximation,
             active.method,
             subspace=setup.subspace,
             num_data=active.rows.num_data,
@@ -255,6 +259,7 @@ class Outcome:
         if point is None:
             return {}
         assert self.heldout is not None
+        point = active.with_statistics(point)
         with active.setup.model.showing(point):
             rival = calibrate(active)
         with active.setup.model.showing(point, temperature=1.0 if rival is None else rival.temperature):

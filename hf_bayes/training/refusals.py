@@ -117,6 +117,42 @@ def meet(host: TrainerHost, method: MethodConfig, mesh: ChainMesh) -> Stratum:
     )
 
 
+def refuse_batch_statistics(host: TrainerHost, model: BayesianModel, method: MethodConfig) -> None:
+    """Refuse random batch normalisation where the statistics of each member could not be estimated after the run."""
+    if not model.members.batch_norms:
+        return
+    needs, args = method.requirements, host.args
+    reasons = [
+        words
+        for wrong, words in (
+            (
+                model.members.statistics.names[0] in model.layout.names,
+                "the model was loaded from a posterior and has statistics: begin with its base model",
+            ),
+            (
+                not needs.draws_are_chain_states or needs.final_pass,
+                f"{method.name} results in a distribution, or compares predictions during the run, and only finished "
+                "draws have statistics: set method=SGHMCConfig(...) with one temperature, or EnsembleConfig()",
+            ),
+            (
+                needs.learning_rate == "whitening" and args.learning_rate is None,
+                f"{method.name} would find its step size from the curvature, for which every row has to have a "
+                "likelihood of its own: set learning_rate",
+            ),
+            (is_stream(host.train_dataset), "train_dataset has no rows by number: materialise it"),
+            (args.private_rows, "with private_rows no process has all rows: leave it out"),
+        )
+        if wrong
+    ]
+    if reasons:
+        name = model.members.batch_norms[0].names
+        raise ValueError(
+            f"{next(iter(name.values()))} belongs to batch normalisation, whose statistics are estimated for each "
+            f"member after the run, and {'; '.join(reasons)}. Or leave these weights out of the subspace: the layers "
+            "then keep the statistics of the base model"
+        )
+
+
 def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
     """Require equal settings (``found``) in all processes with private rows, because each was launched separately."""
     for rank, settings in enumerate(found):

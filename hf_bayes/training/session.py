@@ -17,7 +17,7 @@ from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.learning_rate import LearningRate
-from hf_bayes.training.refusals import require_all_chains
+from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
@@ -51,6 +51,7 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)
+    refuse_batch_statistics(host, model, method)
     if needs.heldout != "none":
         HeldOutData(host).check(model, method)
     require_calibration(host, model)

@@ -74,7 +74,8 @@ def separate_gradients(
             core_of(model).can_generate() and "position_ids" in forward and not axes
         ):  # from a row's first token, as generate has it
             inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
-        with showing(model, layout, row), requiring_grad(model, layout), without_padding_index(model):
+        settings = without_padding_index(model), by_batch_statistics(model, layout)
+        with showing(model, layout, row), requiring_grad(model, layout), settings[0], settings[1]:
             logits = core_of(model)(**inputs).logits
             if core_of(model).can_generate():
                 logits, labels = logits[:, :-1], labels[:, 1:]
@@ -98,6 +99,23 @@ def requiring_grad(model: nn.Module, layout: Layout) -> Iterator[None]:
     finally:
         for name, value in before.items():
             parameters[name].requires_grad_(value)
+
+
+@contextmanager
+def by_batch_statistics(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """Let random batch normalisation take the statistics of the batch, as in training, without updating its own."""
+    random = [
+        (module, module.momentum)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.BatchNorm2d) and f"{path}.weight" in layout.names
+    ]
+    for module, _ in random:
+        module.training, module.momentum = True, 0.0
+    try:
+        yield
+    finally:
+        for module, momentum in random:
+            module.training, module.momentum = False, momentum
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
     BertForTokenClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -32,6 +34,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -212,6 +216,20 @@ def llama_tagger(dtype: torch.dtype) -> nn.Module:
     return models._build(lambda: LlamaForTokenClassification(config), 0, dtype)
 
 
+def resnet(dtype: torch.dtype, **config: Any) -> nn.Module:
+    """Two stages of one block each, with batch normalisation."""
+    fields: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic",
+                              "num_labels": 3}  # fmt: skip
+    return models._build(lambda: ResNetForImageClassification(ResNetConfig(**(fields | config))), 0, dtype)
+
+
+def convnext(dtype: torch.dtype) -> nn.Module:
+    """Depthwise convolutions, and norms over channels that come first; without scales of layers, bare parameters."""
+    config = ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2, layer_scale_init_value=0.0,
+                            num_labels=3)  # fmt: skip
+    return models._build(lambda: ConvNextForImageClassification(config), 0, dtype)
+
+
 def _vit(dtype: torch.dtype) -> nn.Module:
     return tiny_vit(dtype=dtype)
 
@@ -344,12 +362,20 @@ IMAGES = {
     "vit-head": Subject(_vit, "last_layer"),
     "vit-last-block": Subject(_vit, "last_block"),
     "vit-norms": Subject(_vit, "layernorm"),
+    "vit-patches": Subject(_vit, r"patch_embeddings|classifier"),
+    "resnet-head": Subject(resnet, "last_layer"),
+    "resnet-convolutions": Subject(resnet, r"convolution"),  # batch normalisation is frozen
+    "resnet-last-stage": Subject(resnet, r"stages\.1|classifier"),
+    "resnet-everything": Subject(resnet, "."),
+    "convnext-last-stage": Subject(convnext, r"stages\.1|classifier"),
+    "convnext-everything": Subject(convnext, "."),
 }
 
 AUDIO = {
     "wav2vec2-lora": Subject(_lora(multimodal.wav2vec2)),
     "wav2vec2-head": Subject(multimodal.wav2vec2, "last_layer"),
     "wav2vec2-last-block": Subject(multimodal.wav2vec2, "last_block"),
+    "wav2vec2-convolutions": Subject(multimodal.wav2vec2, r"conv_layers\.\d\.conv\."),
     "ast-lora": Subject(_lora(multimodal.ast)),
     "ast-head": Subject(multimodal.ast, "last_layer"),
 }

@@ -12,7 +12,8 @@ from torch import nn
 from hf_bayes.core.layout import select
 from hf_bayes.members import Members
 from hf_bayes.members.context import Context
-from hf_bayes.members.stacked import Stacked, cast, fold, unfold
+from hf_bayes.members.stacked import cast, fold, unfold
+from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.attaching import attach
 from tests.members.reference import core_of, relative_error, scattered
 from tests.tiny_models import batch, tiny_gpt2, tiny_llama, with_lora
@@ -29,6 +30,18 @@ class Small(nn.Module):
         return self.inner(x)
 
 
+class FilterResponseNorm(nn.Module):
+    """Singh and Krishnan 2019: each channel over the root mean square of its positions, above a threshold."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.threshold = (nn.Parameter(torch.randn(channels, 1, 1)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (x.square().mean((-2, -1), keepdim=True) + 1e-6).rsqrt()
+        return torch.maximum(self.weight * x + self.bias, self.threshold)
+
+
 @pytest.mark.parametrize(
     ("inner", "x"),
     [
@@ -39,6 +52,7 @@ class Small(nn.Module):
         (nn.LayerNorm(4, bias=False), torch.randn(2, 4)),
         (nn.RMSNorm(4), torch.randn(2, 5, 4)),
         (nn.RMSNorm(4, eps=0.1), torch.randn(2, 5, 4)),
+        (FilterResponseNorm(3), torch.randn(2, 3, 4, 4)),
         (nn.Embedding(6, 4), torch.arange(6).view(2, 3)),
         (nn.Embedding(6, 4), torch.arange(3)[None]),
     ],
@@ -80,7 +94,7 @@ def test_each_module_equals_copies_with_one_members_weights(inner: nn.Module, x:
         (lambda: two_active(with_lora(tiny_llama())), r"q_proj: 2 active adapters \['default', 'second'\]"),
         (lambda: other_active(with_lora(tiny_llama())), r"q_proj: \S+lora_A.second.weight, no factor "),
         (lambda: with_lora(tiny_llama(), target_parameters=["gate_proj.weight"]), r"LoRA on Linear|not supported"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv2d, .*not supported as random"),
+        (lambda: nn.Sequential(nn.Conv3d(3, 4, 1)), r"0 \(torch.nn.modules.conv.Conv3d, .*not supported as random"),
         (lambda: nn.MultiheadAttention(4, 2), r"the model \(.*MultiheadAttention, .*in_proj_weight.*not supported"),
     ],
     ids=["dora", "lora bias", "lora on embedding", "ia3", "vera", "adalora", "merged", "disabled", "two adapters",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_bayes.core.layout import initial, select
 from hf_bayes.methods.laplace.kronecker import KroneckerSum
-from hf_bayes.methods.laplace.supported import STRUCTURES
+from hf_bayes.methods.laplace.supported import STRUCTURES, CurvatureSpec
+from hf_bayes.models.attaching import attach
+from hf_bayes.objectives.curvature_pass import run_curvature_pass
+from tests.members.subjects import convnext, resnet
 from tests.methods.laplace import brute_force
 from tests.methods.laplace.brute_force import problem
 from tests.objectives.curvature_problems import SHARED, TOLERANCE, cotangents, error, evaluated, problems, run
+from tests.tiny_models import images
 
 
 def test_the_comparison_catches_wrong_curvatures() -> None:
@@ -84,6 +91,37 @@ def test_a_bfloat16_base_gives_float32_curvature(structure: str) -> None:
     assert found.curvature.dense().isfinite().all()
     # bfloat16 has 8 bits: a few per cent after two blocks
     assert float(found.curvature.diagonal.sum() / expected.curvature.diagonal.sum()) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("make", [resnet, convnext], ids=["batch normalisation", "channels first"])
+def test_convolutions_have_the_curvature_of_their_rows(make: Callable[[torch.dtype], nn.Module]) -> None:
+    """Batch normalisation has the statistics of the model here, so that a row has a likelihood of its own."""
+    model = make(torch.float64)
+    layout, rows = select(model, "."), images(4, dtype=torch.float64)["pixel_values"]
+    theta, labels, gradients = initial(model, layout), torch.tensor([0, 2, 1, 2]), []
+    for pixels, label in zip(rows, labels, strict=True):
+        leaf = theta.clone().requires_grad_()
+        logits = torch.func.functional_call(model, layout.unflatten(leaf), (pixels[None],)).logits
+        gradients.append(torch.autograd.grad(torch.nn.functional.cross_entropy(logits, label[None]), leaf)[0])
+    expected = torch.stack(gradients).T @ torch.stack(gradients)
+
+    def batches(numbers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        for few in (numbers[:3], numbers[3:]):
+            yield {"pixel_values": rows[list(few)], "labels": labels[list(few)]}
+
+    with attach(model, subspace=".") as bayesian:
+        for structure in STRUCTURES:
+            spec = CurvatureSpec(estimator="ef_sequence", structure=structure, rank=4)
+            found = run_curvature_pass(bayesian, theta, batches, 4, spec)
+            kept = layout.flatten({
+                name: torch.full(shape, not structure.startswith("kronecker") or name in found.fallbacks)
+                for name, shape in layout.named_shapes.items()
+            })  # fmt: skip
+            assert error(found.curvature.diagonal[kept], expected.diagonal()[kept]) < 1e-7
+            if structure in ("full", "low_rank"):
+                assert error(found.curvature.dense(), expected) < 1e-7
+            if structure == "kronecker":
+                assert found.fallbacks[layout.names[0]] == "no matrix product (norm, embedding or convolution)"
 
 
 # -- cells --------------------------------------------------------------------------------------------------------

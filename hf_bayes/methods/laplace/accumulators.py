@@ -102,9 +102,14 @@ class GradientSum(Accumulator):
 
     def add(self, record: Any) -> None:
         layer: Layer = record.layer
-        x, g = (record.x.flatten(0, 1)[None], record.g.flatten(0, 1)[None]) if layer.linear else (record.x, record.g)
-        for name, value in layer.row_gradients(x, g, self.like.dtype).items():
-            self.sums[name] += value.sum(0)
+        if layer.linear:
+            x, g = record.x.flatten(0, 1)[None], record.g.flatten(0, 1)[None]
+            parts = [layer.row_gradients(x, g, self.like.dtype)]
+        else:
+            parts = [found for _, found in self._by_rows(record)]
+        for found in parts:
+            for name, value in found.items():
+                self.sums[name] += value.sum(0)
 
     def tensors(self) -> Iterable[Tensor]:
         return self.sums.values()

@@ -296,7 +296,7 @@ def _fallbacks(layout: Layout, layers: Sequence[Layer], max_factor: int) -> dict
             if name in layer.tied:
                 found[name] = "tied: two modules own it"
             elif not layer.linear:
-                found[name] = "no matrix product (norm or embedding)"
+                found[name] = "no matrix product (norm, embedding or convolution)"
             elif attribute == "bias":
                 found[name] = "bias"
             elif max(shapes[name]) > max_factor:

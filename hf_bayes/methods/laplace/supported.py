@@ -42,6 +42,8 @@ MODULES = {
     "Linear, Conv1D": dict.fromkeys(STRUCTURES, "yes") | {"kronecker": _FACTORED, "kronecker_corrected": _FACTORED},
     "classifier and LM heads": dict.fromkeys(STRUCTURES, "yes")
     | {"kronecker": _FACTORED, "kronecker_corrected": _FACTORED},
+    "Conv1d, Conv2d, batch normalisation": dict.fromkeys(STRUCTURES, "yes")
+    | {"kronecker": "diagonal", "kronecker_corrected": "diagonal"},
     "bias, norm, embedding, tied": dict.fromkeys(STRUCTURES, "yes")
     | {"kronecker": "diagonal", "kronecker_corrected": "diagonal"},
 }

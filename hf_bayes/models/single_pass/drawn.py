@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members import compat
-from hf_bayes.members.stacked import Stacked
+from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_bayes.members import compat
-from hf_bayes.members.stacked import Stacked, StackedConv1D, StackedLinear, StackedLora
+from hf_bayes.members.stacked import StackedConv1D, StackedLinear, StackedLora
+from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.drawn import RandomModule, linear_tangents, lora_tangents

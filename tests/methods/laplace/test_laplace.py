@@ -60,7 +60,7 @@ def test_diagonal_parts_of_kfac_are_reported_once_with_reasons(structure: str) -
     assert f"keeps the diagonal of {len(first)} of {len(sizes)} tensors, with {size} of {sum(sizes)}" in text
     biases = [name for name in first if name.endswith("bias") and "LayerNorm" not in name]
     assert f"{len(biases)}: bias (first {biases[0]})" in text
-    assert "4: no matrix product (norm or embedding) (first bert" in text
+    assert "4: no matrix product (norm, embedding or convolution) (first bert" in text
     assert "2: one side longer than max_factor=5: diagonal there (first bert" in text
 
 

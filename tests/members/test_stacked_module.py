@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_bayes.members.context import Context
+from hf_bayes.members.stacked_module import Stacked
+
+
+def test_a_frozen_parameter_is_the_same_for_all_members() -> None:
+    context = Context()
+    context.num_members = 3
+    layer = nn.Linear(2, 2)
+    stacked = Stacked(layer, {"weight": "w"}, context)
+    assert torch.equal(stacked.tensor("bias"), layer.bias.detach().expand(3, 2))
+    with pytest.raises(RuntimeError, match="w is random: call the BayesianModel that holds this model"):
+        stacked.tensor("weight")
+
+
+def test_a_batch_that_cannot_be_dealt_to_members_is_refused() -> None:
+    context = Context()
+    context.num_members = 3
+    context.begin(2, 1, trunk=False)
+    stacked = Stacked(nn.Linear(2, 2), {"weight": "the.name"}, context)
+    with pytest.raises(ValueError, match=r"the\.name: its module was called with 5 rows, expected 6 \(3 members x 2\)"):
+        stacked.require_rows(torch.zeros(5, 2), also=2)
