@@ -275,9 +275,9 @@ class Diagnostics(Measurements):
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
         remedy = of_chains if self.kind == "chains" else "structure='kronecker' or 'full', or a sampler"
         return (
-            f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule (configurational "
-            f"temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): epistemic uncertainty "
-            f"is {size} by about as much; {remedy}"
+            f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
+            f"(configurational temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): "
+            f"epistemic uncertainty is {size} by about as much; {remedy}"
         )
 
     @property

@@ -189,9 +189,10 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
 
 def _count(runs: list[tuple[str, str, Mapping[str, Any]]], gold: str | None) -> str:
     own = [run for name, _, run in runs if gold in (None, name)]
+    where = "All" if gold is None else f"`{gold}`"
     return (
-        f"- {'All' if gold is None else f'`{gold}`'}: of {len(own)} runs, the verdict's word on the size of EU agrees in "
-        f'{sum(map(size_agrees, own))}, and "converged" in {sum(map(agrees, own))}.'
+        f"- {where}: of {len(own)} runs, the verdict's word on the size of EU agrees in {sum(map(size_agrees, own))}, "
+        f'and "converged" in {sum(map(agrees, own))}.'
     )
 
 
