@@ -144,11 +144,11 @@ def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: p
 
 
 def test_a_run_below_the_shortest_relaxation_is_refused(tmp_path: Path) -> None:
-    """SGLD has no momentum, so h = 0.2 at most gives 25 updates; 48 updates leave 24 after burn-in."""
+    """SGLD has no momentum, so h = 0.2 at most gives 25 updates; of 68, a warm start of 34 and 10 more are burn-in."""
     message = r"forgets its past in 25 updates at best, and the 24 updates after burn-in pay 0.96 of that.* least 25"
     with pytest.raises(ValueError, match=message):
-        trainer(tmp_path / "short", SGLDConfig(num_chains=2), max_steps=48).train()
-    trainer(tmp_path / "long", SGLDConfig(num_chains=2), max_steps=50).train()
+        trainer(tmp_path / "short", SGLDConfig(num_chains=2), max_steps=68).train()
+    trainer(tmp_path / "long", SGLDConfig(num_chains=2), max_steps=69).train()
 
 
 def test_classifiers_find_a_step_size_by_kronecker_factors(tmp_path: Path) -> None:
