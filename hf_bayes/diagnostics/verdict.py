@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
 from hf_bayes.diagnostics.measurements import Measurements
@@ -60,8 +60,8 @@ class Diagnostics(Measurements):
     """
 
     @property
-    def verdict(self) -> str:
-        """The word "converged", or the complaints, the gravest first."""
+    def complaints(self) -> list[str]:
+        """The faults of the run and what is not known about it, with remedies, the gravest first."""
         checks: tuple[Callable[[], str | None], ...] = (
             self._check_finite,
             self._check_plausible,
@@ -80,18 +80,45 @@ class Diagnostics(Measurements):
             self._check_rhat,
             self._check_ess,
         )
-        return "; ".join(complaint for check in checks if (complaint := check())) or "converged"
+        return [complaint for check in checks if (complaint := check())]
+
+    @property
+    def verdict(self) -> str:
+        """The word "converged", or the complaints, and what is right in spite of them."""
+        complaints = "; ".join(self.complaints)
+        if not complaints or self.epistemic_size != "right":
+            return complaints or "converged"
+        return (
+            f"{complaints}. The size of epistemic uncertainty is right nevertheless (configurational temperature "
+            f"{self._found_spread} along the directions that the data rule); its ranking of inputs is not known to be"
+        )
 
     @property
     def converged(self) -> bool | None:
         """True or False; None if no fault was found but too little is known."""
-        complaints = self.verdict.split("; ")
-        return None if all(text.startswith(UNKNOWN) for text in complaints) else complaints == ["converged"]
+        complaints = self.complaints
+        return None if complaints and all(text.startswith(UNKNOWN) for text in complaints) else not complaints
+
+    @property
+    def epistemic_size(self) -> Literal["right", "too large", "too small"] | None:
+        """The size of epistemic uncertainty, as the spread of the draws tells; None if it was not measured.
+
+        Draws that are too few for R-hat and ESS may have the right spread: it is one number for all of them.
+        """
+        if not self._knows_spread:
+            return None
+        assert self.ruled_spread is not None
+        assert self.ruled_spread_std_error is not None
+        expected = self.temperature or 1.0
+        if abs(self.ruled_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
+            return "right"
+        return "too large" if self.ruled_spread > expected else "too small"
 
     def summary(self) -> dict[str, Any]:
         """Return a dict for JSON: all fields, the number of chains and the verdict. Non-finite numbers become null."""
         fields = {name: _json(value) for name, value in asdict(self).items()}
-        return {**fields, "num_chains": self.num_chains, "verdict": self.verdict, "converged": self.converged}
+        judged = {name: getattr(self, name) for name in ("num_chains", "verdict", "converged", "epistemic_size")}
+        return {**fields, **judged}
 
     def _check_finite(self) -> str | None:
         broken = [chain for chain, distance in enumerate(self.distance) if not math.isfinite(distance)]
@@ -198,8 +225,8 @@ class Diagnostics(Measurements):
             return None
         return (
             f"kinetic temperature {max(hot):.3g} along the directions that the data rule, where {allowed:.3g} is "
-            f"allowed ({len(hot)} of {self.num_chains} chains): epistemic uncertainty is too large by about as much; "
-            "larger batch, or lower heating"
+            f"allowed ({len(hot)} of {self.num_chains} chains): their epistemic uncertainty is too large by about as "
+            "much; larger batch, or lower heating"
         )
 
     def _check_kinetic_temperature_of_tensors(self) -> str | None:
@@ -241,22 +268,21 @@ class Diagnostics(Measurements):
 
     def _check_ruled_spread(self) -> str | None:
         """Compare the configurational temperature along the directions that the data rule with T."""
-        if not self._knows_spread:
+        size = self.epistemic_size
+        if size is None or size == "right":
             return None
-        assert self.ruled_spread is not None
-        assert self.ruled_spread_std_error is not None
-        expected = self.temperature or 1.0
-        if abs(self.ruled_spread - expected) <= max(SPREAD_TOLERANCE * expected, 2 * self.ruled_spread_std_error):
-            return None
-        wide = self.ruled_spread > expected
-        side, way = ("wide", "large") if wide else ("narrow", "small")
+        wide = size == "too large"
         of_chains = "larger batch, smaller step size, or longer burn-in" if wide else "longer burn-in"
         remedy = of_chains if self.kind == "chains" else "structure='kronecker' or 'full', or a sampler"
-        found = f"{self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g}"
         return (
-            f"the draws are too {side} along the directions that the data rule (configurational temperature {found} "
-            f"where {expected:.3g} is expected): epistemic uncertainty is too {way} by about as much; {remedy}"
+            f"the draws are too {'wide' if wide else 'narrow'} along the directions that the data rule "
+            f"(configurational temperature {self._found_spread} where {self.temperature or 1.0:.3g} is expected): "
+            f"epistemic uncertainty is {size} by about as much; {remedy}"
         )
+
+    @property
+    def _found_spread(self) -> str:
+        return f"{self.ruled_spread:.3g} +- {self.ruled_spread_std_error:.1g}"
 
     @property
     def _knows_spread(self) -> bool:

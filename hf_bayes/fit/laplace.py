@@ -207,7 +207,7 @@ def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> 
         "kind": "gaussian",
     }
     judged = Diagnostics(dim=theta.shape[1], distance=[], temperature=config.temperature, **found).summary()
-    return {name: judged[name] for name in ("converged", "verdict", "temperature", *found)}
+    return {name: judged[name] for name in ("converged", "verdict", "epistemic_size", "temperature", *found)}
 
 
 def require_rows(name: str, data: Any) -> None:

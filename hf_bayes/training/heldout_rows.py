@@ -8,12 +8,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows
-from hf_bayes.training.refusals import require_heldout
+from hf_bayes.training.refusals import refuse_other_heldout_rows, require_heldout
 
 
 class HeldOutData:
@@ -32,6 +33,11 @@ class HeldOutData:
         """Check that the rows can be counted and have labels, before anything runs."""
         require_heldout(self._host.eval_dataset, method, unit=TASKS[model.task].unit)
         self.count_terms(model, both_halves=method.requirements.heldout == "split")
+
+    def require_same(self, mesh: ChainMesh) -> None:
+        """Check that all processes have these rows."""
+        if mesh.num_processes > 1:
+            refuse_other_heldout_rows(mesh.share(self.describe()))
 
     def count_terms(self, model: BayesianModel, *, both_halves: bool = False) -> int:
         """Return the number of likelihood terms.

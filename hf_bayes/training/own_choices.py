@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -102,7 +103,8 @@ def tell_step_size(
     if left >= relaxation:
         host.say(text, *values)
     else:
-        host.warn(text + ". Train longer: the draws depend on where AdamW ended", *values)
+        least = math.ceil(problem.num_steps * relaxation / max(left, 1))
+        host.warn(text + ". The draws depend on where AdamW ended: one takes a run of %d updates", *values, least)
 
 
 def describe_trial(info: Info) -> str:

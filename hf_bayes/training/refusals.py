@@ -188,3 +188,16 @@ def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
                 f"process {rank} holds other frozen weights than process 0 (fingerprint {fingerprint[:12]}, expected "
                 f"{found[0][:12]}). Call transformers.set_seed before the model is built, or load all of its weights"
             )
+
+
+def refuse_other_heldout_rows(found: Sequence[Mapping[str, Any]]) -> None:
+    """Require equal held-out rows (``found``) in all processes, because each reads a part of them by number."""
+    for rank, rows in enumerate(found):
+        for name in rows:
+            if rows[name] != found[0][name]:
+                raise ValueError(
+                    f"process {rank} has another eval_dataset than process 0 ({name}: got {rows[name]}, expected "
+                    f"{found[0][name]}), and a run that fits by held-out rows shares the work on them. Give every "
+                    "process all of these rows in the same order (do not shard by hand, and give split and shuffle a "
+                    "seed)"
+                )

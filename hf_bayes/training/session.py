@@ -12,7 +12,7 @@ from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training import checkpoints
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.announcement import announce
-from hf_bayes.training.calibrating import require_calibration
+from hf_bayes.training.calibrating import reason_against, require_calibration
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
@@ -55,6 +55,8 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     if needs.heldout != "none":
         HeldOutData(host).check(model, method)
     require_calibration(host, model)
+    if needs.heldout != "none" or reason_against(host, model) is None:
+        HeldOutData(host).require_same(setup.mesh)
     if setup.mesh.chain_size > 1:  # an evaluation before training sees all chains, too
         model.show(model.theta.detach(), setup.spread)
     return rows

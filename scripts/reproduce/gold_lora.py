@@ -268,7 +268,7 @@ class Energy(NamedTuple):
 
 
 def make_gold(
-    rows: LoraTarget, *, num_chains: int = 8, burn_in: int = 300, num_draws: int = 1500, num_leapfrog: int = 16
+    rows: LoraTarget, *, num_chains: int = 8, burn_in: int = 200, num_draws: int = 800, num_leapfrog: int = 32
 ) -> Gold:
     """Return the gold of the target.
 

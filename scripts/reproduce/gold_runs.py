@@ -48,6 +48,8 @@ class Row(NamedTuple):
         draw_every: epochs between two draws of a chain; None takes one draw.
         gradients: expected gradients of an update: more than 1 where updates take a control variate.
         batch: rows of an update.
+        beside: passes of a chain beside its updates, which then are within the budget: of the curvature, and of all
+            rows for a control variate.
     """
 
     method: Callable[[int], MethodConfig]
@@ -55,6 +57,7 @@ class Row(NamedTuple):
     draw_every: float | None = None
     gradients: float = 1.0
     batch: int = 64
+    beside: float = 0.0
 
 
 class Counted:
@@ -84,7 +87,7 @@ def begin(rows: AnyTarget, row: Row, seed: int = 0) -> tuple[StartedRun, Iterato
     """Return a run before its first update, and the batches of its updates."""
     set_seed(seed)
     n, chains, batch = rows.num_rows, row.method(1).num_chains, row.batch
-    num_steps = int(row.passes / chains / row.gradients * n / batch)
+    num_steps = int((row.passes / chains - row.beside) / row.gradients * n / batch)
     draws = 1 if row.draw_every is None else min(num_steps // 4, int(num_steps / 2 * batch / n / row.draw_every))
     method = row.method(max(1, draws))
 

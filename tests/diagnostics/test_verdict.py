@@ -132,7 +132,7 @@ def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
     verdict = dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.38, 1.1, 1.1, 1.1]).verdict
     assert verdict.startswith(
         "kinetic temperature 1.38 along the directions that the data rule, where 1.1 is allowed (1 of 4 chains): "
-        "epistemic uncertainty is too large by about as much"
+        "their epistemic uncertainty is too large by about as much"
     )
 
 
@@ -187,6 +187,28 @@ def test_a_spread_that_is_wrong_is_named_with_its_side() -> None:
     # twice the standard error explains it
     assert dataclasses.replace(wide, ruled_spread_std_error=0.2).verdict == "converged"
     assert dataclasses.replace(wide, temperature=1.4).verdict == "converged"
+
+
+def test_too_few_draws_of_the_right_spread_have_the_right_size() -> None:
+    few = dataclasses.replace(GOOD, ess=40.0, temperature=0.5, ruled_spread=0.52, ruled_spread_std_error=0.02)
+    assert few.converged is False
+    assert few.epistemic_size == "right"
+    assert few.verdict.startswith("ESS 40, 100 needed")
+    assert ". The size of epistemic uncertainty is right nevertheless (configurational temperature 0.52" in few.verdict
+    assert few.summary()["epistemic_size"] == "right"
+    # the twin: the same few draws, too wide for T = 0.5, or of a spread that was not measured well enough
+    wide = dataclasses.replace(few, ruled_spread=1.0)
+    assert wide.epistemic_size == "too large"
+    vague = dataclasses.replace(few, ruled_spread_std_error=0.1)
+    assert vague.epistemic_size is None
+    assert not any("nevertheless" in other.verdict for other in (wide, vague))
+    assert dataclasses.replace(few, kind="optimum").epistemic_size is None
+
+
+def test_an_unmeasured_run_stays_unknown_with_the_right_spread() -> None:
+    unknown = dataclasses.replace(GOOD, rhat=None, temperature=1.0, ruled_spread=1.0, ruled_spread_std_error=0.02)
+    assert unknown.verdict.startswith("convergence not measured: no R-hat. The size of epistemic")
+    assert unknown.converged is None
 
 
 def test_a_gaussian_is_judged_by_its_spread_alone() -> None:

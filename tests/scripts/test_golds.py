@@ -10,7 +10,7 @@ from hf_bayes import LaplaceConfig, SGHMCConfig
 from scripts.reproduce import gold_chains, gold_lora, golds
 from scripts.reproduce.gold_chains import Gold, gold_of_logits, make_gold, variation
 from scripts.reproduce.gold_lora import Energy, LoraTarget
-from scripts.reproduce.gold_runs import Row, distance, least_variation, measured
+from scripts.reproduce.gold_runs import Row, begin, distance, least_variation, measured
 from scripts.reproduce.gold_targets import RECIPES, Recipe, Target
 
 
@@ -82,6 +82,14 @@ def test_a_run_counts_its_passes_and_the_draws_of_its_chains() -> None:
     assert found["members"] == 2 * (found["members"] // 2) > 8
     assert 130 < found["passes"] < 260  # 1 to 2 gradients an update, range test and curvature passes beside
     assert found["rhat"] > 0.99
+    # a budget of everything: the two passes of a chain over 60 rows take 2 / (1.75 * 16 / 60) = 4 updates
+    whole, rest = (num_updates(rows, row._replace(beside=beside)) for beside in (0, 2))
+    assert whole - rest in (4, 5)
+
+
+def num_updates(rows: Target, row: Row) -> int:
+    """Return the number of updates of a run."""
+    return begin(rows, row)[0].run.problem.num_steps
 
 
 def test_the_energy_of_a_lora_is_that_of_the_member_axis() -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from hf_bayes import LaplaceConfig, fit_laplace
+from hf_bayes import EnsembleConfig, LaplaceConfig, fit_laplace
 from hf_bayes.models.attaching import attach
+from hf_bayes.training.compat import TrainerHost
+from hf_bayes.training.heldout_rows import HeldOutData
 from tests import tiny_models as models
 from tests.runs import label_rows, trainer
 
@@ -47,3 +50,18 @@ def test_the_trainer_fits_the_held_out_prior_like_fit_laplace(several: bool, tmp
     (note, _) = again.config.diagnostics["laplace"]
     assert note["prior_precision"] == pytest.approx(first["prior_precision"], rel=1e-4)  # other batches: float32
     assert note["prior_precision"] != pytest.approx([1.0, 1.0], rel=1e-2)  # the twin: the given one
+
+
+def test_processes_with_other_held_out_rows_are_refused(tmp_path: Path) -> None:
+    def of_process(seed: int) -> HeldOutData:
+        model = models.tiny_bert(num_labels=3, hidden_size=4)
+        rows = {"train": label_rows(4), "eval_dataset": label_rows(6, seed=seed)}
+        return HeldOutData(TrainerHost(trainer(tmp_path, EnsembleConfig(), model=model, **rows, subspace="last_layer")))
+
+    def mesh(*found: Any) -> Any:
+        return SimpleNamespace(num_processes=len(found), share=lambda _: list(found))
+
+    own = of_process(3)
+    own.require_same(mesh(own.describe(), of_process(3).describe()))
+    with pytest.raises(ValueError, match=r"process 1 has another eval_dataset than process 0 \(fingerprint: got"):
+        own.require_same(mesh(own.describe(), of_process(4).describe()))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.recommended import LEAST_UPDATES
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
 from hf_bayes.objectives import own_settings, starting
 from hf_bayes.objectives.range_test import RATES, TrialPlan
@@ -129,8 +131,24 @@ def test_a_sampler_measures_before_it_moves(tmp_path: Path) -> None:
 
 def test_a_run_too_short_to_forget_its_start_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     method = SGHMCConfig(num_chains=2, heating=1e-6, prior_std=0.1)
-    trainer(tmp_path, method).train()
-    assert "independent draws of a chain. Train longer: the draws depend on where AdamW ended" in caplog.text
+    run = trainer(tmp_path, method)
+    run.train()
+    (found,) = re.findall(
+        r"forgets its past in (\d+) updates.*; the (\d+) updates after burn-in are worth (\S+) independent draws of a "
+        r"chain. The draws depend on where AdamW ended: one takes a run of (\d+) updates",
+        caplog.text,
+    )
+    relaxation, left, worth, needed = map(float, found)
+    assert worth == pytest.approx(left / relaxation, rel=0.05)  # printed with two digits
+    assert needed == pytest.approx(run.run.problem.num_steps * relaxation / left, rel=0.01)
+
+
+def test_a_run_below_the_shortest_relaxation_is_refused(tmp_path: Path) -> None:
+    """SGLD has no momentum, so h = 0.2 at most gives 25 updates; of 68, a warm start of 34 and 10 more are burn-in."""
+    message = r"forgets its past in 25 updates at best, and the 24 updates after burn-in pay 0.96 of that.* least 25"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path / "short", SGLDConfig(num_chains=2), max_steps=68).train()
+    trainer(tmp_path / "long", SGLDConfig(num_chains=2), max_steps=69).train()
 
 
 def test_classifiers_find_a_step_size_by_kronecker_factors(tmp_path: Path) -> None:

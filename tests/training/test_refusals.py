@@ -12,6 +12,7 @@ from hf_bayes.methods.mcmc.penalty import PenaltyConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.training.refusals import (
     meet,
+    refuse_other_heldout_rows,
     refuse_other_rows,
     refuse_other_settings,
     refuse_other_weights,
@@ -69,6 +70,9 @@ def test_processes_that_differ_are_named_with_the_setting() -> None:
     refuse_other_rows([{"rows": 4}, {"rows": 4}])
     with pytest.raises(ValueError, match=r"process 1 has another train_dataset .* \(rows: got 5, expected 4\)"):
         refuse_other_rows([{"rows": 4}, {"rows": 5}])
+    refuse_other_heldout_rows([{"num_rows": 4}, {"num_rows": 4}])
+    with pytest.raises(ValueError, match=r"process 1 has another eval_dataset .* \(num_rows: got 5, expected 4\)"):
+        refuse_other_heldout_rows([{"num_rows": 4}, {"num_rows": 5}])
 
 
 def test_other_frozen_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

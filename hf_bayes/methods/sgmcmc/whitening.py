@@ -114,7 +114,8 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
         problem: the run, after its warm start.
         build: (problem) -> the rule of the sampler itself.
     Raises:
-        ValueError: if burn-in is too short to measure V in it.
+        ValueError: if burn-in is too short to measure V in it, or the rest of the run is shorter than the shortest
+            relaxation.
     """
     measured = num_measured(problem.num_steps)
     if problem.burn_in <= measured:
@@ -122,6 +123,7 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
             f"{config.name} finds its step size from {measured} minibatches in its burn-in, which has "
             f"{problem.burn_in} updates after the warm start: train longer, raise burn_in, or give learning_rate"
         )
+    _require_relaxation(config, problem)
     sampler = build(problem._replace(prior=FlatPrior(), learning_rate=problem.num_data * MAX_STEP**2))
     whitened = WhitenedSampler(config, problem, sampler, measured, *_roots(config, problem))
 
@@ -132,6 +134,22 @@ def whiten(config: LangevinConfig, problem: Problem, build: Callable[[Problem], 
     return Rule(
         whitened.init, locate_at_theta, whitened.update, finish, None, passes, whitened.anchor, whitened.rescale
     )
+
+
+def _require_relaxation(config: LangevinConfig, problem: Problem) -> None:
+    """Raise a ValueError if the updates after burn-in cannot pay a relaxation at the largest step size."""
+    least, left = relaxation_of(config, MAX_STEP), problem.num_steps - problem.burn_in
+    if left < least:
+        raise ValueError(
+            f"{config.name}: a chain forgets its past in {least:.3g} updates at best, and the {left} updates after "
+            f"burn-in pay {left / least:.2g} of that: its draws would be copies of where AdamW ended. Train until at "
+            f"least {math.ceil(least)} updates follow burn-in, or take method='ensemble'"
+        )
+
+
+def relaxation_of(config: LangevinConfig, step_size: Any) -> Any:
+    """Return (1 - beta) / h^2, the updates in which a chain forgets its past, of a step size or a tensor of them."""
+    return (1 - float(getattr(config, "momentum", 0.0))) / step_size**2
 
 
 @dataclass(frozen=True)
@@ -263,7 +281,7 @@ class WhitenedSampler:
         """Return what the trial has found, and what follows, for messages."""
         found = _choice(state)
         named = {f"trial_{name}": value.to(state.theta) for name, value in found._asdict().items()}
-        relaxation = (1 - float(getattr(self.config, "momentum", 0.0))) / state.step_size.square()
+        relaxation = relaxation_of(self.config, state.step_size)
         return named | {"gradient_variance": found.variance, "relaxation": relaxation}
 
 
