@@ -16,7 +16,7 @@ from hf_bayes.models.distilled import DistilledPredictor
 from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor, MemberPredictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
-from hf_bayes.models.single_pass.predictors import SinglePassPredictor
+from hf_bayes.models.single_pass.backward import input_predictor
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, refuse_labels
 
 
@@ -163,7 +163,7 @@ class BayesianClassifier(BayesianModel):
         return DistilledPredictor(self)
 
     def _single_pass_predictor(self, **options: Any) -> InputPredictor:
-        return SinglePassPredictor(self, **options)
+        return input_predictor(self, **options)  # type: ignore[no-any-return]
 
     @staticmethod
     def settings_of(head: dict[str, Any]) -> dict[str, Any]:

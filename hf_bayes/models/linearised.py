@@ -9,8 +9,8 @@ A language model has too many outputs for J, one for each word at each position:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,25 @@ from hf_bayes.uncertainty.likelihoods import widened
 
 RECORD_BUDGET = 1 << 26
 """The largest number of elements in the inputs and output gradients of layers that are held at once, by estimate."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The directions of the outputs in which a variance is computed; the others get none.
+
+    Attributes:
+        choose: the outputs [B, C] at the mean -> orthonormal directions U [B, C, K].
+        number: K.
+        factors: {path of a layer, without its LoRA factor: the factor of the variance from its weights}; 1 if missing.
+    """
+
+    choose: Callable[[Tensor], Tensor]
+    number: int
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def factor(self, layer: HookedLayer) -> float:
+        """Return the factor of the variance from the weights of a layer."""
+        return self.factors.get(owner_of(layer.path), 1.0)
 
 
 class Outputs(NamedTuple):
@@ -82,12 +101,18 @@ def linearisation_of(model: BayesianModel, link: str) -> Linearisation:
     return Linearisation(model.posterior.approximation, link)
 
 
-def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str, Any]) -> Outputs:
+def gaussian_outputs(
+    model: BayesianModel, gaussian: Gaussian, inputs: dict[str, Any], directions: Directions | None = None
+) -> Outputs:
     """Return the outputs for a batch without labels, one Gaussian for each component of ``gaussian``.
 
     A tagger takes T times C backward passes, position by position, and has no covariance between positions. Memory is
     bounded: the model reads only so many rows at once as ``RECORD_BUDGET`` allows.
 
+    Args:
+        model, gaussian, inputs: the model, the distribution of its parameters, and the batch.
+        directions: for outputs [B, C], U of which the covariance is U (U' J V J' U) U', from K backward passes; None
+            means J V J', from C backward passes.
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].
     """
@@ -97,8 +122,11 @@ def gaussian_outputs(model: BayesianModel, gaussian: Gaussian, inputs: dict[str,
     for mean, covariance in zip(gaussian.means, gaussian.covariances, strict=True):
         mean = mean.to(model.theta)
         with torch.inference_mode(False), torch.enable_grad(), as_single_model(model.members, mean), hooks.open():
-            size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, model.config.num_labels))
-            parts = [_of_batch(model, hooks, head, mean, covariance, part) for part in _rows_of(inputs, size)]
+            number = model.config.num_labels if directions is None else directions.number
+            size = None if head else max(1, RECORD_BUDGET // _record_size(hooks, inputs, number))
+            parts = [
+                _of_batch(model, hooks, head, mean, covariance, part, directions) for part in _rows_of(inputs, size)
+            ]
         components.append([torch.cat(pieces) for pieces in zip(*parts, strict=True)])
     return Outputs(*(torch.stack(pieces) for pieces in zip(*components, strict=True)))
 
@@ -110,6 +138,7 @@ def _of_batch(
     like: Tensor,
     covariance: Covariance,
     inputs: dict[str, Any],
+    directions: Directions | None,
 ) -> tuple[Tensor, Tensor]:
     rows, length = shape_of(inputs)
     hooks.begin(rows, length, inputs.get("attention_mask"))
@@ -123,11 +152,32 @@ def _of_batch(
     def spread_of(outputs: Tensor) -> Tensor:
         features = None if head is None else _features(hooks, outputs, like)
         if head is not None and features is not None:
-            return head_covariance(covariance, model.layout, features, weight=head.names["weight"])
-        return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs), like)
+            own = head_covariance(covariance, model.layout, features, weight=head.names["weight"])
+            return own if directions is None else directions.factor(head) * own
+        if directions is None:
+            cotangents = torch.eye(outputs.shape[1]).to(outputs)[:, None].expand(-1, *outputs.shape)
+            return covariance_of_layers(covariance, model.layout, _reads(hooks, outputs, cotangents), like)
+        return _along(directions, covariance, model.layout, hooks, outputs, like)
 
     spread = spread_of(logits) if logits.ndim == 2 else torch.stack([spread_of(one) for one in logits.unbind(1)], 1)
     return widened(logits.detach()).to(like.dtype), spread
+
+
+def _along(
+    directions: Directions, covariance: Covariance, layout: Layout, hooks: LayerHooks, outputs: Tensor, like: Tensor
+) -> Tensor:
+    """Return U (U' J V J' U) U' [B, C, C]."""
+    chosen = directions.choose(outputs.detach())
+    reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs))
+    reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
+    inner = covariance_of_layers(covariance, layout, reads, like)
+    chosen = chosen.to(inner)
+    return chosen @ inner @ chosen.mT
+
+
+def owner_of(path: str) -> str:
+    """Return the path of the layer that a factor of LoRA belongs to; other layers are their own."""
+    return path.partition(".lora_")[0]
 
 
 def linear_head(hooks: LayerHooks, layout: Layout) -> HookedLayer | None:
@@ -153,21 +203,19 @@ def _features(hooks: LayerHooks, logits: Tensor, like: Tensor) -> Tensor | None:
     return record.x[read].to(like.dtype) if bool((record.g[read] == weights).all()) else None
 
 
-def _reads(hooks: LayerHooks, logits: Tensor) -> list[LayerReads]:
-    """Return inputs and output gradients of all layers, from a backward pass for each output [B] of ``logits`` [B, C].
+def _reads(hooks: LayerHooks, logits: Tensor, cotangents: Tensor) -> list[LayerReads]:
+    """Return inputs and output gradients of all layers, from a backward pass for each of ``cotangents`` [K, B, C].
 
     The calls of a layer are in the same order in every backward pass, because the graph is the same.
     """
     passes: list[dict[HookedLayer, list[LayerRecord]]] = []
-    for output in range(logits.shape[1]):
+    for index, cotangent in enumerate(cotangents):
         found: dict[HookedLayer, list[LayerRecord]] = {}
 
         def add(record: LayerRecord, found: dict[HookedLayer, list[LayerRecord]] = found) -> None:
             found.setdefault(record.layer, []).append(record)
 
-        hooks.on_backward(add, first=output == 0)
-        cotangent = torch.zeros_like(logits)
-        cotangent[:, output] = 1
+        hooks.on_backward(add, first=index == 0)
         torch.autograd.backward(logits, cotangent, inputs=[hooks.anchor], retain_graph=True)
         passes.append(found)
     return [

@@ -1,0 +1,140 @@
+"""The exact linearised variance in the few directions of the outputs that matter: one backward pass for each.
+
+Let p be the probabilities at the mean, F = diag(p) - p p', and S = J V J' the covariance of the linearised outputs. To
+second order the epistemic uncertainty is
+
+    I(y; z) = tr(F S) / 2 = sum_k l_k u_k' S u_k / 2,    F = sum_k l_k u_k u_k'.
+
+F has few large eigenvalues l_k: where two classes compete, one. For K of them, a backward pass along u_k gives J' u_k
+of each row, and u_k' J V J' u_l follows from the inputs and the output gradients of layers (``layer_covariance``). No
+draw is involved, and no covariance between units, tokens or layers is dropped. S becomes U (U' S U) U'.
+
+Numbers and several labels have no F that chooses: all outputs count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bayes.members.module_hooks import LayerHooks
+from hf_bayes.models import predictives
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of
+from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
+from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
+from hf_bayes.uncertainty.likelihoods import Categorical, widened
+
+TAGGER = "token_classification"
+
+RANK = 2
+"""The number of directions. One has most of the epistemic uncertainty, and a second one where three classes compete."""
+
+
+MOST_CLASSES = 16
+"""The largest number of classes, the most probable ones, whose F is decomposed."""
+
+
+def input_predictor(model: BayesianModel, structure: str | None = None, **options: Any) -> Any:
+    """Return the single pass of a classifier, a regression or a tagger.
+
+    Args:
+        model: the model.
+        structure: "backward", or one of ``driver.STRUCTURES``; None means "low_rank" for taggers, else "backward".
+        options: the settings of the structure.
+    Raises:
+        ValueError: for a setting that the structure does not have, and as the predictors.
+    """
+    if structure is None:
+        structure = "low_rank" if model.task == TAGGER else "backward"
+    if structure != "backward":
+        return SinglePassPredictor(model, structure=structure, **options)
+    if unknown := sorted(set(options) - {"link", "rank"}):
+        raise ValueError(
+            f"structure='backward' has the settings link and rank, got {', '.join(unknown)}: choose 'low_rank'"
+        )
+    return BackwardPredictor(model, **options)
+
+
+def leading_directions(logits: Tensor, number: int) -> Tensor:
+    """Return [B, C, K], the eigenvectors of F = diag(p) - p p' with the K largest eigenvalues, p = softmax(logits).
+
+    Of many classes, only the most probable ones take part.
+    """
+    values, classes = widened(logits).softmax(-1).topk(min(max(MOST_CLASSES, number), logits.shape[-1]))
+    fisher = torch.diag_embed(values) - values[..., None] * values[..., None, :]
+    vectors = torch.linalg.eigh(fisher).eigenvectors[..., -number:]
+    index = classes[..., None].expand_as(vectors)
+    return vectors.new_zeros(*logits.shape, number).scatter(-2, index, vectors)
+
+
+class BackwardPredictor:
+    """Predict from Gaussian outputs of one forward pass and few backward passes, for each component of the posterior.
+
+    Args:
+        link: from Gaussian logits to probabilities; regressions need none.
+        rank: the number of directions; as many as there are outputs give the linearised model.
+    Raises:
+        ValueError: for an unknown link or rank, a posterior that is not Gaussian, or a tagger.
+    """
+
+    prediction = SINGLE_PASS
+    averages_members = False
+    imitates: tuple[str, int] | None = None
+
+    def __init__(self, model: BayesianModel, link: str = "bridge", rank: int = RANK) -> None:
+        if link not in LINKS:
+            raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+        if model.task == TAGGER:
+            raise ValueError(
+                "structure='backward' takes backward passes for each token of a tagger: choose 'low_rank', which has "
+                "the variances of all tokens from one pass"
+            )
+        self.link: str | None = link
+        self.gaussian = gaussian_of(model)
+        self.rank = rank
+        layers = LayerHooks(model.model, model.layout.names).layers
+        self.paths = list(dict.fromkeys(owner_of(layer.path) for layer in layers))
+        self.set_factors(factors_of(model))
+
+    def set_factors(self, factors: Mapping[str, float]) -> None:
+        """Set the calibration factors of layers; layers that are not named get 1.
+
+        Raises:
+            ValueError: for a layer without random weights.
+        """
+        if unknown := sorted(set(factors) - set(self.paths)):
+            raise ValueError(f"calibration factors of layers that are not random: {unknown}. Calibrate again")
+        self.factors = dict(factors)
+
+    def check_shown(self) -> None:
+        """Accept any members, since predictions do not read them."""
+
+    def outputs(self, model: BayesianModel, inputs: dict[str, Any]) -> Outputs:
+        """Return the means [K, B, C] and the covariances [K, B, C, C] of the outputs."""
+        found = gaussian_outputs(model, self.gaussian, inputs, self._directions(model))
+        if not bool(found.covariance.isfinite().all()):
+            raise ValueError(
+                "variances of the outputs are not finite in a single pass: the model or its posterior has diverged, or "
+                "the posterior is too wide for float32. Predict by members, or fit a smaller posterior (a larger prior "
+                "precision)"
+            )
+        return found
+
+    def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
+        """Return the prediction by Gaussian outputs."""
+        assert self.link is not None
+        outputs = self.outputs(model, inputs)
+        return predictives.of_gaussian(*outputs, model.likelihood, self.link, model.mixture_temperature)
+
+    def _directions(self, model: BayesianModel) -> Directions:
+        size = model.config.num_labels
+        if isinstance(model.likelihood, Categorical) and self.rank < size:
+            return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, self.factors)
+        return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, self.factors)

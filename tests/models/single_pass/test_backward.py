@@ -1,0 +1,88 @@
+"""The linearised variance in few directions of the outputs, by backward passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_bayes.core.layout import select
+from hf_bayes.distributions.covariance import COVARIANCES
+from hf_bayes.models.linearised import gaussian_outputs
+from hf_bayes.models.single_pass.backward import BackwardPredictor, leading_directions
+from tests.models.linear_cases import random_covariance
+from tests.models.single_pass.cases import DOUBLE, attached, normal
+from tests.tiny_models import inputs_of, tiny_bert, tiny_vit, with_lora
+
+
+@pytest.mark.parametrize("kind", COVARIANCES)
+def test_all_directions_are_the_linearised_model(kind: str) -> None:
+    model = with_lora(tiny_bert(dtype=DOUBLE, hidden_size=4, intermediate_size=6))
+    covariance = random_covariance(kind, select(model))
+    inputs = inputs_of(model, padding="right")
+    with attached(model, "trainable", covariance=covariance) as bayesian:
+        expected = gaussian_outputs(bayesian, bayesian.posterior.approximation, inputs)
+        found = BackwardPredictor(bayesian, rank=3).outputs(bayesian, inputs)
+        fewer = BackwardPredictor(bayesian, rank=2).outputs(bayesian, inputs)
+    assert (found.covariance - expected.covariance).abs().max() < 1e-12 * expected.covariance.abs().max()
+    u = leading_directions(expected.mean[0], 2)
+    p = u @ u.mT
+    assert (fewer.covariance[0] - p @ expected.covariance[0] @ p).abs().max() < 1e-9 * expected.covariance.abs().max()
+    # two directions of three outputs whose sum has no effect: all of the epistemic uncertainty
+    probs = expected.mean[0].softmax(-1)
+    fisher = torch.diag_embed(probs) - probs[..., None] * probs[..., None, :]
+    whole, part = ((fisher * c[0]).sum((-2, -1)) for c in (expected.covariance, fewer.covariance))
+    assert (part / whole - 1).abs().max() < 1e-9
+
+
+def test_the_mean_is_the_models_own_logits_bit_for_bit() -> None:
+    for model in (with_lora(tiny_bert()), with_lora(tiny_vit())):
+        inputs = inputs_of(model, rows=4)  # not as many rows as positions or channels, so read in one piece
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        with attached(model, "trainable", 1e-20) as bayesian:
+            found = BackwardPredictor(bayesian).outputs(bayesian, inputs)
+        assert torch.equal(found.mean[0], expected)
+        assert found.covariance.abs().max() < 1e-17  # of variances 1e-20 of a thousand weights
+
+
+def test_directions_of_many_classes_are_those_of_the_probable_ones() -> None:
+    logits = 3 * normal(5, 40)
+    probs = logits.softmax(-1)
+    fisher = torch.diag_embed(probs) - probs[..., None] * probs[..., None, :]
+    found = leading_directions(logits, 2)
+    best = torch.linalg.eigvalsh(fisher)[..., -2:].sum(-1)
+    assert (found.mT @ found - torch.eye(2, dtype=DOUBLE)).abs().max() < 1e-12
+    assert ((fisher @ found * found).sum((-2, -1)) / best - 1).abs().max() < 0.01  # 16 classes have most of the mass
+
+
+def test_calibration_factors_scale_the_variance_of_their_layer() -> None:
+    model = with_lora(tiny_bert(dtype=DOUBLE))
+    inputs = inputs_of(model)
+    with attached(model, "trainable") as bayesian:
+        predictor = BackwardPredictor(bayesian)
+        before = predictor.outputs(bayesian, inputs).covariance
+        predictor.set_factors(dict.fromkeys(predictor.paths, 4.0))
+        assert torch.allclose(predictor.outputs(bayesian, inputs).covariance, 4 * before)
+        predictor.set_factors({path: 1e-12 for path in predictor.paths[1:]})
+        alone = predictor.outputs(bayesian, inputs).covariance
+        assert (
+            0 < float(alone.detach().diagonal(dim1=-2, dim2=-1).sum() / before.diagonal(dim1=-2, dim2=-1).sum()) < 0.9
+        )
+        assert set(predictor.paths) == set(bayesian.single_pass(structure="low_rank").predictor.paths)
+        with pytest.raises(ValueError, match="'elsewhere'"):
+            predictor.set_factors({"elsewhere": 2.0})
+
+
+def test_settings_that_it_lacks_are_refused() -> None:
+    with attached(with_lora(tiny_bert()), "trainable") as bayesian:
+        with pytest.raises(ValueError, match="deterministic_scores: choose 'low_rank'"):
+            bayesian.single_pass(deterministic_scores=True)
+        with pytest.raises(ValueError, match="rank must be a whole number of at least 1, got 0"):
+            bayesian.single_pass(rank=0)
+
+
+def test_variances_that_are_not_finite_are_refused() -> None:
+    with attached(with_lora(tiny_bert()), "trainable", 1e38) as bayesian:
+        bayesian.single_pass()
+        with pytest.raises(ValueError, match="not finite in a single pass"):
+            bayesian(**inputs_of(bayesian.model))
