@@ -34,6 +34,7 @@ from hf_bayes.training.refused_arguments import refuse_accelerator
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianTrainerMixin(PrivateHooks):
@@ -48,6 +49,8 @@ class BayesianTrainerMixin(PrivateHooks):
         subspace: see ``hf_bayes.core.layout.select``.
         prior: a posterior, its directory or Hub id, in place of ``prior_std``; chains start at its mean.
         peft_config: the adapter to put on ``model``, such as ``LoraConfig(...)``; it is random, and the base is frozen.
+        likelihood: the likelihood of the labels, such as ``Heteroscedastic()`` (docs/likelihoods.md); None takes the
+            one that transformers reads from the head's configuration.
         kwargs: for the trainer after the mixin.
     Attributes:
         setup: the settings that do not change after construction: model, method, mesh, start.
@@ -70,14 +73,14 @@ class BayesianTrainerMixin(PrivateHooks):
         subspace: str = "trainable",
         prior: Posterior | str | os.PathLike[str] | None = None,
         peft_config: PeftConfig | None = None,
+        likelihood: LikelihoodConfig | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
-        with set_up(
-            model, method, args, subspace=subspace, prior=prior, peft_config=peft_config, kwargs=kwargs
-        ) as setup:
+        given = {"subspace": subspace, "prior": prior, "peft_config": peft_config, "likelihood": likelihood}
+        with set_up(model, method, args, kwargs=kwargs, **given) as setup:
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
             super().__init__(model=setup.model, args=args, **kwargs)
