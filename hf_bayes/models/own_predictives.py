@@ -92,7 +92,7 @@ class UnweightedRows:
 
 
 def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
-    """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood; see ``predictives.of_members``."""
+    """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood, as ``predictives.of_members``."""
     if isinstance(likelihood, WeightedRows):
         return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
     if not isinstance(likelihood, Adapted):

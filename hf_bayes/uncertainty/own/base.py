@@ -68,9 +68,9 @@ class LikelihoodConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the name and the fields."""
         return {"name": self.name} | {
-            field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
         }
-
 
     def build(self, num_outputs: int, of_head: Callable[[], Likelihood]) -> Likelihood:
         """Return the likelihood of a head with C outputs.

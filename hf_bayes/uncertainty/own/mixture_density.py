@@ -96,7 +96,9 @@ class MixtureDensity(OwnLikelihood):
         numbers = uniforms.double().reshape(len(outputs), self.num_numbers)
         upper = log_weights.double().exp().cumsum(-1)
         upper = upper / upper[:, -1:]
-        component = torch.searchsorted(upper, numbers[:, :1], right=True).clamp_max(self.num_components - 1)
+        component = torch.searchsorted(upper, numbers[:, :1].contiguous(), right=True).clamp_max(
+            self.num_components - 1
+        )
         lower = torch.nn.functional.pad(upper, (1, -1))
         # given the component, the uniform is uniform between its two bounds, so it serves a second time
         low, high = lower.gather(1, component), upper.gather(1, component)

@@ -12,6 +12,7 @@ which stays exact where both sigmoids are 0 or 1 in floating point.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -45,7 +46,7 @@ class Ordinal(OwnLikelihood):
         given = self.cutpoints
         if given is None:
             return
-        fine = all(map(is_finite_number, given)) and all(a < b for a, b in zip(given, given[1:], strict=False))
+        fine = all(map(is_finite_number, given)) and all(a < b for a, b in pairwise(given))
         if len(given) != self.num_classes - 1 or not fine:
             raise ValueError(
                 f"ordinal: cutpoints must be {self.num_classes - 1} increasing numbers for num_classes="

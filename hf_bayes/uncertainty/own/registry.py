@@ -70,8 +70,8 @@ def likelihood_from(stored: Any, *, given: LikelihoodConfig | None = None) -> Li
     name = stored["name"]
     if name not in LIKELIHOODS:
         raise ValueError(
-            f"the posterior's likelihood {name!r:.100} is not registered; known are {', '.join(sorted(LIKELIHOODS))}. A "
-            "posterior brings no code: import the module that defines it, with @register_likelihood above the class, "
+            f"the posterior's likelihood {name!r:.100} is not registered; known are {', '.join(sorted(LIKELIHOODS))}. "
+            "A posterior brings no code: import the module that defines it, with @register_likelihood above the class, "
             "or give it as likelihood="
         )
     kind, fields = LIKELIHOODS[name], {key: value for key, value in stored.items() if key != "name"}

@@ -44,6 +44,11 @@ class Weighted(LikelihoodConfig):
         return (self.column,)
 
     @property
+    def advice(self) -> str:
+        """What to do if the log-likelihood is not finite."""
+        return "" if self.of is None else self.of.advice
+
+    @property
     def weighs_head(self) -> bool:  # type: ignore[override]
         return self.of is None
 
