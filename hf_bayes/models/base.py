@@ -138,13 +138,7 @@ class BayesianModel(HostMethods):
 
     @staticmethod
     def settings_of(head: dict[str, Any], likelihood: LikelihoodConfig | None = None) -> dict[str, Any]:
-        """Return the keyword arguments of this class that are stored in the ``head`` of a posterior.
-
-        Args:
-            likelihood: as the user gave it; None takes the stored one.
-        Raises:
-            ValueError: for a stored likelihood that is not registered, or another one than the user's.
-        """
+        """Return the keyword arguments of this class that the ``head`` of a posterior stores; check the user's."""
         refuse_likelihood(likelihood or head.get("likelihood"), "a language model")
         return {}
 
@@ -338,6 +332,10 @@ class BayesianModel(HostMethods):
         labels = inputs["labels"]
         labels = next_tokens(labels, inputs.get("attention_mask")) if self.shifts_labels else labels
         return self.likelihood.is_term(labels).reshape(len(labels), -1).sum(1)
+
+    def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
+        """Return [M, B, ..., C], the outputs of the bound members."""
+        return self.members.logits(inputs, folded=folded)
 
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""

@@ -18,6 +18,7 @@ from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor
+from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of, refuse_labels
 from hf_bayes.uncertainty.own.adapted import Adapted
 from hf_bayes.uncertainty.own.base import LikelihoodConfig, OwnLikelihood
@@ -77,6 +78,9 @@ class BayesianClassifier(BayesianModel):
         except ValueError:
             self.detach()
             raise
+        self.texts_per_row: int = getattr(self.likelihood, "texts_per_row", 1)
+        if self.texts_per_row > 1:
+            self.check_inputs = GroupCheck(self.check_inputs, self.texts_per_row)
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
         """Return the likelihood of the problem that transformers reads from the head's configuration."""
@@ -110,7 +114,7 @@ class BayesianClassifier(BayesianModel):
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
         with self.members.bind(theta):
-            logits = self.members.logits(inputs, folded=folded)
+            logits = self.outputs(inputs, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
         self.check_labels(logits, labels)
@@ -119,6 +123,16 @@ class BayesianClassifier(BayesianModel):
         if weights is not None:
             log_prob = log_prob[is_term].view(members, -1) * weights
         return MemberLogLik(-log_prob.sum(1), is_term.sum(1))
+
+    def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
+        if self.texts_per_row == 1 or not holds_groups(inputs):
+            return super().outputs(inputs, folded=folded)
+        return grouped(super().outputs(flattened(inputs), folded=folded), self.texts_per_row)
+
+    def num_positions(self, inputs: dict[str, Any]) -> int:
+        if self.texts_per_row > 1 and holds_groups(inputs):
+            return self.texts_per_row * super().num_positions(flattened(inputs))
+        return super().num_positions(inputs)
 
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any
@@ -207,6 +221,12 @@ class BayesianClassifier(BayesianModel):
         """Raise if labels [M or 1, B, ...] do not have the shape that belongs to logits [M, B, ..., C]."""
         answers, found = tuple(logits.shape[1:]), tuple(labels.shape[1:])
         if found not in (expected := self.likelihood.label_shapes(answers)):
+            if not expected:
+                raise ValueError(
+                    f"labels {list(found)} are given with single texts, whose outputs are rewards: a label of "
+                    f"{name_of(self.likelihood)} belongs to a row of {self.texts_per_row} texts, input_ids [rows, "
+                    f"{self.texts_per_row}, tokens]. Leave labels out"
+                )
             raise ValueError(
                 f"labels {list(found)} do not fit the logits {list(answers)} of {type(self.core).__name__}: a "
                 f"{name_of(self.likelihood)} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "

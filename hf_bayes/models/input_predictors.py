@@ -39,7 +39,7 @@ class MemberPredictor:
         with model.members.trunk.run_once():
             for theta in model.passes(inputs):
                 with model.members.bind(theta):
-                    pieces.append(model.members.logits(inputs))
+                    pieces.append(model.outputs(inputs))
         return torch.cat(pieces)
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:

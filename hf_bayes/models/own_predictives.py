@@ -22,6 +22,7 @@ from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, widened
 from hf_bayes.uncertainty.own.adapted import Adapted
 from hf_bayes.uncertainty.own.base import ClassLogProbs
+from hf_bayes.uncertainty.own.bradley_terry import Preferences
 from hf_bayes.uncertainty.own.weighted import WeightedRows
 
 
@@ -46,6 +47,16 @@ class OwnNumbers(MemberPredictive):
         covered = (squares.sqrt() <= self.parts["predictive_std"]).to(self.logits.dtype)
         numbers = {"mse": squares, "covered": covered, **self.parts}
         return super().statistics(labels) | {name: value.mean(-1) for name, value in numbers.items()}
+
+
+class MemberRewards(MemberPredictive):
+    """The members' mean reward [..., 1] of single texts, and its standard deviation over the members."""
+
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        rewards = widened(logits)
+        self.logits = spread.mean(rewards)
+        self.parts = {"epistemic_std": spread.mean((rewards - self.logits).square()).sqrt()}
 
 
 class DrawnOutputs:
@@ -95,6 +106,10 @@ def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, tem
     """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood, as ``predictives.of_members``."""
     if isinstance(likelihood, WeightedRows):
         return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
+    if isinstance(likelihood, Preferences):
+        if logits.shape[-1] == likelihood.texts_per_row:
+            return MemberClasses(logits, Categorical(), spread, temperature)
+        return MemberRewards(logits, likelihood, spread)
     if not isinstance(likelihood, Adapted):
         return predictives.of_members(logits, likelihood, spread, temperature)
     if likelihood.num_classes is None:

@@ -18,12 +18,14 @@ from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
 from hf_bayes.training.label_columns import LabelColumns
 from hf_bayes.training.learning_rate import LearningRate
+from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.refusals import require_all_chains
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
 from hf_bayes.uncertainty.likelihoods import name_of
+from hf_bayes.uncertainty.own.bradley_terry import Preferences
 
 Part = TypeVar("Part")
 
@@ -53,6 +55,8 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     host.keep_columns(model.core, columns)
     if columns:
         host.wrap_collator(lambda collate: LabelColumns(collate, columns, name_of(model.likelihood)))
+    if isinstance(model.likelihood, Preferences):
+        host.wrap_collator(PairRows)
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)

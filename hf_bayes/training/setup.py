@@ -25,6 +25,7 @@ from hf_bayes.training.refusals import refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
 from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
 
 
 class Setup(NamedTuple):
@@ -84,7 +85,13 @@ def set_up(
     args = refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
-    with prepared(model, args, peft_config, kwargs) as ready, ExitStack() as on_error:
+    rewards = isinstance(likelihood, BradleyTerry)
+    if rewards and args.trunk_memory_gib:
+        raise ValueError(
+            f"trunk_memory_gib={args.trunk_memory_gib} is refused with preferences: the memory holds one text for a "
+            "row, and their rows have two. Leave it out"
+        )
+    with prepared(model, args, peft_config, kwargs, rewards=rewards) as ready, ExitStack() as on_error:
         if not isinstance(ready, BayesianModel):
             ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
             on_error.callback(ready.detach)

@@ -25,7 +25,7 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.host_trainers import refuse_foreign_loss
+from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_loss
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
@@ -77,6 +77,7 @@ class BayesianTrainerMixin(PrivateHooks):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
+        likelihood = likelihood_for(type(self), likelihood, args)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
         given = {"subspace": subspace, "prior": prior, "peft_config": peft_config, "likelihood": likelihood}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
 from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
 from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
 from hf_bayes.uncertainty.own.ordinal import Ordinal
@@ -14,7 +15,7 @@ from hf_bayes.uncertainty.own.poisson import Poisson
 from hf_bayes.uncertainty.own.weighted import Weighted
 
 LIKELIHOODS: dict[str, type[LikelihoodConfig]] = {
-    kind.name: kind for kind in (Heteroscedastic, MixtureDensity, Ordinal, Poisson, Weighted)
+    kind.name: kind for kind in (BradleyTerry, Heteroscedastic, MixtureDensity, Ordinal, Poisson, Weighted)
 }
 """Name -> class."""
 
