@@ -102,9 +102,8 @@ class _ScoredPipeline(BayesianPipeline):
         """
         if type(self.model.likelihood) not in _FUNCTIONS:
             raise ValueError(
-                f"{self.task_name} names outputs by the model's id2label, and the likelihood "
-                f"{name_of(self.model.likelihood)} predicts something else than the outputs: call the model itself, "
-                "which returns predictions and uncertainties (docs/likelihoods.md)"
+                f"{self.task_name} shows probabilities or numbers of the head's outputs, and the likelihood here is "
+                f"{name_of(self.model.likelihood)}: {self.model.likelihood.config.instead_of_pipeline}"
             )
         return _FUNCTIONS[type(self.model.likelihood)]
 

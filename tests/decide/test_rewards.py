@@ -90,7 +90,7 @@ def test_what_has_no_meaning_is_refused(model: BayesianModelForSequenceClassific
 
 def test_a_reward_is_no_probability(model: BayesianModelForSequenceClassification) -> None:
     pipe = BayesianTextClassificationPipeline(model=model, tokenizer=tiny_tokenizer())
-    with pytest.raises(ValueError, match="bradley_terry"):
+    with pytest.raises(ValueError, match="a reward is no probability"):
         pipe("A text")
-    with pytest.raises(ValueError, match="bradley_terry"):
+    with pytest.raises(ValueError, match="a reward is no probability"):
         pipe("A text", function_to_apply="sigmoid")

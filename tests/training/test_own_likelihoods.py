@@ -78,6 +78,19 @@ def rows(count: int = 24, *, size: int = 1, kind: str = "numbers", **columns: An
     return Dataset.from_dict({"input_values": inputs.tolist(), "labels": labels.tolist()} | columns)
 
 
+@dataclass(frozen=True)
+class Squared(OwnLikelihood):
+    """Normal noise of standard deviation 1, with nothing but the two functions that are needed."""
+
+    name: ClassVar[str] = "squared"
+
+    def log_prob(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return -0.5 * (labels - outputs[..., 0]).square()
+
+    def predict(self, outputs: Tensor) -> Moments:
+        return Moments(outputs, torch.ones_like(outputs))
+
+
 def trainer(
     folder: Path,
     likelihood: LikelihoodConfig | None,
@@ -158,6 +171,12 @@ def test_a_collapsed_component_stops_the_run_and_is_named(tmp_path: Path) -> Non
                   learning_rate=0.05)  # fmt: skip
     with pytest.raises(FloatingPointError, match=r"step \d+.*MixtureDensity.min_std"):
         run.train()
+
+
+def test_two_functions_are_enough_for_a_whitened_sampler(tmp_path: Path) -> None:
+    run = trainer(tmp_path, Squared(), 1, rows(), learning_rate=None, max_steps=60)
+    run.train()
+    assert run.posterior.approximation.num_stored == 4
 
 
 # -- refused before the first step ----------------------------------------------------------------------------------

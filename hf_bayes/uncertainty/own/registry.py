@@ -76,7 +76,7 @@ def likelihood_from(stored: Any, *, given: LikelihoodConfig | None = None) -> Li
             "or give it as likelihood="
         )
     kind, fields = LIKELIHOODS[name], {key: value for key, value in stored.items() if key != "name"}
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = {field.name for field in dataclasses.fields(kind)} - {"name"}  # type: ignore[arg-type]
     if fields.keys() != known:
         raise ValueError(
             f"the posterior's likelihood {name} has the fields {sorted(fields)}, expected {sorted(known)}: use the "
