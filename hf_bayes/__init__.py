@@ -79,6 +79,14 @@ if TYPE_CHECKING:
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.training.tuning.tune import tune
     from hf_bayes.uncertainty.decomposition import decompose, mixture
+    from hf_bayes.uncertainty.own.base import ClassLogProbs, Moments, OwnLikelihood
+    from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+    from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
+    from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
+    from hf_bayes.uncertainty.own.ordinal import Ordinal
+    from hf_bayes.uncertainty.own.poisson import Poisson
+    from hf_bayes.uncertainty.own.registry import register_likelihood
+    from hf_bayes.uncertainty.own.weighted import Weighted
 
 _MODULES = {
     "METHODS": "methods.registry",
@@ -93,6 +101,16 @@ _MODULES = {
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
+    "BradleyTerry": "uncertainty.own.bradley_terry",
+    "ClassLogProbs": "uncertainty.own.base",
+    "Heteroscedastic": "uncertainty.own.heteroscedastic",
+    "MixtureDensity": "uncertainty.own.mixture_density",
+    "Moments": "uncertainty.own.base",
+    "Ordinal": "uncertainty.own.ordinal",
+    "OwnLikelihood": "uncertainty.own.base",
+    "Poisson": "uncertainty.own.poisson",
+    "Weighted": "uncertainty.own.weighted",
+    "register_likelihood": "uncertainty.own.registry",
     "EnsembleConfig": "methods.averaging.ensemble",
     "GPSConfig": "methods.mcmc.gps",
     "HMCConfig": "methods.mcmc.hmc",
@@ -155,11 +173,14 @@ __all__ = [
     "BayesianTrainer",
     "BayesianTrainerMixin",
     "BayesianTrainingArguments",
+    "BradleyTerry",
+    "ClassLogProbs",
     "EKFConfig",
     "EnsembleConfig",
     "FullRankVIConfig",
     "GPSConfig",
     "HMCConfig",
+    "Heteroscedastic",
     "IVONConfig",
     "LaplaceConfig",
     "LowRankVIConfig",
@@ -167,7 +188,12 @@ __all__ = [
     "MCDropoutConfig",
     "MeanFieldConfig",
     "MetropolisConfig",
+    "MixtureDensity",
+    "Moments",
+    "Ordinal",
+    "OwnLikelihood",
     "PenaltyConfig",
+    "Poisson",
     "Posterior",
     "SGDMCConfig",
     "SGHMCConfig",
@@ -178,6 +204,7 @@ __all__ = [
     "SWAGConfig",
     "SnapshotConfig",
     "UncertaintyStreamer",
+    "Weighted",
     "attach",
     "cross_fit_calibration",
     "curvature_of_function",
@@ -195,6 +222,7 @@ __all__ = [
     "pipeline",
     "print_record",
     "prior_predictive",
+    "register_likelihood",
     "row_gradients_of_function",
     "row_gradients_of_model",
     "sample",

@@ -16,10 +16,18 @@ from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
-from transformers import DataCollatorWithPadding, PreTrainedModel, ViTImageProcessor, Wav2Vec2FeatureExtractor
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    ViTImageProcessor,
+    Wav2Vec2FeatureExtractor,
+    default_data_collator,
+)
 
 from hf_bayes import (
+    BayesianTrainer,
     BayesianTrainingArguments,
+    BradleyTerry,
     MAPConfig,
     MeanFieldConfig,
     Posterior,
@@ -38,7 +46,7 @@ from tests.members.subjects import resnet
 from tests.models.test_audio_classification import sound_rows
 from tests.models.test_image_classification import image_rows
 from tests.models.trained import from_disk
-from tests.runs import label_rows, padding_collator, token_rows, trainer
+from tests.runs import arguments, label_rows, padding_collator, token_rows, trainer
 from tests.tiny_models import batch, tiny_bert, tiny_llama, tiny_tokenizer, tiny_vit, with_lora
 
 ROOT = Path(__file__).parents[1]
@@ -198,6 +206,37 @@ def posteriors_of_images_and_audio() -> Namespace:
     return {"samples": np.array(sounds[0]["input_values"], dtype=np.float32)}
 
 
+def rows_with_numbers() -> Namespace:
+    """A regression on a tiny encoder, and rows with a number each."""
+    model = with_lora(saved_base(tiny_bert(num_labels=1)))
+    rows = Dataset.from_list([{"labels": float(row.pop("label")), **row} for row in label_rows()])
+    return {"model": model, "rows": rows, "collate": DataCollatorWithPadding(tiny_tokenizer()), "inputs": batch()}
+
+
+def preferences_of_a_small_model() -> Namespace:
+    """The model that the page names, tiny, in a folder of that name."""
+    chats_of_a_small_model()
+    pairs = [{"chosen": f"a good answer {number}", "rejected": f"no {number}"} for number in range(8)]
+    return {"preferences": Dataset.from_list(pairs)}
+
+
+def a_reward_model() -> Namespace:
+    """A posterior of it in "my-rewards", and texts."""
+    ids = [token_rows(2, length=6, seed=seed) for seed in range(8)]
+    rows = [{"input_ids": [row["input_ids"] for row in pair], "labels": 0} for pair in ids]
+    model = with_lora(saved_base(tiny_bert(num_labels=1)))
+    run = BayesianTrainer(
+        model, EnsembleConfig(num_chains=3, prior_std=1.0), arguments("my-rewards"),
+        train_dataset=Dataset.from_list(rows), likelihood=BradleyTerry(), processing_class=tiny_tokenizer(),
+        data_collator=default_data_collator,
+    )  # fmt: skip
+    run.train()
+    run.save_model()
+    texts = ["an answer", "another answer"]
+    return {"tokenizer": tiny_tokenizer(), "texts": texts, "candidates": texts, "prompts": ["ask"] * 2,
+            "completions": texts}  # fmt: skip
+
+
 SNIPPETS = {
     ("README.md", 0): Snippet(a_run, {"num_train_epochs=3": "max_steps=20"}),
     ("docs/automatic.md", 0): Snippet(a_run, {"max_steps=500": "max_steps=20"}),
@@ -217,6 +256,9 @@ SNIPPETS = {
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
+    ("docs/likelihoods.md", 0): Snippet(rows_with_numbers, {"num_train_epochs=3": "max_steps=20"}),
+    ("docs/rewards.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=20"}, "trl"),
+    ("docs/rewards.md", 1): Snippet(a_reward_model),
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),
     ("docs/models.md", 1): Snippet(a_resnet, {"max_steps=500": "max_steps=4"}),
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),

@@ -36,6 +36,11 @@ def case_of(config: PosteriorConfig, what: str) -> Case:
     if not problems:
         known = " or ".join(dict.fromkeys(task for task, _ in CASES))
         raise ValueError(f"{what} is a posterior for {config.task}, expected {known}: use hf_bayes.metrics")
+    if "likelihood" in config.head:
+        raise ValueError(
+            f"{what} has the likelihood {config.head['likelihood'].get('name')}, whose labels this command does not "
+            "read: load the model, and call evaluate of a BayesianTrainer or model.evaluate_batch"
+        )
     return CASES[config.task, None if None in problems else _problem(config.head)]
 
 

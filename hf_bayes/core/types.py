@@ -128,6 +128,7 @@ class Problem(NamedTuple):
         root_columns: number of columns of a root of a term's Fisher information in the model's outputs; None if it is
             not known.
         noise_std: the noise standard deviation of a regression; None for other likelihoods.
+        lacks: what curvature may need and the likelihood does not have, of "draw" and "fisher".
         seed: seed of the draws by which a method compares priors.
     """
 
@@ -143,6 +144,7 @@ class Problem(NamedTuple):
     most_terms: int | None = None
     root_columns: int | None = None
     noise_std: float | None = None
+    lacks: frozenset[str] = frozenset()
     seed: int = 0
     own_step_size: bool = False
 

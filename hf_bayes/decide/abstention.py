@@ -19,7 +19,7 @@ from hf_bayes.models.loading import read
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.likelihoods import Categorical
+from hf_bayes.uncertainty.likelihoods import Categorical, name_of
 
 
 def fit_abstention(
@@ -65,7 +65,7 @@ def fit_abstention(
     with kind.from_pretrained(loaded, base_model=base_model, prediction=prediction, members=members) as model:
         if not isinstance(model.likelihood, Categorical):
             raise ValueError(
-                f"fit_abstention needs one class for each input, got a {type(model.likelihood).__name__} likelihood: "
+                f"fit_abstention needs one class for each input, got a {name_of(model.likelihood)} likelihood: "
                 "give fit_threshold uncertainties and losses of your own"
             )
         found = [

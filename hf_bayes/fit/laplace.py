@@ -38,7 +38,7 @@ from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.posteriors.hub import is_place
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.likelihoods import Normal
+from hf_bayes.uncertainty.likelihoods import Normal, lacks_of
 
 
 @torch.inference_mode(False)  # a tensor of that mode cannot be differentiated
@@ -160,6 +160,7 @@ def _fit(
         check=model.check_inputs,
     )
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
+    config.spec.check_likelihood(lacks_of(model.likelihood))
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")
     config.spec.check_size(model.layout.dim, most, model.num_root_columns)
     if heldout is not None:
@@ -247,7 +248,7 @@ def _problem(
     prior = build_prior(config, model.layout, theta[0], model.model, gaussian)
     return Problem(
         num_data, prior, 1.0, 1, 0, model.layout.named_shapes, root_columns=model.num_root_columns,
-        noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
+        noise_std=getattr(model.likelihood, "noise_std", None), lacks=lacks_of(model.likelihood), seed=seed,
     )  # fmt: skip
 
 

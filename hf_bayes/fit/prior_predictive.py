@@ -22,6 +22,7 @@ from hf_bayes.distributions.priors import build_prior
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import in_words, require_dataset
+from hf_bayes.uncertainty.likelihoods import name_of
 
 NUM_BARS = 20
 """Classes in the plot, at most."""
@@ -99,7 +100,7 @@ def prior_predictive(
     require_dataset(data, "data", "predictions need inputs")
     with attach(model, subspace=subspace) as bayesian:
         if not bayesian.likelihood.predicts_classes:
-            kind = type(bayesian.likelihood).__name__
+            kind = name_of(bayesian.likelihood)
             raise ValueError(f"the prior predictive is over classes, got a model with a {kind} likelihood")
         prior = build_prior(method, bayesian.layout, bayesian.theta[0], model)
         assert isinstance(prior, IndependentPrior)  # the config's own

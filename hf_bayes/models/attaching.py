@@ -19,8 +19,10 @@ from hf_bayes.models.classification import (
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
 from hf_bayes.models.recognition import task_of
+from hf_bayes.models.refusals import refuse_likelihood
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 MODELS: dict[str, type[BayesianModel]] = {
     kind.task: kind
@@ -44,6 +46,7 @@ def attach(
     num_members: int = 1,
     trunk: bool = True,
     noise_std: float | None = None,
+    likelihood: LikelihoodConfig | None = None,
 ) -> BayesianModel:
     """Give a transformers or peft model a member axis, in place. Undo with ``.detach()`` or use as a context manager.
 
@@ -55,6 +58,8 @@ def attach(
         num_members: M, if theta is not given.
         trunk: True to run the layers before the first random one once for all members.
         noise_std: standard deviation of a regression's noise; other heads refuse it.
+        likelihood: the likelihood of the labels, such as ``Heteroscedastic()``; None takes the one that transformers
+            reads from the head's configuration.
     Returns:
         The Bayesian model of the task. Its ``theta`` is the parameter [M, d]; its forward returns the log-probabilities
         of the mixture and uncertainties in nats.
@@ -71,8 +76,9 @@ def attach(
         require_members(num_members)
         theta = initial(model, layout).expand(num_members, -1).clone()
     if issubclass(kind, BayesianClassifier):
-        return kind(model, layout, theta, trunk=trunk, noise_std=noise_std)
+        return kind(model, layout, theta, trunk=trunk, noise_std=noise_std, likelihood=likelihood)
     refuse_noise_std(noise_std, "a language model")
+    refuse_likelihood(likelihood, "a language model")
     return kind(model, layout, theta, trunk=trunk)
 
 

@@ -27,12 +27,13 @@ from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading import load, student_network
 from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Reader, Readings
-from hf_bayes.models.refusals import refuse_theta
+from hf_bayes.models.refusals import refuse_likelihood, refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianModel(HostMethods):
@@ -90,7 +91,7 @@ class BayesianModel(HostMethods):
         cache_dir: str | os.PathLike[str] | None = None, force_download: bool = False, local_files_only: bool = False,
         dtype: torch.dtype | str | None = None, device_map: Any = None, trust_remote_code: bool = False,
         base_model: str | os.PathLike[str] | PreTrainedModel | None = None, check_base: bool = True,
-        prediction: str | None = None, calibrated: bool = True,
+        prediction: str | None = None, calibrated: bool = True, likelihood: LikelihoodConfig | None = None,
     ) -> Self:  # fmt: skip
         """Load a saved posterior on its base model.
 
@@ -111,6 +112,7 @@ class BayesianModel(HostMethods):
                 of classifiers of sequences or images, and of regressions, are linearised.
             calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
                 belongs to the stored way of prediction and to all members, and is not applied to others.
+            likelihood: the likelihood that the posterior stores, if its class is not registered.
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.
         """
@@ -122,7 +124,7 @@ class BayesianModel(HostMethods):
         model, layout, theta, posterior = load(directory_or_repo, cls.task, cls.auto_class, location=location, **how)
         if prediction == DISTILLED:
             theta = student_network(posterior, members).to(theta)
-        bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head))
+        bayesian: Self = cls(model, layout, theta, **cls.settings_of(posterior.config.head, likelihood))
         bayesian._restoration.own_base = own_base
         bayesian.use_settings_of(posterior)
         bayesian.calibrated = calibrated
@@ -135,8 +137,9 @@ class BayesianModel(HostMethods):
         self.posterior = posterior
 
     @staticmethod
-    def settings_of(head: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of this class that are stored in the ``head`` of a posterior."""
+    def settings_of(head: dict[str, Any], likelihood: LikelihoodConfig | None = None) -> dict[str, Any]:
+        """Return the keyword arguments of this class that the ``head`` of a posterior stores; check the user's."""
+        refuse_likelihood(likelihood or head.get("likelihood"), "a language model")
         return {}
 
     def predict_by(self, prediction: str) -> Self:
@@ -329,6 +332,10 @@ class BayesianModel(HostMethods):
         labels = inputs["labels"]
         labels = next_tokens(labels, inputs.get("attention_mask")) if self.shifts_labels else labels
         return self.likelihood.is_term(labels).reshape(len(labels), -1).sum(1)
+
+    def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
+        """Return [M, B, ..., C], the outputs of the bound members."""
+        return self.members.logits(inputs, folded=folded)
 
     def take_rows(self, inputs: dict[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the rows ``index`` [k] of a batch, in this order; a row may come several times."""

@@ -113,15 +113,23 @@ def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
     return fingerprint_tensors(_base_parameters(model, layout))
 
 
-def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
-    """Return the ``head`` entry of a posterior: the settings with which its base model is loaded and quantised."""
+def describe_head(
+    core: PreTrainedModel, noise_std: float | None, likelihood: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the ``head`` entry of a posterior: the settings with which its base model is loaded and quantised.
+
+    Args:
+        noise_std: of a regression.
+        likelihood: the name and the fields of a user's likelihood.
+    """
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():
         head["labels"] = [core.config.id2label[index] for index in range(core.config.num_labels)]
     quantization = getattr(core.config, "quantization_config", None)
     if quantization is not None:
         head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    return head if noise_std is None else {**head, "noise_std": noise_std}
+    own = {"noise_std": noise_std, "likelihood": likelihood}
+    return head | {name: value for name, value in own.items() if value is not None}
 
 
 def head_settings(head: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,11 @@ from hf_bayes.models.input_predictors import InputPredictor, LinearisedPredictor
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.single_pass.backward import input_predictor
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, refuse_labels
+from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
+from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of, refuse_labels
+from hf_bayes.uncertainty.own.adapted import Adapted
+from hf_bayes.uncertainty.own.base import LikelihoodConfig, OwnLikelihood
+from hf_bayes.uncertainty.own.registry import likelihood_from
 
 
 def problem_of(config: Any) -> str | None:
@@ -52,6 +57,7 @@ class BayesianClassifierOutput(SequenceClassifierOutput):
     aleatoric: Tensor | None = None
     epistemic: Tensor | None = None
     predictive_std: Tensor | None = None
+    aleatoric_std: Tensor | None = None
     epistemic_std: Tensor | None = None
 
 
@@ -61,15 +67,20 @@ class BayesianClassifier(BayesianModel):
     predictor: InputPredictor
 
     def __init__(
-        self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None
-    ) -> None:
+        self, model: nn.Module, layout: Layout, theta: Tensor, *, trunk: bool = True, noise_std: float | None = None,
+        likelihood: LikelihoodConfig | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, layout, theta, trunk=trunk)
         self.predictor = MemberPredictor()
         try:
-            self.likelihood = self._choose_likelihood(noise_std)
+            of_head = partial(self._choose_likelihood, noise_std)
+            self.likelihood = of_head() if likelihood is None else self._build_likelihood(likelihood, noise_std)
         except ValueError:
             self.detach()
             raise
+        self.texts_per_row: int = getattr(self.likelihood, "texts_per_row", 1)
+        if self.texts_per_row > 1:
+            self.check_inputs = GroupCheck(self.check_inputs, self.texts_per_row)
 
     def _choose_likelihood(self, noise_std: float | None) -> Likelihood:
         """Return the likelihood of the problem that transformers reads from the head's configuration."""
@@ -84,13 +95,26 @@ class BayesianClassifier(BayesianModel):
         refuse_noise_std(noise_std, f"a {problem or 'classification'} head")
         return Bernoulli() if problem == "multi_label_classification" else Categorical()
 
+    def _build_likelihood(self, config: LikelihoodConfig, noise_std: float | None) -> Likelihood:
+        """Return the user's likelihood for the outputs of this head."""
+        if not isinstance(config, LikelihoodConfig):
+            raise ValueError(
+                f"likelihood must be an OwnLikelihood, such as Heteroscedastic(), got {config!r:.100}: "
+                "docs/likelihoods.md has the interface"
+            )
+        if not config.weighs_head:
+            refuse_noise_std(noise_std, f"a head with the likelihood {config.name}")
+        if isinstance(config, OwnLikelihood):
+            return Adapted(config, self.num_outputs)
+        return config.build(self.num_outputs, partial(self._choose_likelihood, noise_std))
+
     def log_lik(
         self, theta: Tensor, inputs: dict[str, Any], *, folded: bool, weights: Tensor | None = None
     ) -> MemberLogLik:
         inputs = dict(inputs)
         labels, members = inputs.pop("labels"), len(theta)
         with self.members.bind(theta), self.members.by_batch_statistics():
-            logits = self.members.logits(inputs, folded=folded)
+            logits = self.outputs(inputs, folded=folded)
             self.members.check_all_read()
         labels = labels.unflatten(0, (members, -1)) if folded else labels.expand(members, *labels.shape)
         self.check_labels(logits, labels)
@@ -99,6 +123,16 @@ class BayesianClassifier(BayesianModel):
         if weights is not None:
             log_prob = log_prob[is_term].view(members, -1) * weights
         return MemberLogLik(-log_prob.sum(1), is_term.sum(1))
+
+    def outputs(self, inputs: dict[str, Any], *, folded: bool = False) -> Tensor:
+        if self.texts_per_row == 1 or not holds_groups(inputs):
+            return super().outputs(inputs, folded=folded)
+        return grouped(super().outputs(flattened(inputs), folded=folded), self.texts_per_row)
+
+    def num_positions(self, inputs: dict[str, Any]) -> int:
+        if self.texts_per_row > 1 and holds_groups(inputs):
+            return self.texts_per_row * super().num_positions(flattened(inputs))
+        return super().num_positions(inputs)
 
     def forward(
         self, labels: Tensor | None = None, *, theta: Tensor | None = None, folded: bool = False, **inputs: Any
@@ -166,8 +200,14 @@ class BayesianClassifier(BayesianModel):
         return input_predictor(self, **options)  # type: ignore[no-any-return]
 
     @staticmethod
-    def settings_of(head: dict[str, Any]) -> dict[str, Any]:
-        return {"noise_std": head.get("noise_std")}
+    def settings_of(head: dict[str, Any], likelihood: LikelihoodConfig | None = None) -> dict[str, Any]:
+        stored = head.get("likelihood")
+        if stored is None and likelihood is not None:
+            raise ValueError(
+                f"the posterior was trained with the likelihood of its head, got likelihood={likelihood}: leave it out"
+            )
+        own = None if stored is None else likelihood_from(stored, given=likelihood)
+        return {"noise_std": head.get("noise_std"), "likelihood": own}
 
     def _check_given(self, logits: Tensor, labels: Tensor) -> None:
         """Raise for labels [B, ...] of a wrong shape or value; labels of training rows are checked once, beforehand.
@@ -181,9 +221,15 @@ class BayesianClassifier(BayesianModel):
         """Raise if labels [M or 1, B, ...] do not have the shape that belongs to logits [M, B, ..., C]."""
         answers, found = tuple(logits.shape[1:]), tuple(labels.shape[1:])
         if found not in (expected := self.likelihood.label_shapes(answers)):
+            if not expected:
+                raise ValueError(
+                    f"labels {list(found)} are given with single texts, whose outputs are rewards: a label of "
+                    f"{name_of(self.likelihood)} belongs to a row of {self.texts_per_row} texts, input_ids [rows, "
+                    f"{self.texts_per_row}, tokens]. Leave labels out"
+                )
             raise ValueError(
                 f"labels {list(found)} do not fit the logits {list(answers)} of {type(self.core).__name__}: a "
-                f"{type(self.likelihood).__name__} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "
+                f"{name_of(self.likelihood)} likelihood expects {' or '.join(str(list(s)) for s in expected)}. "
                 "Check the collator, and problem_type and num_labels of the model"
             )
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_bayes.models import predictives
+from hf_bayes.models import own_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictors import Predictive, Predictor
@@ -39,13 +39,13 @@ class MemberPredictor:
         with model.members.trunk.run_once():
             for theta in model.passes(inputs):
                 with model.members.bind(theta):
-                    pieces.append(model.members.logits(inputs))
+                    pieces.append(model.outputs(inputs))
         return torch.cat(pieces)
 
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
         logits = self.member_logits(model, inputs)
-        return predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
+        return own_predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
 
 
 class LinearisedPredictor:
@@ -71,4 +71,5 @@ class LinearisedPredictor:
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the prediction by Gaussian outputs."""
         outputs = gaussian_outputs(model, self.linearisation.gaussian_at(model.theta), inputs)
-        return predictives.of_gaussian(*outputs, model.likelihood, self.linearisation.link, model.mixture_temperature)
+        link, temperature = self.linearisation.link, model.mixture_temperature
+        return own_predictives.of_gaussian(*outputs, model.likelihood, link, temperature)

@@ -26,6 +26,19 @@ def refuse_theta(layout: Layout, theta: Tensor) -> None:
         )
 
 
+def refuse_likelihood(likelihood: object, kind: str) -> None:
+    """Raise if a likelihood is given for a model that has one of its own.
+
+    Args:
+        kind: the kind of the model, in words.
+    """
+    if likelihood is not None:
+        raise ValueError(
+            f"likelihood={likelihood!r:.100} is for models that answer whole inputs, and the likelihood of {kind} is "
+            "the categorical one: leave likelihood out"
+        )
+
+
 def refuse_compiling() -> None:
     """Raise if torch compiles the calling model as a whole."""
     if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 def to_posterior(
@@ -41,7 +42,9 @@ def to_posterior(
     description = base_model.describe(model.model, model.core, layout, tokenizer)
     if tokenizer is None and model.posterior is not None:
         description["fingerprint"]["tokenizer"] = model.posterior.config.base_model["fingerprint"]["tokenizer"]
-    noise_std = getattr(model.likelihood, "noise_std", None)
+    likelihood = model.likelihood
+    noise_std = getattr(getattr(likelihood, "inner", likelihood), "noise_std", None)
+    own: LikelihoodConfig | None = getattr(likelihood, "config", None)
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]
         adapter_config=base_model.adapter_config(model.model),
@@ -63,7 +66,7 @@ def to_posterior(
             num_data=num_data,
             data_unit=data_unit,
             base_model=description,
-            head=base_model.describe_head(model.core, noise_std),
+            head=base_model.describe_head(model.core, noise_std, None if own is None else own.to_dict()),
             prediction="linearised" if method.requirements.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,

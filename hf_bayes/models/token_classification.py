@@ -5,7 +5,9 @@ from __future__ import annotations
 from transformers import AutoModelForTokenClassification
 
 from hf_bayes.models.classification import BayesianClassifier, refuse_noise_std
+from hf_bayes.models.refusals import refuse_likelihood
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianModelForTokenClassification(BayesianClassifier):
@@ -18,3 +20,8 @@ class BayesianModelForTokenClassification(BayesianClassifier):
         """Return the likelihood of classes for any ``problem_type``: these heads of transformers have no other loss."""
         refuse_noise_std(noise_std, "a token classification head")
         return Categorical()
+
+    def _build_likelihood(self, config: LikelihoodConfig, noise_std: float | None) -> Likelihood:
+        """Raise: a label of a token is a class."""
+        refuse_likelihood(config, "a token classification head")
+        raise AssertionError("a likelihood was given")

@@ -16,10 +16,11 @@ from hf_bayes.diagnostics.ruled_spread import RuledSpread, ruled_spread
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.methods.laplace.prior_precision import precision_of
-from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc.covariance_roots import KroneckerRoots
 from hf_bayes.methods.sgmcmc.whitening import MAX_BASIS
 from hf_bayes.objectives.model_objective import ModelObjective
+from hf_bayes.uncertainty.likelihoods import lacks_of
 
 NUM_DRAWS = {"draws": 16, "gaussian": 8}
 """The number of draws: more of chains, whose draws may depend on each other. Of n directions that the data rule, the
@@ -62,7 +63,9 @@ def measure_spread(objective: ModelObjective, plan: SpreadPlan, *, seed: int) ->
     It needs rows by number, one process for all chains, 4 draws, and ``SPREAD_SHARE`` of a run long enough to pay it.
     """
     data, found, plan = objective.data, plan.approximation, plan._replace(prior=plan.prior.to(objective.model.theta))
-    if data is None or objective.private is not None or objective.scale.num_terms is None:
+    if data is None or "all" in lacks_of(objective.model.likelihood):
+        return None
+    if objective.private is not None or objective.scale.num_terms is None:
         return None
     draws, point = _draws(found, seed)
     share = plan.num_gradients * SPREAD_SHARE / ((len(draws) + 1) * data.num_rows)
@@ -117,7 +120,8 @@ def _ruled(
     """Return B' deviations [S, d] and tr B, with B = H (H + tau)^-1 = 1 - tau (H + tau)^-1 at a point [d]."""
     shapes = tuple(plan.shapes.values())
     fits = any(len(shape) == 2 for shape in shapes) and KroneckerRoots(shapes).size <= MAX_BASIS
-    spec = CurvatureSpec(structure="kronecker" if fits else "diagonal", share=share)
+    estimator = drawn_or_empirical(lacks_of(objective.model.likelihood))
+    spec = CurvatureSpec(estimator=estimator, structure="kronecker" if fits else "diagonal", share=share)
     curvature = objective.curvature(point, spec, gradient=False).curvature
     tau = plan.prior_weight * precision_of(plan.prior, curvature.diagonal).diagonal
     covariance = curvature.covariance(tau)

@@ -25,6 +25,7 @@ from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.own_settings import Settings, Trial, settle
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
+from hf_bayes.uncertainty.likelihoods import lacks_of
 
 
 class StartedRun(NamedTuple):
@@ -144,7 +145,8 @@ def _problem_of(
         num_data=scale.num_data, prior=prior, learning_rate=1.0, num_steps=num_steps, burn_in=0,
         shapes=model.layout.named_shapes, batch_fraction=batch_fraction,
         update_fraction=update_fraction, most_terms=most_terms,
-        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None), seed=seed,
+        root_columns=model.num_root_columns, noise_std=getattr(model.likelihood, "noise_std", None),
+        lacks=lacks_of(model.likelihood), seed=seed,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import PARTS
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.storage.json_types import as_list
-from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal
+from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of
 
 _FUNCTIONS: dict[type[Likelihood], tuple[str, ...]] = {
     Categorical: ("softmax", "none"),
@@ -61,7 +61,7 @@ class _ScoredPipeline(BayesianPipeline):
             if function_to_apply not in known:
                 raise ValueError(
                     f"function_to_apply={str(given)!r} has no meaning for a "
-                    f"{type(self.model.likelihood).__name__} likelihood: expected {' or '.join(map(repr, known))}. "
+                    f"{name_of(self.model.likelihood)} likelihood: expected {' or '.join(map(repr, known))}. "
                     f"Leave it out for {known[0]!r}"
                 )
         top_k = kwargs.get("top_k")
@@ -71,7 +71,7 @@ class _ScoredPipeline(BayesianPipeline):
         if abstain is not None:
             if not isinstance(self.model.likelihood, Categorical):
                 raise ValueError(
-                    f"abstain= is for classes, and the labels here have a {type(self.model.likelihood).__name__} "
+                    f"abstain= is for classes, and the labels here have a {name_of(self.model.likelihood)} "
                     "likelihood: leave abstain out, and compare each record's uncertainty with a limit of your own"
                 )
             found[-1]["abstain"] = rule_for(self.model, abstain, CLASS_MEASURES)
@@ -95,6 +95,16 @@ class _ScoredPipeline(BayesianPipeline):
         return result
 
     def _functions(self) -> tuple[str, ...]:
+        """Return the functions that may be applied.
+
+        Raises:
+            ValueError: for a user's likelihood, whose predictions have no names in the model's config.
+        """
+        if type(self.model.likelihood) not in _FUNCTIONS:
+            raise ValueError(
+                f"{self.task_name} shows probabilities or numbers of the head's outputs, and the likelihood here is "
+                f"{name_of(self.model.likelihood)}: {self.model.likelihood.config.instead_of_pipeline}"
+            )
         return _FUNCTIONS[type(self.model.likelihood)]
 
 

@@ -195,6 +195,7 @@ def _variables(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None)
         "verdict": config["diagnostics"].get("verdict") or "not assessed",
         "metrics": _rows(config["metrics"], METRICS),
         "noise_std": head.get("noise_std"),
+        "likelihood": one_line(str((head.get("likelihood") or {}).get("name") or "")),
         "num_labels": len(head.get("labels") or ()),
         "labels": head.get("labels"),
     }  # fmt: skip
@@ -226,7 +227,9 @@ def _prior(prior: Mapping[str, Any]) -> str:
 
 
 def _answers(task: str, head: Mapping[str, Any]) -> str:
-    """Return the kind of prediction: "classes" (also the next token), several "labels", or "numbers"."""
+    """Return the kind of prediction: "classes" (also the next token), several "labels", "numbers", or "own"."""
+    if "likelihood" in head:
+        return "own"
     if "noise_std" in head:
         return "numbers"
     several = task != "token_classification" and head.get("problem_type") == "multi_label_classification"

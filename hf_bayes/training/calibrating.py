@@ -28,7 +28,7 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
     sets = host.eval_sets
     if host.args.calibrate is False:
         return "calibrate=False"
-    if isinstance(model.likelihood, Normal):
+    if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
         return "the labels are numbers"
     if host.args.private_rows:
         return "private_rows keeps the rows of every process apart"

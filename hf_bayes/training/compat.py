@@ -188,13 +188,17 @@ class TrainerHost:
             return trainer._remove_unused_columns(dataset, description=what), trainer.data_collator
         return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=what)
 
-    def keep_columns(self, core: nn.Module) -> None:
-        """Keep the columns that the wrapped model takes, and labels.
+    def wrap_collator(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the trainer's data collator by ``wrap`` of it."""
+        self._trainer.data_collator = wrap(self._trainer.data_collator)
+
+    def keep_columns(self, core: nn.Module, also: tuple[str, ...] = ()) -> None:
+        """Keep the columns that the wrapped model takes, and labels, and ``also`` others.
 
         A host such as TRL's SFTTrainer keeps other columns for its collator, such as the lengths of packed documents.
         """
         trainer = self._trainer
-        columns = [*inspect.signature(core.forward).parameters, *trainer.label_names, "label", "label_ids"]
+        columns = [*inspect.signature(core.forward).parameters, *trainer.label_names, "label", "label_ids", *also]
         if type(trainer)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
             trainer._signature_columns = None
             trainer._set_signature_columns_if_needed()

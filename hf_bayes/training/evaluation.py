@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
     member_log_lik: Tensor | None = None
 
 
-_NO_PREDICTIONS = ("past_key_values", *Uncertainty._fields, *Deviations._fields)
+_NO_PREDICTIONS = ("past_key_values", "aleatoric_std", *Uncertainty._fields, *Deviations._fields)
 """Fields of a model's output that are no logits."""
 
 

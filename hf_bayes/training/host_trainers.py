@@ -9,8 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+
 _LOSS_METHODS = ("compute_loss", "training_step", "train")
 """Methods in which a trainer defines what a step optimises. The mixin's own take their place."""
+_OF_TRL = ("SFTTrainer", "RewardTrainer")
+"""The trainers of TRL whose loss is the negative log-likelihood of their rows."""
 _TEMPLATE_FILES = (".jinja", ".j2")
 _TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
@@ -19,8 +24,8 @@ _TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
 def refuse_foreign_loss(trainer: type, mixin: type) -> None:
     """Raise if a class after the mixin defines a loss of its own, which the mixin would silently replace.
 
-    transformers' trainers and TRL's SFTTrainer minimise the negative log-likelihood of labels, as the mixin does. A
-    loss of preferences, rewards or a teacher is another one, under any name.
+    transformers' trainers and TRL's SFTTrainer minimise the negative log-likelihood of labels, as the mixin does, and
+    TRL's RewardTrainer that of preferences. A loss of a policy or a teacher is another one, under any name.
 
     Args:
         trainer: the class that is being made.
@@ -39,8 +44,31 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
             raise ValueError(
                 f"{host.__name__} ({host.__module__}) defines a loss of its own ({', '.join(own)}), whose likelihood "
                 "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer "
-                "or TRL's SFTTrainer. A class of yours that changes no loss goes before BayesianTrainerMixin"
+                "or TRL's SFTTrainer or RewardTrainer. A class of yours that changes no loss goes before the mixin "
+                "BayesianTrainerMixin"
             )
+
+
+def likelihood_for(trainer: type, given: LikelihoodConfig | None, args: Any) -> LikelihoodConfig | None:
+    """Return the likelihood of a trainer: the user's, or for TRL's RewardTrainer that of preferences.
+
+    Raises:
+        ValueError: for another likelihood with RewardTrainer, and for a part of its loss that is no likelihood.
+    """
+    if not any(_name_of(kind) == ("trl", "RewardTrainer") for kind in trainer.__mro__):
+        return given
+    if given is not None and not isinstance(given, BradleyTerry):
+        raise ValueError(
+            f"likelihood={given!r:.100} is given to TRL's RewardTrainer, whose rows are preferences: leave it out, or "
+            "use BayesianTrainer"
+        )
+    centre = getattr(args, "center_rewards_coefficient", None)
+    if centre:
+        raise ValueError(
+            f"center_rewards_coefficient={centre} is refused, expected None: it is no part of the likelihood of "
+            "preferences. The prior bounds the rewards, and RewardModel centres them (docs/rewards.md)"
+        )
+    return given or BradleyTerry()
 
 
 def refuse_loss_settings(args: Any) -> None:
@@ -86,5 +114,9 @@ def config_kept(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _minimises_likelihood(host: type) -> bool:
-    package = host.__module__.partition(".")[0]
-    return package in ("hf_bayes", "transformers") or (package, host.__name__) == ("trl", "SFTTrainer")
+    package, name = _name_of(host)
+    return package in ("hf_bayes", "transformers") or (package == "trl" and name in _OF_TRL)
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    return kind.__module__.partition(".")[0], kind.__name__

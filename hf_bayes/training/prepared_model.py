@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedModel, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    PreTrainedModel,
+    set_seed,
+)
 
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.restoration import GradientFlags, unwrapped
@@ -18,7 +25,9 @@ from hf_bayes.posteriors.hub import is_place
 
 
 @contextmanager
-def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict[str, Any]) -> Iterator[Any]:
+def prepared(
+    model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict[str, Any], *, rewards: bool = False
+) -> Iterator[Any]:
     """Yield the model to attach. If the block raises an error, the adapter is removed from a model that was passed.
 
     The random numbers are those of TRL, so the same seed gives the same adapter. On a quantised base TRL rounds the
@@ -30,6 +39,7 @@ def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict
         peft_config: the adapter to add; None leaves the model unchanged.
         kwargs: the other arguments for the host trainer's ``__init__``. For a named model,
             ``quantization_config`` is removed, and its tokenizer is added if there is none.
+        rewards: whether a named model is loaded with a head of one output.
     """
     named = is_place(model)
     if peft_config is not None:
@@ -38,7 +48,7 @@ def prepared(model: Any, args: Any, peft_config: PeftConfig | None, kwargs: dict
     if named or peft_config is not None:
         set_seed(args.seed)
     if named:
-        model = _load(os.fspath(model), args, kwargs)
+        model = _load(os.fspath(model), args, kwargs, rewards=rewards)
         args.model_init_kwargs = None  # they have been used, and TRL would warn that they are ignored
     flags = GradientFlags(model)
     try:
@@ -65,8 +75,11 @@ def _refuse_adapter(model: Any, peft_config: Any) -> None:
         )
 
 
-def _load(name: str, args: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load a model by its name, with the class that its config names, in float32 unless told otherwise."""
+def _load(name: str, args: Any, kwargs: dict[str, Any], *, rewards: bool) -> PreTrainedModel:
+    """Load a model by its name, with the class that its config names, in float32 unless told otherwise.
+
+    A reward model is a classifier with one output, whatever the config names.
+    """
     settings = dict(args.model_init_kwargs or {})
     quantization = kwargs.pop("quantization_config", None)
     if quantization is not None:
@@ -78,5 +91,8 @@ def _load(name: str, args: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     source = {key: settings[key] for key in ("trust_remote_code", "revision") if key in settings}
     if kwargs.get("processing_class") is None:
         kwargs["processing_class"] = AutoProcessor.from_pretrained(name, **source)
+    if rewards:
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **settings)
+        return model
     names = AutoConfig.from_pretrained(name, **source).architectures or [""]
     return getattr(transformers, names[0], AutoModelForCausalLM).from_pretrained(name, **settings)

@@ -265,6 +265,16 @@ class TrainingRows:
         with self.host.autocast():
             refuse_mixed_documents(self.model, self.model.theta.detach()[:2], inputs)
 
+    def check_likelihood(self) -> None:
+        """Check, on the first rows, that a user's likelihood is a finite sum over likelihood terms."""
+        check = getattr(self.model.likelihood, "check", None)
+        if check is None:
+            return
+        with torch.random.fork_rng(devices=[]):  # a collator may be random
+            inputs = self.first()
+        with torch.no_grad(), self.host.autocast():
+            self.model.each_term(inputs, check)
+
     def describe(self) -> dict[str, Any]:
         """Return the identity of the training data for a checkpoint; for private rows, one hash per process."""
         dataset, collate = self.data()

@@ -27,6 +27,7 @@ prior is centred at them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -98,13 +99,19 @@ def identity(
     own = base_model.tokenizer_in(tokenizer)
     found |= {
         "task": model.task,
-        "likelihood": type(model.likelihood).__name__,
+        "likelihood": _describe_likelihood(model),
         "tokenizer": None if own is None else base_model.fingerprint_tokenizer(own)[:DIGITS],
     }
     if not model.core.can_generate():  # Trainer gives the model the tokenizer's, if the tokenizer has one
         padding = getattr(own, "pad_token_id", None)
         found["pad_token_id"] = getattr(model.core.config, "pad_token_id", None) if padding is None else padding
     return found | ({} if micro_batches is None else {"micro_batches": micro_batches})
+
+
+def _describe_likelihood(model: BayesianModel) -> str:
+    """Return the name of the likelihood; of a user's likelihood, with its fields."""
+    own = getattr(model.likelihood, "config", None)
+    return type(model.likelihood).__name__ if own is None else json.dumps(own.to_dict(), sort_keys=True)
 
 
 def split_matters(method: MethodConfig, model: nn.Module, *, stream: bool, private: bool, packs: bool) -> bool:

@@ -16,12 +16,16 @@ from hf_bayes.training.calibrating import reason_against, require_calibration
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.diagnosis import Diagnosis
 from hf_bayes.training.heldout_rows import HeldOutData
+from hf_bayes.training.label_columns import LabelColumns
 from hf_bayes.training.learning_rate import LearningRate
+from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.refusals import refuse_batch_statistics, require_all_chains
 from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
+from hf_bayes.uncertainty.likelihoods import name_of
+from hf_bayes.uncertainty.own.bradley_terry import Preferences
 
 Part = TypeVar("Part")
 
@@ -47,7 +51,12 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     check_vocabulary(host.tokenizer, model.core)
     if setup.inherited is not None:
         setup.inherited.check_tokenizer(host.tokenizer)
-    host.keep_columns(model.core)
+    columns: tuple[str, ...] = getattr(getattr(model.likelihood, "config", None), "columns", ())
+    host.keep_columns(model.core, columns)
+    if columns:
+        host.wrap_collator(lambda collate: LabelColumns(collate, columns, name_of(model.likelihood)))
+    if isinstance(model.likelihood, Preferences):
+        host.wrap_collator(PairRows)
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)
@@ -109,4 +118,5 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     shorten_lines(host.callback_handler)
     announce(active)
     rows.refuse_mixed_documents()
+    rows.check_likelihood()
     return Begun(active, diagnosis, LearningRate(setup.model.theta, active.problem.learning_rate), checkpoint)

@@ -23,7 +23,9 @@ from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
 from hf_bayes.training.refusals import refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments
-from hf_bayes.uncertainty.likelihoods import Likelihood
+from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
 
 
 class Setup(NamedTuple):
@@ -65,12 +67,14 @@ def set_up(
     prior: Any,
     peft_config: PeftConfig | None,
     kwargs: dict[str, Any],
+    likelihood: LikelihoodConfig | None = None,
 ) -> Iterator[Setup]:
     """Check the arguments of a trainer, and yield its settings. If the block raises, the model is given back as it was.
 
     Args:
         method: None takes the recommended method.
         kwargs: the other arguments for the host trainer's ``__init__``. A model given by name adds its tokenizer.
+        likelihood: of the labels; None takes the one that belongs to the head's configuration.
     Raises:
         ValueError: for arguments, a model, a prior or a launch with which the method would not sample the posterior
             of this model.
@@ -81,10 +85,21 @@ def set_up(
     args = refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
-    with prepared(model, args, peft_config, kwargs) as ready, ExitStack() as on_error:
+    rewards = isinstance(likelihood, BradleyTerry)
+    if rewards and args.trunk_memory_gib:
+        raise ValueError(
+            f"trunk_memory_gib={args.trunk_memory_gib} is refused with preferences: the memory holds one text for a "
+            "row, and their rows have two. Leave it out"
+        )
+    with prepared(model, args, peft_config, kwargs, rewards=rewards) as ready, ExitStack() as on_error:
         if not isinstance(ready, BayesianModel):
-            ready = attach(ready, subspace=subspace, noise_std=args.noise_std)
+            ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
             on_error.callback(ready.detach)
+        elif likelihood is not None:
+            raise ValueError(
+                f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
+                f"({name_of(ready.likelihood)}): leave it out here, and give it to attach(...)"
+            )
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)
         refuse_other_weights(bayesian, mesh)

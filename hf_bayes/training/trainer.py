@@ -25,7 +25,7 @@ from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
 from hf_bayes.training.evaluation import Step
-from hf_bayes.training.host_trainers import refuse_foreign_loss
+from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_loss
 from hf_bayes.training.learning_rate import schedule
 from hf_bayes.training.monitor import Monitor
 from hf_bayes.training.outcome import Outcome
@@ -34,6 +34,7 @@ from hf_bayes.training.refused_arguments import refuse_accelerator
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
+from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianTrainerMixin(PrivateHooks):
@@ -48,6 +49,8 @@ class BayesianTrainerMixin(PrivateHooks):
         subspace: see ``hf_bayes.core.layout.select``.
         prior: a posterior, its directory or Hub id, in place of ``prior_std``; chains start at its mean.
         peft_config: the adapter to put on ``model``, such as ``LoraConfig(...)``; it is random, and the base is frozen.
+        likelihood: the likelihood of the labels, such as ``Heteroscedastic()`` (docs/likelihoods.md); None takes the
+            one that transformers reads from the head's configuration.
         kwargs: for the trainer after the mixin.
     Attributes:
         setup: the settings that do not change after construction: model, method, mesh, start.
@@ -70,14 +73,15 @@ class BayesianTrainerMixin(PrivateHooks):
         subspace: str = "trainable",
         prior: Posterior | str | os.PathLike[str] | None = None,
         peft_config: PeftConfig | None = None,
+        likelihood: LikelihoodConfig | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
+        likelihood = likelihood_for(type(self), likelihood, args)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
-        with set_up(
-            model, method, args, subspace=subspace, prior=prior, peft_config=peft_config, kwargs=kwargs
-        ) as setup:
+        given = {"subspace": subspace, "prior": prior, "peft_config": peft_config, "likelihood": likelihood}
+        with set_up(model, method, args, kwargs=kwargs, **given) as setup:
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
             super().__init__(model=setup.model, args=args, **kwargs)

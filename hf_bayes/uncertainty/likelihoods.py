@@ -279,6 +279,17 @@ class Normal:
         return True
 
 
+def lacks_of(likelihood: Likelihood) -> frozenset[str]:
+    """Return what curvature may need and the likelihood does not have: "draw", "fisher", or "all"."""
+    found: frozenset[str] = getattr(likelihood, "lacks", frozenset())
+    return found
+
+
+def name_of(likelihood: Likelihood) -> str:
+    """Return the name of a likelihood, for messages."""
+    return str(getattr(likelihood, "name", type(likelihood).__name__))
+
+
 def refuse_labels(
     likelihood: Likelihood, labels: Tensor, num_outputs: int, *, where: str = "the batch", first: int = 0
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from transformers import Trainer, default_data_collator
 
 from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConfig
 from hf_bayes.training import compat
+from hf_bayes.training.host_trainers import likelihood_for
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.own.poisson import Poisson
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 
@@ -130,3 +134,19 @@ def test_columns_that_the_host_keeps_for_its_collator_are_kept(tmp_path: Path) -
 
     trainer = built(Packing, tmp_path)
     assert {"seq_lengths", "input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
+
+
+def reward_host() -> type:
+    """Return a class that looks like TRL's RewardTrainer."""
+    return type("RewardTrainer", (OwnLoss,), {"__module__": "trl.trainer.reward_trainer", "compute_loss": None})
+
+
+def test_rewards_have_the_likelihood_of_preferences() -> None:
+    args = SimpleNamespace(center_rewards_coefficient=None)
+    assert likelihood_for(reward_host(), None, args) == BradleyTerry()
+    assert likelihood_for(Trainer, None, args) is None
+    assert likelihood_for(Trainer, Poisson(), args) == Poisson()
+    with pytest.raises(ValueError, match="whose rows are preferences: leave it out"):
+        likelihood_for(reward_host(), Poisson(), args)
+    with pytest.raises(ValueError, match=r"center_rewards_coefficient=0\.1 is refused"):
+        likelihood_for(reward_host(), None, SimpleNamespace(center_rewards_coefficient=0.1))

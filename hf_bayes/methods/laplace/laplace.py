@@ -197,6 +197,7 @@ class LaplaceConfig(MethodConfig):
         self._check_prior(problem)
         # at once, since the pass comes only after all updates
         self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
+        self.spec.check_likelihood(problem.lacks)
 
         def update(state: MAPState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MAPState, Info]:
             return descend(state, evaluation, problem, lr, momentum=self.momentum, prior_weight=self.prior_weight)

@@ -50,6 +50,11 @@ MODULES = {
 """Kind of module -> structure -> the form of its curvature."""
 
 
+def drawn_or_empirical(lacks: frozenset[str]) -> str:
+    """Return "ggn", or for a likelihood that draws no labels the empirical Fisher, which needs only ``log_prob``."""
+    return "ef_sequence" if "draw" in lacks else "ggn"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CurvatureSpec:
     """A combination of estimator and structure, with their options.
@@ -148,6 +153,30 @@ class CurvatureSpec:
             raise ValueError(
                 f"the Hessian of an energy takes a backward pass for each of {dim} elements; the limit is {MAX_FULL}: "
                 "use structure='low_rank', or fewer parameters"
+            )
+
+    def check_likelihood(self, lacks: frozenset[str]) -> None:
+        """Check that the likelihood has what the estimator needs.
+
+        Args:
+            lacks: what it does not have, of "draw" and "fisher"; "all" if no curvature pass can read it.
+        Raises:
+            ValueError: naming what is missing.
+        """
+        if "all" in lacks:
+            raise ValueError(
+                "a curvature pass differentiates the outputs of one input at a time, and this likelihood compares or "
+                "weighs them: no Laplace approximation of it is supported. Use a sampler, an ensemble or VI"
+            )
+        if self.estimator != "ggn":
+            return
+        needed = "fisher" if self.num_samples is None else "draw"
+        if needed in lacks:
+            other = "num_samples=1 draws labels, " if self.num_samples is None and "draw" not in lacks else ""
+            raise ValueError(
+                f"estimator='ggn' with num_samples={self.num_samples} needs the likelihood's {needed}, which it does "
+                f"not define: {other}estimator='ef_sequence' needs only log_prob, or define {needed} "
+                "(docs/likelihoods.md)"
             )
 
     def build_estimator(self) -> Estimator:

@@ -42,7 +42,7 @@ from hf_bayes.core.rng import randn, spare_generators
 from hf_bayes.core.types import AllRows, DataPass, Evaluation, Info, Problem, Rngs, Rule, locate_at_theta
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
-from hf_bayes.methods.laplace.supported import CurvatureSpec
+from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial
 from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
@@ -309,7 +309,13 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
     structure = config.whitening or ("kronecker" if has_matrices and kronecker.size <= MAX_BASIS else "diagonal")
     roots = kronecker if structure == "kronecker" else DiagonalRoots(shapes)
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
-    return roots, CurvatureSpec(structure=structure, share=min(1.0, share))
+    if "all" in problem.lacks:
+        raise ValueError(
+            f"{config.name}: a sampler that finds its own step size measures the curvature of the likelihood, which is "
+            "not supported for this likelihood: give learning_rate="
+        )
+    estimator = drawn_or_empirical(problem.lacks)
+    return roots, CurvatureSpec(estimator=estimator, structure=structure, share=min(1.0, share))
 
 
 def _ruled_by_data(roots: Roots, packed: Tensor, problem: Problem) -> Tensor:

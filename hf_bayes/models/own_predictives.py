@@ -1,0 +1,146 @@
+"""Posterior predictive distributions under a user's likelihood (``uncertainty.own``).
+
+Numbers have standard deviations, by the law of total variance, with mean f_m and variance v_m of member m:
+
+    predictive^2 = aleatoric^2 + epistemic^2,   aleatoric^2 = mean_m v_m,   epistemic^2 = Var_m f_m.
+
+Classes have entropies in nats, as the classes of transformers' heads do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_bayes.core.rng import generator
+from hf_bayes.distributed.member_sums import LocalMembers
+from hf_bayes.models import predictives
+from hf_bayes.models.predictives import MemberClasses, MemberPredictive
+from hf_bayes.models.predictors import Predictive
+from hf_bayes.uncertainty.decomposition import Prediction
+from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS
+from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, widened
+from hf_bayes.uncertainty.own.adapted import Adapted
+from hf_bayes.uncertainty.own.base import ClassLogProbs
+from hf_bayes.uncertainty.own.bradley_terry import Preferences
+from hf_bayes.uncertainty.own.weighted import WeightedRows
+
+
+class OwnNumbers(MemberPredictive):
+    """The mean of the mixture of members [..., D], and the standard deviations around it."""
+
+    def __init__(self, logits: Tensor, likelihood: Adapted, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        means, variances = likelihood.config.predict(widened(logits))
+        self.logits = spread.mean(means)
+        aleatoric = spread.mean(variances)
+        epistemic = spread.mean((means - self.logits).square())
+        self.parts = {
+            "predictive_std": (aleatoric + epistemic).sqrt(),
+            "aleatoric_std": aleatoric.sqrt(),
+            "epistemic_std": epistemic.sqrt(),
+        }
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the NLL, squared errors, deviations, and the share of labels within one predictive deviation."""
+        squares = (self.logits - labels.to(self.logits).reshape(self.logits.shape)).square()
+        covered = (squares.sqrt() <= self.parts["predictive_std"]).to(self.logits.dtype)
+        numbers = {"mse": squares, "covered": covered, **self.parts}
+        return super().statistics(labels) | {name: value.mean(-1) for name, value in numbers.items()}
+
+
+class MemberRewards(MemberPredictive):
+    """The members' mean reward [..., 1] of single texts, and its standard deviation over the members."""
+
+    def __init__(self, logits: Tensor, likelihood: Likelihood, spread: LocalMembers) -> None:
+        super().__init__(logits, likelihood, spread)
+        rewards = widened(logits)
+        self.logits = spread.mean(rewards)
+        self.parts = {"epistemic_std": spread.mean((rewards - self.logits).square()).sqrt()}
+
+
+class DrawnOutputs:
+    """A prediction from draws of Gaussian outputs, which are no members of a posterior."""
+
+    members: tuple[Prediction, Tensor] | None = None
+
+    def __init__(self, inner: Predictive) -> None:
+        self._inner, self.logits, self.parts = inner, inner.logits, inner.parts
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood of the labels."""
+        return self._inner.loss(labels)
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the statistics of the labels, without those of single members."""
+        found = self._inner.statistics(labels)
+        return {name: value for name, value in found.items() if not name.startswith("member_")}
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Return [n, G, 3], see ``mixture_temperature``."""
+        return self._inner.nll_at_temperatures(labels)
+
+
+class UnweightedRows:
+    """A prediction that is judged without the weights of rows: each held-out row counts once."""
+
+    def __init__(self, inner: Predictive, likelihood: WeightedRows) -> None:
+        self._inner, self._likelihood = inner, likelihood
+        self.logits, self.parts = inner.logits, inner.parts
+        self.members: tuple[Prediction, Tensor] | None = inner.members
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood of the labels, without their weights."""
+        return self._inner.loss(self._likelihood.parts(labels)[0])
+
+    def statistics(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the statistics of the labels, without their weights."""
+        return self._inner.statistics(self._likelihood.parts(labels)[0])
+
+    def nll_at_temperatures(self, labels: Tensor) -> Tensor:
+        """Return [n, G, 3], see ``mixture_temperature``, without weights."""
+        return self._inner.nll_at_temperatures(self._likelihood.parts(labels)[0])
+
+
+def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
+    """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood, as ``predictives.of_members``."""
+    if isinstance(likelihood, WeightedRows):
+        return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
+    if isinstance(likelihood, Preferences):
+        if logits.shape[-1] == likelihood.texts_per_row:
+            return MemberClasses(logits, Categorical(), spread, temperature)
+        return MemberRewards(logits, likelihood, spread)
+    if not isinstance(likelihood, Adapted):
+        return predictives.of_members(logits, likelihood, spread, temperature)
+    if likelihood.num_classes is None:
+        return OwnNumbers(logits, likelihood, spread)
+    found = likelihood.config.predict(widened(logits))
+    assert isinstance(found, ClassLogProbs)
+    return MemberClasses(found.log_probs, Categorical(), spread, temperature)
+
+
+def of_gaussian(
+    mean: Tensor, covariance: Tensor, likelihood: Likelihood, link: str, temperature: float = 1.0
+) -> Predictive:
+    """Return the prediction of K Gaussians over the outputs under any likelihood; see ``predictives.of_gaussian``.
+
+    A user's likelihood has no closed form: draws of the outputs, of a fixed seed, are its members.
+    """
+    if isinstance(likelihood, WeightedRows):
+        return UnweightedRows(of_gaussian(mean, covariance, likelihood.inner, link, temperature), likelihood)
+    if not isinstance(likelihood, Adapted):
+        return predictives.of_gaussian(mean, covariance, likelihood, link, temperature)
+    return DrawnOutputs(of_members(_draws(mean, covariance), likelihood, LocalMembers(), temperature))
+
+
+def _draws(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Return [S K, ..., C] draws of K Gaussians, of about ``NUM_DRAWS`` in all."""
+    count = -(-NUM_DRAWS // len(mean))
+    noise = torch.randn(count, *mean.shape, generator=generator(0, "outputs"), dtype=mean.dtype).to(mean.device)
+    if covariance.ndim == mean.ndim:
+        deviations = covariance.clamp_min(0).sqrt() * noise
+    else:
+        values, vectors = torch.linalg.eigh(covariance)
+        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+        deviations = torch.einsum("k...ij,sk...j->sk...i", root, noise)
+    return (mean + deviations).flatten(0, 1)

@@ -1,0 +1,77 @@
+"""Ordered classes: the cumulative logit model, P(y <= k) = sigmoid(c_k - f) (McCullagh 1980, Regression models for
+ordinal data).
+
+With cutpoints c_0 < ... < c_{K-2} the probability of class k is sigmoid(c_k - f) - sigmoid(c_{k-1} - f), with
+c_{-1} = -infinity and c_{K-1} = infinity. With a = c_k - f and b = c_{k-1} - f,
+
+    log (sigmoid(a) - sigmoid(b)) = log sigmoid(a) + log sigmoid(-b) + log(1 - exp(b - a)),
+
+which stays exact where both sigmoids are 0 or 1 in floating point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.core.number_checks import is_finite_number
+from hf_bayes.uncertainty.own.base import ClassLogProbs, OwnLikelihood
+from hf_bayes.uncertainty.own.heteroscedastic import check_sizes
+
+SMALLEST_GAP = 1e-6
+"""The smallest distance between learnt cutpoints, so that no class has probability 0."""
+
+
+@dataclass(frozen=True)
+class Ordinal(OwnLikelihood):
+    """Classes 0..K-1 with an order, such as ratings. A larger output means a larger class.
+
+    Attributes:
+        num_classes: K.
+        cutpoints: K - 1 increasing numbers; the head has one output, f. None learns the cutpoints: the head has K - 1
+            outputs o, with c_0 - f = -o_0, and softplus(o_k) is the distance from c_{k-1} to c_k.
+    """
+
+    name: ClassVar[str] = "ordinal"
+    num_classes: int
+    cutpoints: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self.name, num_classes=self.num_classes - 1 if isinstance(self.num_classes, int) else 0)
+        given = self.cutpoints
+        if given is None:
+            return
+        fine = all(map(is_finite_number, given)) and all(a < b for a, b in pairwise(given))
+        if len(given) != self.num_classes - 1 or not fine:
+            raise ValueError(
+                f"ordinal: cutpoints must be {self.num_classes - 1} increasing numbers for num_classes="
+                f"{self.num_classes}, got {given}. None learns them"
+            )
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_classes - 1 if self.cutpoints is None else 1
+
+    def log_prob(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        log_probs = self.predict(outputs).log_probs
+        lead = torch.broadcast_shapes(log_probs.shape[:-1], labels.shape)
+        return log_probs.expand(*lead, -1).gather(-1, labels.long().expand(lead)[..., None])[..., 0]
+
+    def predict(self, outputs: Tensor) -> ClassLogProbs:
+        bounds = self._bounds(outputs)
+        below, above = F.logsigmoid(bounds), F.logsigmoid(-bounds)
+        gaps = (-(bounds[..., :-1] - bounds[..., 1:]).expm1()).log()
+        inner = below[..., 1:] + above[..., :-1] + gaps
+        return ClassLogProbs(torch.cat([below[..., :1], inner, above[..., -1:]], -1))
+
+    def _bounds(self, outputs: Tensor) -> Tensor:
+        """Return [..., K - 1], the cutpoints minus f."""
+        if self.cutpoints is not None:
+            return torch.tensor(self.cutpoints, dtype=outputs.dtype, device=outputs.device) - outputs
+        gaps = F.softplus(outputs[..., 1:]) + SMALLEST_GAP
+        return torch.cat([-outputs[..., :1], gaps], -1).cumsum(-1)

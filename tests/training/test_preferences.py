@@ -1,0 +1,124 @@
+"""Pairs of texts as rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import default_data_collator
+
+from hf_bayes.core.config import MethodConfig
+from hf_bayes.methods.laplace.laplace import LaplaceConfig
+from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models.classification import BayesianModelForSequenceClassification
+from hf_bayes.training.preferences import PairRows
+from hf_bayes.training.trainer import BayesianTrainer
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from tests import runs
+from tests.tiny_models import tiny_bert
+
+
+def halves(rows: list[Any]) -> dict[str, Any]:
+    """Collate as TRL does: the preferred texts first."""
+    ids = torch.tensor([row[0] for row in rows] + [row[1] for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_the_texts_of_a_pair_become_one_row() -> None:
+    batch = PairRows(halves)([([1, 2], [3, 4]), ([5, 6], [7, 8])])
+    assert batch["input_ids"].tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert batch["attention_mask"].shape == (2, 2, 2)
+    assert batch["labels"].tolist() == [0, 0]
+
+
+def test_rows_of_two_texts_pass_unchanged() -> None:
+    given = {"input_ids": torch.ones(3, 2, 4, dtype=torch.long), "labels": torch.tensor([0, 1, 0])}
+    assert PairRows(lambda rows: given)([0, 1, 2]) == given
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"labels": torch.zeros(2)}, r"preferences need pairs of texts, got a batch with \['labels'\]"),
+        ({"input_ids": torch.ones(4, 2), "margin": torch.ones(2)}, "margins of preferences"),
+        ({"input_ids": torch.ones(2, 2)}, "made 2 texts of 2 rows, expected 2 for each"),
+    ],
+)
+def test_other_batches_are_refused(batch: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PairRows(lambda rows: batch)([0, 1])
+
+
+def pairs(count: int = 8) -> Dataset:
+    """Rows of two texts; a label is the index of the preferred one."""
+    texts = runs.token_rows(2 * count, length=5)
+    ids = [[texts[2 * n]["input_ids"], texts[2 * n + 1]["input_ids"]] for n in range(count)]
+    return Dataset.from_dict({"input_ids": ids, "labels": [n % 2 for n in range(count)]})
+
+
+def preferring(folder: Path, method: MethodConfig | None = None, **changes: Any) -> BayesianTrainer:
+    return BayesianTrainer(
+        tiny_bert(num_labels=1),
+        method or SGHMCConfig(num_chains=3, prior_std=1.0),
+        runs.arguments(folder, **changes),
+        train_dataset=pairs(),
+        eval_dataset=pairs(),
+        subspace="last_block",
+        likelihood=BradleyTerry(),
+        data_collator=default_data_collator,
+    )
+
+
+def test_a_trainer_counts_pairs_and_saves_their_likelihood(tmp_path: Path) -> None:
+    run = preferring(tmp_path)
+    run.train()
+    assert run.num_data == 8
+    metrics = run.evaluate()
+    assert metrics["eval_total"] == pytest.approx(metrics["eval_aleatoric"] + metrics["eval_epistemic"], abs=1e-6)
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForSequenceClassification.from_pretrained(
+        tmp_path / "posterior", base_model=tiny_bert(num_labels=1)
+    )
+    ids = torch.tensor(pairs()["input_ids"])
+    assert torch.equal(loaded(input_ids=ids).logits, run.bayesian(input_ids=ids).logits)
+    assert "total" in loaded(input_ids=ids)
+    assert "total" not in loaded(input_ids=ids[:, 0])
+
+
+@pytest.mark.parametrize("minibatch", ["independent", "shared"])
+def test_folded_pairs_have_the_gradient_of_single_models(tmp_path: Path, minibatch: str) -> None:
+    run = preferring(tmp_path, minibatch=minibatch)
+    active = runs.started(run)
+    assert run.rows is not None
+    (batch,) = run.rows.take(iter(run.rows.loader()), 1)
+    theta = run.bayesian.theta.detach().clone()
+    found = active.objective.evaluate(theta, [batch])
+    copies = (
+        {name: value.unflatten(0, (3, -1)) for name, value in batch.items()} if minibatch == "independent" else None
+    )
+    model = tiny_bert(num_labels=1)
+    for chain, row in enumerate(theta):
+        own = batch if copies is None else {name: value[chain] for name, value in copies.items()}
+        model.zero_grad()
+        named = dict(model.named_parameters())
+        for name, value in run.bayesian.layout.unflatten(row[None]).items():
+            named[name].data = value[0]
+        rewards = model(input_ids=own["input_ids"].flatten(0, 1)).logits.view(-1, 2)
+        chosen = rewards.gather(1, own["labels"][:, None]) - rewards.gather(1, 1 - own["labels"][:, None])
+        (8 / len(chosen) * torch.nn.functional.logsigmoid(chosen).sum()).backward()
+        expected = torch.cat([named[name].grad.flatten() for name in run.bayesian.layout.names])  # type: ignore[union-attr]
+        assert found.grad_log_lik is not None
+        # float32 sums in another order, of gradients of about 1
+        assert torch.allclose(found.grad_log_lik[chain].float(), expected, atol=1e-4)
+
+
+def test_what_reads_one_text_at_a_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no Laplace approximation of it is supported"):
+        preferring(tmp_path, LaplaceConfig(prior_std=1.0)).train()
+    with pytest.raises(ValueError, match=r"not supported for this likelihood: give learning_rate="):
+        preferring(tmp_path, learning_rate=None, max_steps=60).train()
+    with pytest.raises(ValueError, match=r"trunk_memory_gib=1\.0 is refused with preferences"):
+        preferring(tmp_path, trunk_memory_gib=1.0)
