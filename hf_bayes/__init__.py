@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hf_bayes.fit.prior_predictive import prior_predictive
     from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
+    from hf_bayes.fit.training_free import fit_training_free
     from hf_bayes.methods.averaging.ensemble import EnsembleConfig
     from hf_bayes.methods.averaging.map import MAPConfig
     from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from hf_bayes.methods.variational.ivon import IVONConfig
     from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
     from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+    from hf_bayes.methods.variational.training_free import TrainingFreeConfig
     from hf_bayes.models.attaching import attach
     from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
     from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -113,6 +115,7 @@ _MODULES = {
     "SWAConfig": "methods.averaging.swa",
     "SWAGConfig": "methods.averaging.swag",
     "SnapshotConfig": "methods.averaging.snapshot",
+    "TrainingFreeConfig": "methods.variational.training_free",
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
     "cross_fit_calibration": "training.cross_fitting",
@@ -124,6 +127,7 @@ _MODULES = {
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
+    "fit_training_free": "fit.training_free",
     "mixture": "uncertainty.decomposition",
     "pipeline": "pipelines.factory",
     "print_record": "pipelines.rendering",
@@ -170,6 +174,7 @@ __all__ = [
     "SWAConfig",
     "SWAGConfig",
     "SnapshotConfig",
+    "TrainingFreeConfig",
     "UncertaintyStreamer",
     "attach",
     "cross_fit_calibration",
@@ -180,6 +185,7 @@ __all__ = [
     "fit_layer_factors",
     "fit_mc_dropout",
     "fit_swag",
+    "fit_training_free",
     "fit_variance_factor",
     "mixture",
     "pipeline",

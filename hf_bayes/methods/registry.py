@@ -39,6 +39,7 @@ from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.methods.variational.training_free import TrainingFreeConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
     "sghmc": SGHMCConfig,
@@ -64,6 +65,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "swa": SWAConfig,
     "swag": SWAGConfig,
     "mc_dropout": MCDropoutConfig,
+    "training_free": TrainingFreeConfig,
 }
 
 
