@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from hf_bayes.core.rng import require_seed
 from hf_bayes.core.types import FinalPassResult, Problem
 from hf_bayes.diagnostics.comparison import RowScores, difference_std_error, row_scores
 from hf_bayes.distributions.energy import FlatPrior
-from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, load_posterior, require_rows
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.models.attaching import MODELS, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
@@ -102,13 +103,26 @@ def fit_training_free(
         return _with_verdict(posterior, _compare(bayesian, posterior, batches, len(heldout)))
 
 
-def load_adapter(place: str | os.PathLike[str]) -> BayesianModel:
-    """Load the posterior, or the plain peft adapter, in a directory or repository."""
+def read_adapter(place: str | os.PathLike[str]) -> Posterior:
+    """Read the posterior in a directory or repository, or the plain peft adapter there, as a posterior of one draw."""
     try:
-        return load_posterior(place)
-    except OSError:
-        posterior = Posterior.from_adapters([place])
-    return MODELS[posterior.config.task].from_pretrained(posterior)
+        return Posterior.from_pretrained(place)
+    except FileNotFoundError:
+        return Posterior.from_adapters([place])
+
+
+def load_adapter(adapter: str | os.PathLike[str] | Posterior, *, base_model: Any = None) -> BayesianModel:
+    """Load a posterior, or a plain peft adapter, on its base model, to predict by its members.
+
+    Args:
+        adapter: a directory or repository, or what ``read_adapter`` returned.
+        base_model: as in ``from_pretrained``.
+    """
+    posterior = adapter if isinstance(adapter, Posterior) else read_adapter(adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*1 member: epistemic uncertainty is 0")  # it will have more
+        kind = MODELS[posterior.config.task]
+        return kind.from_pretrained(posterior, base_model=base_model, prediction="members", calibrated=False)
 
 
 class Comparison(NamedTuple):

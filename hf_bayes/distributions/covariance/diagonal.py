@@ -17,14 +17,14 @@ class Diagonal(Covariance):
     """The covariance diag(std^2).
 
     Attributes:
-        std: [d], positive, or 0 for points; not all 0.
+        std: [d], positive, or 0 for points.
     """
 
     kind: ClassVar[str] = "diagonal"
     std: Tensor
 
     def __post_init__(self) -> None:
-        if self.std.ndim != 1 or not bool((self.std >= 0).all() and (self.std > 0).any()):
+        if self.std.ndim != 1 or not bool((self.std >= 0).all()):
             raise ValueError(
                 f"a diagonal Gaussian needs positive stds of shape [d], or 0 for points, got {faults(self.std)}"
             )
