@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
     from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
     from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+    from hf_bayes.methods.variational.blob import BLoBConfig
     from hf_bayes.methods.variational.ekf import EKFConfig
     from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
     from hf_bayes.methods.variational.ivon import IVONConfig
@@ -84,6 +85,7 @@ _MODULES = {
     "METHODS": "methods.registry",
     "AGPSConfig": "methods.sgmcmc.agps",
     "BAOABConfig": "methods.sgmcmc.baoab",
+    "BLoBConfig": "methods.variational.blob",
     "BayesianModelForAudioClassification": "models.audio_classification",
     "BayesianModelForCausalLM": "models.causal_lm",
     "BayesianModelForImageClassification": "models.image_classification",
@@ -143,6 +145,7 @@ __all__ = [
     "METHODS",
     "AGPSConfig",
     "BAOABConfig",
+    "BLoBConfig",
     "BayesianModelForAudioClassification",
     "BayesianModelForCausalLM",
     "BayesianModelForImageClassification",

@@ -34,6 +34,7 @@ from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 from hf_bayes.methods.sgmcmc.whitening import num_measured, whiten
+from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.ekf import EKFConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
@@ -66,6 +67,7 @@ METHODS: dict[str, type[MethodConfig]] = {
     "swag": SWAGConfig,
     "mc_dropout": MCDropoutConfig,
     "training_free": TrainingFreeConfig,
+    "blob": BLoBConfig,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 METHODS = {
     "agps": "adaptive Gaussian-proposal sampling",
+    "blob": "Bayesian low-rank adaptation by backpropagation (BLoB)",
     "baoab": "Langevin dynamics with the BAOAB splitting",
     "ekf": "the extended Kalman filter",
     "ensemble": "a deep ensemble",

@@ -125,6 +125,8 @@ class ActiveRun:
         method, settings = self.method, self.settings.method
         if method != settings or getattr(method, "fit_prior", None):
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
+        if method.requirements.final_pass and method.requirements.heldout != "none":
+            return None  # held-out rows determine the width, and not the energy
         is_optimum = method.temperature == 0 and found.num_stored > 0
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None

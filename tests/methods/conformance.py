@@ -35,6 +35,7 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.ekf import EKFConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
@@ -139,6 +140,7 @@ ROWS = {
     "training_free": Row(
         config=TrainingFreeConfig(scales="layer", tolerance=2.0), learning_rate=0.01, law=None, noise=False, cold=True
     ),
+    "blob": Row(config=BLoBConfig(init_std=0.05), learning_rate=0.01, law=exact),  # without names nothing is a point
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
