@@ -153,6 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalty": {**SAMPLER, "num_leapfrog": 1},
     "swa": {"num_chains": 2},
     "swag": {"num_chains": 2},
+    "training_free": {"num_chains": 2},
     "mc_dropout": {"num_chains": 2, "num_masks": 1},
 }
 
