@@ -249,6 +249,13 @@ def chains_of_an_energy_stay_where_they_start(folder: Path, name: str) -> None:
 # -- Gaussians, and what needs no trainer ------------------------------------------------------------------------------
 
 
+@path
+def a_finished_adapter_is_bayesianised(folder: Path) -> None:
+    model = models.with_lora(from_disk(folder, models.tiny_bert)).to(DEVICE)
+    found = fit_training_free(model, runs.label_rows(40), TrainingFreeConfig(scales="layer"))
+    assert found.approximation.means.device.type == "cpu"
+
+
 @path_of_each("diagonal", "kronecker", "low_rank", "full")
 def a_laplace_approximation_predicts_linearised(folder: Path, name: str) -> None:
     rows, inputs = runs.label_rows(6), there(models.batch())
