@@ -32,10 +32,12 @@ from hf_bayes import (
     MCDropoutConfig,
     MeanFieldConfig,
     SGHMCConfig,
+    TrainingFreeConfig,
     attach,
     fit_laplace,
     fit_mc_dropout,
     fit_swag,
+    fit_training_free,
     pipeline,
 )
 from hf_bayes.core.config import MethodConfig
