@@ -58,7 +58,7 @@ def bayesianise(args: BayesianiseArguments, *own: Any) -> Posterior:
     Raises:
         ValueError, OSError: without held-out rows, and for an adapter, a file or labels that do not fit each other.
     """
-    fields = {"scales": args.scales, "tolerance": args.tolerance}
+    fields: dict[str, Any] = {"scales": args.scales, "tolerance": args.tolerance}
     method = METHODS["training_free"](**fields)  # a wrong setting is refused before a model is loaded
     if args.heldout is None:
         raise ValueError(

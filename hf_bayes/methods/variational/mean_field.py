@@ -46,7 +46,7 @@ from hf_bayes.methods.variational.gaussian_vi import (
     parts,
 )
 from hf_bayes.methods.variational.optimisers import direction
-from hf_bayes.methods.variational.points import check_expression, random_elements
+from hf_bayes.methods.variational.points import random_elements
 
 SLOPE_RATE = 0.05
 """The rate of the least mean squares, with a memory of 20 updates.
@@ -81,19 +81,9 @@ class MeanFieldState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanFieldConfig(ReparametrisedVIConfig):
-    """Mean-field Gaussian variational inference: q has independent elements.
-
-    Attributes:
-        points: regular expression on names of random parameters that are learnt as points, with a variance of 0; None
-            means that all are random.
-    """
+    """Mean-field Gaussian variational inference: q has independent elements."""
 
     name: ClassVar[str] = "mean_field"
-    points: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_expression(self.name, self.points)
 
     def build(self, problem: Problem) -> Rule[MeanFieldState]:
         mask = random_elements(self.name, self.points, problem.shapes)

@@ -111,7 +111,7 @@ class TrainingFreeConfig(MAPConfig):
                 f"held-out rows worse than its weights alone, by {best.difference:.3g} nats (standard error "
                 f"{best.std_error:.2g}): keep the adapter as it is, or give other rows"
             )
-        report = {
+        report: dict[str, Any] = {
             "scale": best.width,
             "too_wide": min((one.width for one in checks if not one.passes), default=None),
             "passes": bool(passed),
