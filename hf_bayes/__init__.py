@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_bayes.fit.prior_predictive import prior_predictive
     from hf_bayes.fit.single_pass import fit_layer_factors, fit_variance_factor
     from hf_bayes.fit.swag import fit_swag
+    from hf_bayes.fit.training_free import fit_training_free
     from hf_bayes.methods.averaging.ensemble import EnsembleConfig
     from hf_bayes.methods.averaging.map import MAPConfig
     from hf_bayes.methods.averaging.mc_dropout import MCDropoutConfig
@@ -58,11 +59,13 @@ if TYPE_CHECKING:
     from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
     from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
     from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+    from hf_bayes.methods.variational.blob import BLoBConfig
     from hf_bayes.methods.variational.ekf import EKFConfig
     from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
     from hf_bayes.methods.variational.ivon import IVONConfig
     from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
     from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+    from hf_bayes.methods.variational.training_free import TrainingFreeConfig
     from hf_bayes.models.attaching import attach
     from hf_bayes.models.audio_classification import BayesianModelForAudioClassification
     from hf_bayes.models.causal_lm import BayesianModelForCausalLM
@@ -92,6 +95,7 @@ _MODULES = {
     "METHODS": "methods.registry",
     "AGPSConfig": "methods.sgmcmc.agps",
     "BAOABConfig": "methods.sgmcmc.baoab",
+    "BLoBConfig": "methods.variational.blob",
     "BayesianModelForAudioClassification": "models.audio_classification",
     "BayesianModelForCausalLM": "models.causal_lm",
     "BayesianModelForImageClassification": "models.image_classification",
@@ -133,6 +137,7 @@ _MODULES = {
     "SWAConfig": "methods.averaging.swa",
     "SWAGConfig": "methods.averaging.swag",
     "SnapshotConfig": "methods.averaging.snapshot",
+    "TrainingFreeConfig": "methods.variational.training_free",
     "UncertaintyStreamer": "pipelines.records",
     "attach": "models.attaching",
     "cross_fit_calibration": "training.cross_fitting",
@@ -146,6 +151,7 @@ _MODULES = {
     "fit_laplace": "fit.laplace",
     "fit_mc_dropout": "fit.mc_dropout",
     "fit_swag": "fit.swag",
+    "fit_training_free": "fit.training_free",
     "mixture": "uncertainty.decomposition",
     "outputs_of": "fit.function_curvature",
     "pipeline": "pipelines.factory",
@@ -164,6 +170,7 @@ __all__ = [
     "METHODS",
     "AGPSConfig",
     "BAOABConfig",
+    "BLoBConfig",
     "BayesianModelForAudioClassification",
     "BayesianModelForCausalLM",
     "BayesianModelForImageClassification",
@@ -203,6 +210,7 @@ __all__ = [
     "SWAConfig",
     "SWAGConfig",
     "SnapshotConfig",
+    "TrainingFreeConfig",
     "UncertaintyStreamer",
     "Weighted",
     "attach",
@@ -216,6 +224,7 @@ __all__ = [
     "fit_layer_factors",
     "fit_mc_dropout",
     "fit_swag",
+    "fit_training_free",
     "fit_variance_factor",
     "mixture",
     "outputs_of",

@@ -33,10 +33,12 @@ from hf_bayes import (
     MCDropoutConfig,
     MeanFieldConfig,
     SGHMCConfig,
+    TrainingFreeConfig,
     attach,
     fit_laplace,
     fit_mc_dropout,
     fit_swag,
+    fit_training_free,
     pipeline,
 )
 from hf_bayes.core.config import MethodConfig
@@ -263,6 +265,13 @@ def chains_of_an_energy_stay_where_they_start(folder: Path, name: str) -> None:
 
 
 # -- Gaussians, and what needs no trainer ------------------------------------------------------------------------------
+
+
+@path
+def a_finished_adapter_is_bayesianised(folder: Path) -> None:
+    model = models.with_lora(from_disk(folder, models.tiny_bert)).to(DEVICE)
+    found = fit_training_free(model, runs.label_rows(40), TrainingFreeConfig(scales="layer"))
+    assert found.approximation.means.device.type == "cpu"
 
 
 @path_of_each("diagonal", "kronecker", "low_rank", "full")

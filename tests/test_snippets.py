@@ -91,6 +91,10 @@ def a_run() -> Namespace:
     return {**names, **halves, "collate": padding_collator(), "rows_of_this_hospital": rows}
 
 
+def short_arguments() -> BayesianTrainingArguments:
+    return BayesianTrainingArguments("out", max_steps=20, use_cpu=True, report_to=[], disable_tqdm=True)
+
+
 def a_tuning() -> Namespace:
     few = [Candidate("plain fine-tuning", MAPConfig(), 1e-2), Candidate("slow", MAPConfig(), 1e-5)]
     args = BayesianTrainingArguments("tuned", max_steps=60, use_cpu=True, report_to=[], disable_tqdm=True)
@@ -269,6 +273,7 @@ SNIPPETS = {
     ("docs/sample.md", 1): Snippet(dict),
     ("docs/scale.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/scale.md", 1): Snippet(logistic_data, {"num_steps=20_000": "num_steps=60"}, "pyro"),
+    ("docs/training_free.md", 0): Snippet(lambda: {**a_run(), "heldout": Dataset.from_list(token_rows(40, seed=1))}),
     ("docs/trl.md", 0): Snippet(
         chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
     ),
@@ -278,6 +283,7 @@ SNIPPETS = {
     ("docs/uncertainty.md", 2): Snippet(predictions),
     ("docs/uncertainty.md", 3): Snippet(dict),
     ("docs/variational.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
+    ("docs/variational.md", 1): Snippet(lambda: {**a_run(), "args": short_arguments()}),
 }
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "classify": "fine-tune a classifier or a regression of texts into a posterior",
     "continual": "learn texts one after another, each posterior the prior of the next",
     "tune": "compare methods on held-out rows within a budget, and save the best posterior",
+    "bayesianise": "make a posterior of a finished LoRA adapter from held-out rows, without training",
     "evaluate": "measure scores, calibration and the detection of other inputs",
     "score": "show the uncertainty of each token of a text",
     "generate": "continue a prompt and show the uncertainty of each token",

@@ -170,6 +170,20 @@ class HeldOut(NamedTuple):
     num_members: int | None = None
 
 
+class HeldOutByRow(NamedTuple):
+    """A request for the score of draws [M, d] on every held-out row, for comparisons that are paired by row.
+
+    The answer is a list of ``diagnostics.comparison.RowScores``, one for each group of draws.
+
+    Attributes:
+        part: the rows to score: "all", "even" or "odd".
+        num_groups: the number of groups of successive draws, all of one size. Each group is a mixture of its own.
+    """
+
+    part: str
+    num_groups: int = 1
+
+
 class AllRows(NamedTuple):
     """A request for the gradient of log p(D | theta) [M, d] on all training rows, for theta [M, d].
 
@@ -190,8 +204,8 @@ class DataPass(Protocol):
         """Return the result of the pass that ``what`` describes.
 
         For a ``CurvatureSpec`` at ``theta`` [d] it is the curvature, the log-likelihood and the gradient there. For
-        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient. For ``AllRows`` it is
-        the gradient of all rows.
+        ``HeldOut`` at ``theta`` [M, d] it is the held-out score of the mixture, and its gradient. For ``HeldOutByRow``
+        it is the score of every held-out row. For ``AllRows`` it is the gradient of all rows.
         """
         ...
 

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.core.rng import require_seed
-from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import Problem
 from hf_bayes.diagnostics.ruled_spread import RuledSpread
 from hf_bayes.diagnostics.verdict import Diagnostics
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.priors import build_prior
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
 from hf_bayes.methods.registry import METHODS
-from hf_bayes.models.attaching import MODELS, attach, refuse_frozen_adapter
+from hf_bayes.models.attaching import refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.classification import problem_of
 from hf_bayes.models.inherited_prior import Inherited, inherit
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_access import DataAccess
-from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms
 from hf_bayes.objectives.model_objective import ModelObjective
@@ -111,39 +108,22 @@ def _checked_config(method: MethodConfig | None) -> Any:
 
 @contextmanager
 def _as_bayesian(model: Any, config: Any, subspace: str, noise_std: float | None) -> Iterator[BayesianModel]:
-    """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards."""
-    if is_place(model):
-        model = _load(model)
-    if isinstance(model, BayesianModel):
-        if noise_std is not None:
-            raise ValueError(
-                f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
-                f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
-            )
-        yield model
-        return
-    if noise_std is None and config.fit_noise and problem_of(model.config) == "regression":
+    """Yield the Bayesian model to fit, see ``as_bayesian``. A noise that will be fitted begins at 1."""
+    plain = not (is_place(model) or isinstance(model, BayesianModel))
+    if noise_std is None and config.fit_noise and plain and problem_of(model.config) == "regression":
         noise_std = 1.0
-    bayesian = attach(model, subspace=subspace, noise_std=noise_std)
-    try:
+    with as_bayesian(model, subspace, noise_std) as bayesian:
         yield bayesian
-    finally:
-        bayesian.detach()
 
 
 def _check_data(data: Any, heldout: Any, batch_size: Any, num_data: Any, data_unit: Any) -> None:
     """Check rows and sizes, before a model is loaded."""
     for name, given in (("data", data), ("heldout", heldout)):
         if given is not None or name == "data":
-            require_rows(name, given)
+            require_rows("fit_laplace", name, given)
     if heldout is not None and len(heldout) == 1:
         raise ValueError("heldout= needs at least 2 rows, got 1: half of them may decide for the others")
-    if not is_count(batch_size):
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    if num_data is not None and not (is_finite_number(num_data) and num_data > 0):
-        raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
-    if data_unit not in ("token", "sequence"):
-        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+    check_sizes(batch_size, num_data, data_unit)
 
 
 def _fit(
@@ -168,7 +148,7 @@ def _fit(
     total = float(num_data or (len(data) if data_unit == "sequence" else terms))
     theta = model.current.detach().cpu()
     problem = _problem(model, theta, config, total, inherited, seed)
-    run = functools.partial(batches_of_rows, model=model, collate=collate, batch_size=batch_size)
+    run = functools.partial(batches_by_number, model=model, collate=collate, batch_size=batch_size)
     data_access = DataAccess(functools.partial(run, data), len(data))
     if heldout is not None:
         data_access = data_access._replace(heldout=functools.partial(run, heldout), num_heldout=len(heldout))
@@ -211,20 +191,6 @@ def _judged(spread: RuledSpread | None, theta: Tensor, config: MethodConfig) -> 
     return {name: judged[name] for name in ("converged", "verdict", "epistemic_size", "temperature", *found)}
 
 
-def require_rows(name: str, data: Any) -> None:
-    """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them."""
-    if isinstance(data, DataLoader):
-        raise ValueError(
-            f"{name} is a DataLoader, and batches are made here: give {name}=loader.dataset and, unless "
-            "it is the default one, collate=loader.collate_fn"
-        )
-    if is_stream(data) or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
-        raise ValueError(
-            f"{name} must have rows that can be counted and asked for by number, got {type(data).__name__}: give a "
-            "list of rows or a data set with a length (of a DatasetDict one split)"
-        )
-
-
 def _refuse_to_choose(config: Any, heldout: Any) -> None:
     if heldout is not None and config.fit_prior != "heldout":
         raise ValueError(
@@ -250,18 +216,3 @@ def _problem(
         num_data, prior, 1.0, 1, 0, model.layout.named_shapes, root_columns=model.num_root_columns,
         noise_std=getattr(model.likelihood, "noise_std", None), lacks=lacks_of(model.likelihood), seed=seed,
     )  # fmt: skip
-
-
-def batches_of_rows(
-    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
-) -> Iterator[dict[str, Any]]:
-    """Yield some rows of the data in batches, on the device of the model."""
-    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
-    for batch in loader:
-        yield with_tensors(batch, lambda tensor: tensor.to(model.device))
-
-
-def _load(directory: str | os.PathLike[str]) -> BayesianModel:
-    # another task is refused where the file is read
-    task = Posterior.from_pretrained(directory).config.task
-    return MODELS[task].from_pretrained(directory, prediction="members")

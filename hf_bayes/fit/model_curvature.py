@@ -18,10 +18,9 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_bayes.core.number_checks import is_count
 from hf_bayes.fit.curvature_operator import CurvatureOperator
-from hf_bayes.fit.laplace import batches_of_rows, require_rows
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, require_rows
 from hf_bayes.methods.laplace.estimators import build_estimator
 from hf_bayes.methods.laplace.supported import CurvatureSpec
-from hf_bayes.models.attaching import attach
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.curvature_pass import PassData, run_curvature_pass
 from hf_bayes.objectives.curvature_streams import curvature_products, row_gradients
@@ -111,23 +110,17 @@ def _passes(
     seed: int,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a function that opens a model for a pass over its data: (Bayesian model, theta [d], data)."""
-    require_rows("data", data)
+    require_rows("this function", "data", data)
     if not is_count(batch_size):
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
 
     @contextmanager
     def opened() -> Iterator[tuple[BayesianModel, Tensor, PassData]]:
-        owned = not isinstance(model, BayesianModel)
-        bayesian = attach(model, subspace=subspace, noise_std=noise_std) if owned else model
-        assert isinstance(bayesian, BayesianModel)
-        batches = functools.partial(
-            batches_of_rows, data, model=bayesian, collate=collate, batch_size=batch_size
-        )  # fmt: skip
-        try:
+        with as_bayesian(model, subspace, noise_std) as bayesian:
+            batches = functools.partial(
+                batches_by_number, data, model=bayesian, collate=collate, batch_size=batch_size
+            )  # fmt: skip
             rows = PassData(batches, len(data), 1.0, seed, None, nullcontext)
             yield bayesian, bayesian.current[0].detach(), rows
-        finally:
-            if owned:
-                bayesian.detach()
 
     return opened

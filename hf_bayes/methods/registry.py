@@ -34,11 +34,13 @@ from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
 from hf_bayes.methods.sgmcmc.whitening import num_measured, whiten
+from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.ekf import EKFConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.methods.variational.training_free import TrainingFreeConfig
 
 METHODS: dict[str, type[MethodConfig]] = {
     "sghmc": SGHMCConfig,
@@ -64,6 +66,8 @@ METHODS: dict[str, type[MethodConfig]] = {
     "swa": SWAConfig,
     "swag": SWAGConfig,
     "mc_dropout": MCDropoutConfig,
+    "training_free": TrainingFreeConfig,
+    "blob": BLoBConfig,
 }
 
 

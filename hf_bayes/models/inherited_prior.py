@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.distributions.covariance import require_density
 from hf_bayes.models import base_model
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import check_tokenizer, read
@@ -131,6 +132,7 @@ def _gaussian_of(posterior: Posterior, what: str) -> Gaussian:
     approximation = posterior.approximation
     try:
         gaussian = approximation.single()
+        require_density(gaussian.std)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
     if posterior.adapter_config and len(set(approximation.chains)) > 1:

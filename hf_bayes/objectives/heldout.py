@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_bayes.core.types import HeldOut
+from hf_bayes.core.types import HeldOut, HeldOutByRow
+from hf_bayes.diagnostics.comparison import RowScores
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.evaluation_mode import evaluating
 from hf_bayes.models.base import BayesianModel
 
 
 class HeldOutRows:
-    """Answers ``types.HeldOut``.
+    """Answers ``types.HeldOut`` and ``types.HeldOutByRow``.
 
     Args:
         batches: numbers of rows -> these rows, in this order, in batches.
@@ -53,16 +54,11 @@ class HeldOutRows:
     def __call__(self, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, Tensor | None]:
         model = self.model
         theta = theta.to(model.theta)
-        first, step = {"all": (0, 1), "even": (0, 2), "odd": (1, 2)}[what.part]
-        rows = range(first, self.num_rows, step)
-        if self.mesh is not None:
-            rows = rows[self.mesh.data_rank :: self.mesh.data_size]
+        rows = self._own(self._rows(what.part))
         sums = torch.zeros(3, dtype=torch.float64, device=theta.device)
         grad = torch.zeros_like(theta) if gradient else None
         with model.showing(theta), evaluating(model):
-            for batch in self.batches(rows) if len(rows) else ():
-                with torch.no_grad(), self.context():
-                    log_lik = model.evaluate_batch(batch)[0]["member_log_lik"]
+            for batch, log_lik in self._log_liks(rows):
                 mixture = log_lik.double().logsumexp(1) - math.log(len(theta))
                 single = log_lik.double().mean(1)
                 sums += torch.stack([sums.new_tensor(len(mixture)), -mixture.sum(), -single.sum()])
@@ -77,6 +73,48 @@ class HeldOutRows:
         self._bar.update()
         self._bar.set_postfix(nats=f"{nats:.4f}")
         return nats, None if grad is None else (grad / sums[0].to(grad)).cpu()
+
+    def by_row(self, theta: Tensor, what: HeldOutByRow) -> list[RowScores]:
+        """Return the scores of every row, in the order of the rows, for each group of draws."""
+        model, theta = self.model, theta.to(self.model.theta)
+        whole = self._rows(what.part)
+        rows = self._own(whole)
+        numbers = torch.tensor(range(len(whole)))[slice(None) if self.mesh is None else self._share]
+        nll = torch.zeros(what.num_groups, len(whole), dtype=torch.float64)
+        terms, start = torch.zeros(len(whole), dtype=torch.int64), 0
+        with model.showing(theta), evaluating(model):
+            for batch, log_lik in self._log_liks(rows):
+                counts = model.terms_per_row(batch).cpu()
+                places = numbers[start : start + len(counts)]
+                start += len(counts)
+                groups = log_lik.double().unflatten(1, (what.num_groups, -1))
+                mixtures = (groups.logsumexp(2) - math.log(groups.shape[2])).T.cpu()
+                nll.index_add_(1, places.repeat_interleave(counts), -mixtures)
+                terms[places] = counts
+        if self.mesh is not None:
+            nll, terms = (self.mesh.sum_over_data(part.to(theta.device)).cpu() for part in (nll, terms))
+        self._bar.update()
+        return [RowScores(row.numpy(), terms.numpy()) for row in nll]
+
+    def _rows(self, part: str) -> range:
+        """Return the numbers of the rows of a part."""
+        first, step = {"all": (0, 1), "even": (0, 2), "odd": (1, 2)}[part]
+        return range(first, self.num_rows, step)
+
+    def _own(self, rows: range) -> range:
+        """Return the rows that this process scores."""
+        return rows if self.mesh is None else rows[self._share]
+
+    @property
+    def _share(self) -> slice:
+        assert self.mesh is not None
+        return slice(self.mesh.data_rank, None, self.mesh.data_size)
+
+    def _log_liks(self, rows: range) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yield batches of these rows, and the log-likelihood [n, M] of their n terms for the members shown."""
+        for batch in self.batches(rows) if len(rows) else ():
+            with torch.no_grad(), self.context():
+                yield batch, self.model.evaluate_batch(batch)[0]["member_log_lik"]
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
         """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""

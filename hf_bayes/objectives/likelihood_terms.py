@@ -94,6 +94,6 @@ def _require_terms(parts: Tensor, name: str, *, both_halves: bool) -> None:
         )
     if both_halves and not bool(parts.all()):
         raise ValueError(
-            f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and a prior for each "
-            "tensor or element is fitted on one half of the rows and judged by the other: shuffle them"
+            f"the {'even' if parts[0] == 0 else 'odd'} rows of {name} hold no likelihood term, and one half of them "
+            "judges what is fitted on the other half: shuffle them"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.tensors import with_tensors
-from hf_bayes.core.types import AllRows, Evaluation, HeldOut
+from hf_bayes.core.types import AllRows, Evaluation, HeldOut, HeldOutByRow
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.members.inputs import num_rows_of
 from hf_bayes.methods.laplace.supported import CurvatureSpec
@@ -138,6 +138,9 @@ class ModelObjective:
 
     def heldout(self, theta: Tensor, what: HeldOut, *, gradient: bool = True) -> tuple[float, Tensor | None]:
         """Return the mixture's nats per held-out term for the draws ``theta`` [M, d], and their gradient."""
+        return self._heldout_rows()(theta, what, gradient=gradient)
+
+    def _heldout_rows(self) -> HeldOutRows:
         assert self.data is not None
         assert self.data.heldout is not None
         if self._heldout is None:
@@ -149,7 +152,7 @@ class ModelObjective:
                 context=self.context,
                 hide=self.data.hide,
             )
-        return self._heldout(theta, what, gradient=gradient)
+        return self._heldout
 
     def data_pass(self, theta: Tensor, what: Any, *, gradient: bool) -> Any:
         """Pass over the data once more, for a method that needs it (``core.types.DataPass``)."""
@@ -158,6 +161,8 @@ class ModelObjective:
                 return gradient_of_all_rows(self, theta, share=what.share)
             case HeldOut():
                 return self.heldout(theta, what, gradient=gradient)
+            case HeldOutByRow():
+                return self._heldout_rows().by_row(theta, what)
         return self.curvature(theta, what, gradient=gradient)
 
     def close(self) -> None:

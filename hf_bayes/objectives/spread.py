@@ -117,7 +117,10 @@ def _grad_energy(objective: ModelObjective, plan: SpreadPlan, theta: Tensor, sha
 def _ruled(
     objective: ModelObjective, plan: SpreadPlan, point: Tensor, deviations: Tensor, share: float
 ) -> tuple[Tensor, float]:
-    """Return B' deviations [S, d] and tr B, with B = H (H + tau)^-1 = 1 - tau (H + tau)^-1 at a point [d]."""
+    """Return B' deviations [S, d] and tr B, with B = H (H + tau)^-1 = 1 - tau (H + tau)^-1 at a point [d].
+
+    Both are restricted to the elements that deviate.
+    """
     shapes = tuple(plan.shapes.values())
     fits = any(len(shape) == 2 for shape in shapes) and KroneckerRoots(shapes).size <= MAX_BASIS
     estimator = drawn_or_empirical(lacks_of(objective.model.likelihood))
@@ -126,5 +129,7 @@ def _ruled(
     tau = plan.prior_weight * precision_of(plan.prior, curvature.diagonal).diagonal
     covariance = curvature.covariance(tau)
     deviations = deviations.to(tau)
-    ruled = deviations - covariance.product(tau * deviations)
-    return ruled.cpu(), float((1 - tau * covariance.variance).double().sum())
+    # a point has no deviation: it is given, and the law of the other elements is measured
+    is_random = (deviations != 0).any(0)
+    ruled = (deviations - covariance.product(tau * deviations)) * is_random
+    return ruled.cpu(), float((1 - tau * covariance.variance)[is_random].double().sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 METHODS = {
     "agps": "adaptive Gaussian-proposal sampling",
+    "blob": "Bayesian low-rank adaptation by backpropagation (BLoB)",
     "baoab": "Langevin dynamics with the BAOAB splitting",
     "ekf": "the extended Kalman filter",
     "ensemble": "a deep ensemble",
@@ -26,6 +27,7 @@ METHODS = {
     "snapshot": "a snapshot ensemble",
     "swa": "stochastic weight averaging, a point estimate",
     "swag": "a Gaussian through an optimiser's iterates (SWAG)",
+    "training_free": "training-free Bayesianisation of a LoRA adapter",
 }
 """The name of a method -> its full name in the literature."""
 
@@ -75,6 +77,15 @@ DIAGNOSTICS = {
     "laplace.log_evidence": "Log marginal likelihood in nats. Higher is better, for the same data.",
     "laplace.log_lik": "Log-likelihood of the training data at the mean, in nats.",
     "laplace.prior_precision": "Precision of the fitted prior: 1 / std^2.",
+    "training_free.difference": "Held-out loss of the members, minus the loss of the weights alone, at the scale.",
+    "training_free.loss": "Held-out loss of the weights alone, in nats per likelihood term.",
+    "training_free.num_passes": "Number of passes over the held-out rows that determined the scale.",
+    "training_free.passes": "Whether the difference is within the tolerance of the method.",
+    "training_free.rows": "Number of held-out rows that determined the scale.",
+    "training_free.scale": "Standard deviation of the noise, in directions in which B is orthonormal.",
+    "training_free.scales": "Number of layers with a scale of their own.",
+    "training_free.std_error": "Standard error of training_free.difference, paired by row.",
+    "training_free.too_wide": "Smallest scale that was tried and is not within the tolerance.",
 }
 """The name of a diagnostic -> its meaning and its good values."""
 

@@ -133,6 +133,8 @@ class ActiveRun:
             return None  # the run has fitted its prior, or found a temperature, so its energy is another one now
         if self.setup.model.members.batch_norms:  # the likelihood of a row depends on the other rows of its batch
             return None
+        if method.requirements.final_pass and method.requirements.heldout != "none":
+            return None  # held-out rows determine the width, and not the energy
         is_optimum = method.temperature == 0 and found.num_stored > 0
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None

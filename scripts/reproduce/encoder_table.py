@@ -36,6 +36,7 @@ from hf_bayes import (
     BayesianModelForSequenceClassification,
     BayesianTrainer,
     BayesianTrainingArguments,
+    BLoBConfig,
     EnsembleConfig,
     LaplaceConfig,
     MAPConfig,
@@ -48,6 +49,7 @@ from hf_bayes import (
     SnapshotConfig,
     SWAConfig,
     SWAGConfig,
+    TrainingFreeConfig,
     fit_swag,
 )
 from hf_bayes.core.config import MethodConfig
@@ -204,6 +206,14 @@ def methods(scale: Scale) -> dict[str, Method]:
             lambda std: PenaltyConfig(prior_std=prior(std), num_leapfrog=1, **chain),
             {"learning_rate": (1e-4, 1e-3), "std": (0.3,)}, {"penalty": None}, accumulation=4,
         ),
+        "blob": Method(
+            lambda std: BLoBConfig(prior_std=prior(std), **warm),
+            {"learning_rate": (1e-3, 3e-3), "std": narrow}, {"BLoB": None},
+        ),
+        "training_free": Method(
+            lambda std: TrainingFreeConfig(prior_std=prior(std)),
+            {"learning_rate": (3e-3,), "std": stds}, {"training-free, of MAP": None}, serial=False,
+        ),
     }  # fmt: skip
 
 
@@ -254,8 +264,10 @@ class Bench:
                     per_device_train_batch_size=scale.batch_size // method.accumulation,
                     gradient_accumulation_steps=method.accumulation,
                     use_cpu=True, disable_tqdm=True, report_to="none", logging_strategy="no", save_strategy="no",
+                    calibrate=False,
                 ),
                 train_dataset=self.data["train"],
+                eval_dataset=None if config.requirements.heldout == "none" else self.data["validation"],
             )  # fmt: skip
             begin = time.process_time()
             trainer.train()

@@ -83,6 +83,7 @@ def test_chains_go_on_bitwise_from_their_tensors(name: str, warm_start_steps: in
     own = {
         "snapshot": {"schedule": None},  # five updates leave no room for cycles
         "mc_dropout": {"targets": "weight"},
+        "blob": {"points": "bias"},
     }
     config = METHODS[name](num_chains=CHAINS, warm_start_steps=warm_start_steps, **own.get(name, {}))
     whole, losses = normal_run(config), []

@@ -156,7 +156,7 @@ def test_a_covariance_file_that_lies_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [
-        (lambda: Diagonal(torch.tensor([1.0, 0.0])), "1 of 2 not positive"),
+        (lambda: Diagonal(torch.tensor([1.0, -1.0])), "1 of 2 not positive"),
         (lambda: Diagonal(torch.tensor([1.0, torch.nan])), "1 of 2 not positive"),
         (lambda: KroneckerBlock(torch.eye(3), None, torch.ones(2, 2)), r"left must be \[2, 2\]"),
         (lambda: LowRank(torch.ones(3), torch.eye(3), torch.zeros(3)), "r positive scales"),

@@ -19,7 +19,7 @@ from hf_bayes import (
     fit_laplace,
 )
 from hf_bayes.distributions.covariance import dense
-from hf_bayes.fit import laplace as module
+from hf_bayes.fit import finished_models as module
 from hf_bayes.methods.laplace.supported import STRUCTURES
 from hf_bayes.models.attaching import attach
 from hf_bayes.posteriors.config import CONFIG

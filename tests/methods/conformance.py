@@ -35,11 +35,13 @@ from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.methods.sgmcmc.sgnht import SGNHTConfig
+from hf_bayes.methods.variational.blob import BLoBConfig
 from hf_bayes.methods.variational.ekf import EKFConfig
 from hf_bayes.methods.variational.full_rank_vi import FullRankVIConfig
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.methods.variational.training_free import TrainingFreeConfig
 
 N = 10
 MEAN = 0.5  # of the Gaussian target U = N |theta - MEAN|^2 / 2
@@ -137,6 +139,10 @@ ROWS = {
         config=SWAGConfig(momentum=0.0, rank=3, optimizer="sgd"), learning_rate=0.5, law=None, noise=False, cold=True
     ),
     "mc_dropout": Row(config=MCDropoutConfig(dropout=0.3, num_masks=2), learning_rate=0.01, law=None),
+    "training_free": Row(
+        config=TrainingFreeConfig(scales="layer", tolerance=2.0), learning_rate=0.01, law=None, noise=False, cold=True
+    ),
+    "blob": Row(config=BLoBConfig(init_std=0.05), learning_rate=0.01, law=exact),  # without names nothing is a point
 }
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())

@@ -57,3 +57,18 @@ def test_a_run_too_short_to_pay_for_it_is_not_measured() -> None:
     assert measured(gaussian, objective, num_gradients=40 * 9 / 0.05 - 1) is None
     assert measured(gaussian, classifier()) is None  # no rows by number
     assert measured(Draws(gaussian.sample(3), torch.arange(3)), objective) is None
+
+
+def test_points_do_not_make_the_other_elements_look_narrow() -> None:
+    objective = classifier(data=DataAccess(by_number, 40))
+    exact = laplace(objective, 1.0)
+    precision = torch.linalg.inv(exact.covariances[0].product(torch.eye(exact.means.shape[1])))
+    std = precision.diagonal().rsqrt()  # the best independent elements, some of which are points
+    std[::2] = 0
+    given = precision[1::2, 1::2].inverse()
+    theta = exact.means + torch.zeros(64, len(std))
+    noise = torch.randn(64, len(given), generator=torch.Generator().manual_seed(0))
+    theta[:, 1::2] += noise @ torch.linalg.cholesky(given).T  # exact draws of the others, given the points
+    found = measured(Draws(theta, torch.arange(64)), objective)
+    assert found is not None
+    assert abs(found.temperature - 1) < 4 * found.std_error

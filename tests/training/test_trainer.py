@@ -139,7 +139,7 @@ def test_draws_of_a_chain_do_not_depend_on_the_other_chains(tmp_path, dropout):
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 SAMPLER = {"num_chains": 2, "draws_per_chain": 2}
-GAUSSIANS = ("mean_field", "ivon", "low_rank_vi", "full_rank_vi", "ekf", "laplace", "swag")
+GAUSSIANS = ("training_free", "blob", "mean_field", "ivon", "low_rank_vi", "full_rank_vi", "ekf", "laplace", "swag")
 SETTINGS: dict[str, dict[str, Any]] = {
     "map": {"num_chains": 1},
     "ensemble": {"num_chains": 3},
@@ -153,6 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalty": {**SAMPLER, "num_leapfrog": 1},
     "swa": {"num_chains": 2},
     "swag": {"num_chains": 2},
+    "training_free": {"num_chains": 2},
     "mc_dropout": {"num_chains": 2, "num_masks": 1},
 }
 

@@ -5,7 +5,7 @@ Sigma and with its inverse, the diagonals of both, and log det Sigma. ``tensors`
 disk.
 """
 
-from hf_bayes.distributions.covariance.base import Covariance, check_shapes, dense, log_normal, moved
+from hf_bayes.distributions.covariance.base import Covariance, check_shapes, dense, log_normal, moved, require_density
 from hf_bayes.distributions.covariance.diagonal import Diagonal
 from hf_bayes.distributions.covariance.full import Full
 from hf_bayes.distributions.covariance.kronecker import DiagonalBlock, Kronecker, KroneckerBlock, marginal
@@ -16,5 +16,5 @@ COVARIANCES: dict[str, type[Covariance]] = {kind.kind: kind for kind in (Diagona
 
 __all__ = [
     "COVARIANCES", "Covariance", "Diagonal", "DiagonalBlock", "Full", "Kronecker", "KroneckerBlock",
-    "LowRank", "check_shapes", "dense", "log_normal", "marginal", "moved",
+    "LowRank", "check_shapes", "dense", "log_normal", "marginal", "moved", "require_density",
 ]  # fmt: skip

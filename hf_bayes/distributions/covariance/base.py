@@ -15,7 +15,11 @@ from hf_bayes.core.layout import Layout
 
 
 class Covariance(ABC):
-    """A symmetric positive definite matrix Sigma [d, d]."""
+    """A symmetric positive definite matrix Sigma [d, d].
+
+    In a structure that allows it, elements may be points: their variance is 0. Draws and variances then exist, and the
+    precision and the density do not: these raise a ValueError.
+    """
 
     kind: ClassVar[str]
 
@@ -127,6 +131,19 @@ def check_orthonormal(name: str, basis: Tensor) -> None:
     error = float((basis.mT @ basis - identity).abs().max()) if len(basis) else 0.0
     if not error < 1e-3:  # float32 eigenvectors are orthonormal to about 1e-6
         raise ValueError(f"{name} has no orthonormal columns (off by {error:.1g}): it is no eigenbasis")
+
+
+def require_density(std: Tensor) -> None:
+    """Raise if there are points: a covariance with zero variances has no inverse, and no density.
+
+    Args:
+        std: [d] standard deviations.
+    """
+    if num_points := int((std == 0).sum()):
+        raise ValueError(
+            f"{num_points} of {len(std)} elements of this Gaussian are points, with a standard deviation of 0: it has "
+            "no density and cannot be a prior. Take a posterior in which every parameter is random"
+        )
 
 
 def faults(values: Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance.base import Covariance, check_shapes, faults
+from hf_bayes.distributions.covariance.base import Covariance, check_shapes, faults, require_density
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,15 +17,17 @@ class Diagonal(Covariance):
     """The covariance diag(std^2).
 
     Attributes:
-        std: [d], positive.
+        std: [d], positive, or 0 for points.
     """
 
     kind: ClassVar[str] = "diagonal"
     std: Tensor
 
     def __post_init__(self) -> None:
-        if self.std.ndim != 1 or not bool((self.std > 0).all()):
-            raise ValueError(f"a diagonal Gaussian needs positive stds of shape [d], got {faults(self.std)}")
+        if self.std.ndim != 1 or not bool((self.std >= 0).all()):
+            raise ValueError(
+                f"a diagonal Gaussian needs positive stds of shape [d], or 0 for points, got {faults(self.std)}"
+            )
 
     @property
     def dim(self) -> int:
@@ -38,6 +40,7 @@ class Diagonal(Covariance):
         return self.std.square() * vectors
 
     def precision_product(self, vectors: Tensor) -> Tensor:
+        require_density(self.std)
         return vectors / self.std.square()
 
     @property
@@ -46,10 +49,12 @@ class Diagonal(Covariance):
 
     @property
     def precision_diagonal(self) -> Tensor:
+        require_density(self.std)
         return self.std.square().reciprocal()
 
     @property
     def log_det(self) -> Tensor:
+        require_density(self.std)
         return 2 * self.std.log().sum()
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:

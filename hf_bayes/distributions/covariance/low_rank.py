@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance.base import Covariance, check_orthonormal, check_shapes, faults
+from hf_bayes.distributions.covariance.base import Covariance, check_orthonormal, check_shapes, faults, require_density
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class LowRank(Covariance):
     """A diagonal covariance that is stretched or shrunk along r directions: S (I + Q diag(c - 1) Q') S, S = diag(std).
 
     Attributes:
-        std: [d], positive: the standard deviations without the r directions.
+        std: [d], positive, or 0 for points: the standard deviations without the r directions.
         basis: [d, r] Q, with orthonormal columns.
         scale: [r] c > 0: the variance along each column in units of S^2. Added precision gives a scale below 1.
     """
@@ -32,7 +32,8 @@ class LowRank(Covariance):
     @classmethod
     def plus(cls, std: Tensor, columns: Tensor) -> LowRank:
         """Build diag(std^2) + C C' from ``columns`` C [d, r]."""
-        basis, singular, _ = torch.linalg.svd(columns / std[:, None], full_matrices=False)
+        relative = torch.where(std[:, None] > 0, columns / std[:, None], 0.0)  # a point has no columns
+        basis, singular, _ = torch.linalg.svd(relative, full_matrices=False)
         return cls(std, basis, 1 + singular.square())
 
     @classmethod
@@ -65,8 +66,10 @@ class LowRank(Covariance):
         return LowRank.less(self.std.square().reciprocal() + others.square().sum(1), kept)
 
     def __post_init__(self) -> None:
-        if self.std.ndim != 1 or not bool((self.std > 0).all()):
-            raise ValueError(f"a low-rank covariance needs positive stds of shape [d], got {faults(self.std)}")
+        if self.std.ndim != 1 or not bool((self.std >= 0).all()):
+            raise ValueError(
+                f"a low-rank covariance needs positive stds of shape [d], or 0 for points, got {faults(self.std)}"
+            )
         if self.basis.shape != (len(self.std), len(self.scale)) or not bool((self.scale > 0).all()):
             raise ValueError(
                 f"a low-rank covariance needs a basis [d, r] and r positive scales, got {list(self.basis.shape)} and "
@@ -88,6 +91,7 @@ class LowRank(Covariance):
         return self.std * self._stretch(self.std * vectors, self.scale)
 
     def precision_product(self, vectors: Tensor) -> Tensor:
+        require_density(self.std)
         return self._stretch(vectors / self.std, 1 / self.scale) / self.std
 
     @property
@@ -96,10 +100,12 @@ class LowRank(Covariance):
 
     @property
     def precision_diagonal(self) -> Tensor:
+        require_density(self.std)
         return (1 + self.basis.square() @ (1 / self.scale - 1)) / self.std.square()
 
     @property
     def log_det(self) -> Tensor:
+        require_density(self.std)
         return 2 * self.std.log().sum() + self.scale.log().sum()
 
     def tensors(self, layout: Layout) -> dict[str, Tensor]:

@@ -63,7 +63,13 @@ class FactoredState(NamedTuple):
 
 
 class Structure(ABC):
-    """The form of W [M, r, d]."""
+    """The form of W [M, r, d].
+
+    Attributes:
+        is_random: [d] bool, False for points, of which D and W have no effect; None if there are no points.
+    """
+
+    is_random: Tensor | None = None
 
     @abstractmethod
     def factors(self, theta: Tensor, rngs: Rngs) -> Tensor:
@@ -153,10 +159,11 @@ def _update(
     c, slope = _slope(config, state, scale * parts(gradient, beside, torch.zeros_like(gradient))[1], path)
     even, odd = parts(gradient, beside, c * path / scale)
     rest = scale * odd
+    log_scale = rest * kappa / temperature - (1 - c)
     gradients = torch.cat(
         [
             even[:, None] / problem.num_data,
-            (rest * kappa / temperature - (1 - c))[:, None],
+            _of_random(structure, log_scale)[:, None],
             structure.free(noise[:, :, None] * rest[:, None] / temperature)
             - (1 - c)[:, :, None] * structure.entropy_gradient(factors),
         ],
@@ -170,10 +177,16 @@ def _update(
     theta = state.theta.lerp(iterate[:, 0], weight)
     moments = state.moments.lerp(structure.moments(iterate[:, 1].exp(), iterate[:, 2:]), weight)
     drawn = energy(evaluation, mean + scale * kappa, problem.prior, prior_weight=config.prior_weight)
-    half_log_det = state.iterate[:, 1].sum(1) + structure.half_log_det(factors)
-    free_energy = drawn - temperature * gaussian_entropy(half_log_det, theta.shape[1])
+    half_log_det = _of_random(structure, state.iterate[:, 1]).sum(1) + structure.half_log_det(factors)
+    dim = theta.shape[1] if structure.is_random is None else int(structure.is_random.sum())
+    free_energy = drawn - temperature * gaussian_entropy(half_log_det, dim)
     new = FactoredState(theta, moments, iterate, first, second, slope, state.noise, state.step + 1)
-    return new, {"free_energy": free_energy, "std": (half_log_det / theta.shape[1]).exp()}
+    return new, {"free_energy": free_energy, "std": (half_log_det / dim).exp()}
+
+
+def _of_random(structure: Structure, values: Tensor) -> Tensor:
+    """Return values [..., d] with 0 in the elements of points."""
+    return values if structure.is_random is None else values * structure.is_random.to(values)
 
 
 def _slope(config: ReparametrisedVIConfig, state: FactoredState, odd: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:

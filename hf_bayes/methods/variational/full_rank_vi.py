@@ -31,6 +31,14 @@ class FullRankVIConfig(ReparametrisedVIConfig):
 
     name: ClassVar[str] = "full_rank_vi"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.points is not None:
+            raise ValueError(
+                f"{self.name}: points={self.points!r} is for mean_field, blob and low_rank_vi, as a full covariance "
+                "has no zero variances: leave it out, or use one of these"
+            )
+
     def build(self, problem: Problem) -> Rule[FactoredState]:
         dim = sum(problem.sizes)
         if dim > MOST_PARAMETERS:

@@ -26,6 +26,7 @@ from hf_bayes.core.requirements import Requirements
 from hf_bayes.core.types import Prior, Problem
 from hf_bayes.distributions.energy import by_column
 from hf_bayes.methods.variational.optimisers import OptimiserName
+from hf_bayes.methods.variational.points import check_expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +73,15 @@ class ReparametrisedVIConfig(GaussianVIConfig):
         momentum: AdamW's beta_1, or SGD's beta.
         estimator: "learned_slope" learns the linear part of the gradient; "stick_the_landing" takes it from q. The
             second is noisy as long as q is much narrower than the posterior: choose an ``init_std`` near its width.
+        points: regular expression on names of random parameters that are learnt as points, with a variance of 0. Their
+            prior is a penalty, as in a MAP estimate. None means that all parameters are random.
     """
 
     std_learning_rate: float = 0.01
     optimizer: OptimiserName = "adamw"
     momentum: float = 0.9
     estimator: Literal["learned_slope", "stick_the_landing"] = "learned_slope"
+    points: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +89,7 @@ class ReparametrisedVIConfig(GaussianVIConfig):
         self._check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         self._check_number("momentum", self.momentum, minimum=0.0, maximum=1.0)
         self._check_choice("estimator", self.estimator, ("learned_slope", "stick_the_landing"))
+        check_expression(self.name, self.points)
 
     @property
     def requirements(self) -> Requirements:

@@ -22,6 +22,7 @@ from hf_bayes.core.types import Problem, Rngs, Rule
 from hf_bayes.distributions.covariance import LowRank
 from hf_bayes.methods.variational.factored import FactoredState, Structure, factored_rule
 from hf_bayes.methods.variational.gaussian_vi import ReparametrisedVIConfig
+from hf_bayes.methods.variational.points import random_elements
 
 START = 0.1
 """The size of W at the start: at W = 0 its gradient is 0, whatever the posterior."""
@@ -50,21 +51,23 @@ class LowRankVIConfig(ReparametrisedVIConfig):
                 f"{self.name}: rank must be at most the number of random parameters, {dim}, got {self.rank}: lower it, "
                 'or use method="full_rank_vi"'
             )
-        return factored_rule(self, _LowRank(self.rank), problem)
+        is_random = random_elements(self.name, self.points, problem.shapes)
+        return factored_rule(self, _LowRank(self.rank, is_random), problem)
 
 
 class _LowRank(Structure):
-    """A = I + W' W, by the r x r matrix I + W W'."""
+    """A = I + W' W, by the r x r matrix I + W W'. Points have no eps, and no columns of W."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, is_random: Tensor | None = None) -> None:
+        self._rank, self.is_random = rank, is_random
 
     def factors(self, theta: Tensor, rngs: Rngs) -> Tensor:
         like = theta.new_empty(len(theta), self._rank, theta.shape[1])
-        return (START / math.sqrt(theta.shape[1])) * randn(rngs, like)
+        return self.free((START / math.sqrt(theta.shape[1])) * randn(rngs, like))
 
     def noise(self, theta: Tensor, rngs: Rngs) -> Tensor:
-        return randn(rngs, theta.new_empty(len(theta), theta.shape[1] + self._rank))
+        found = randn(rngs, theta.new_empty(len(theta), theta.shape[1] + self._rank))
+        return torch.cat([self.free(found[:, : theta.shape[1]]), found[:, theta.shape[1] :]], 1)
 
     def split(self, noise: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         return noise[:, :dim], noise[:, dim:]
@@ -79,7 +82,7 @@ class _LowRank(Structure):
         return found
 
     def free(self, gradient: Tensor) -> Tensor:
-        return gradient
+        return gradient if self.is_random is None else gradient * self.is_random.to(gradient)
 
     def half_log_det(self, factors: Tensor) -> Tensor:
         found: Tensor = 0.5 * torch.logdet(_capacitance(factors))
@@ -87,7 +90,7 @@ class _LowRank(Structure):
 
     def moments(self, scale: Tensor, factors: Tensor) -> Tensor:
         columns = scale[:, None] * factors
-        return torch.cat([(scale.square() + columns.square().sum(1))[:, None], columns], 1)
+        return torch.cat([self.free(scale.square() + columns.square().sum(1))[:, None], columns], 1)
 
     def covariance(self, moments: Tensor) -> LowRank:
         # an average of squares is never below the square of the average, so what is left is positive

@@ -17,6 +17,9 @@ burn-in, or of the second half of the run if that is shorter (Polyak & Juditsky 
 1 / sqrt(updates). The average of log std would be too small, by half the variance of its iterates. Variances are
 averaged: dF/dlog std = 0 on average over the iterates means E[std^2] = T / E_q[diag of the Hessian of U].
 
+Elements that ``points`` names have no noise: q is a point there, and F has no entropy of it. Its prior is a penalty, as
+in a MAP estimate, and KL(q || prior) is over the other elements.
+
 ``estimator="stick_the_landing"`` (Roeder, Wu & Duvenaud 2017) has slope = T / std: the path derivative of log q, which
 is the optimal slope at the optimum, and needs no memory.
 """
@@ -43,6 +46,7 @@ from hf_bayes.methods.variational.gaussian_vi import (
     parts,
 )
 from hf_bayes.methods.variational.optimisers import direction
+from hf_bayes.methods.variational.points import random_elements
 
 SLOPE_RATE = 0.05
 """The rate of the least mean squares, with a memory of 20 updates.
@@ -82,6 +86,8 @@ class MeanFieldConfig(ReparametrisedVIConfig):
     name: ClassVar[str] = "mean_field"
 
     def build(self, problem: Problem) -> Rule[MeanFieldState]:
+        mask = random_elements(self.name, self.points, problem.shapes)
+
         def init(theta: Tensor, rngs: Rngs) -> MeanFieldState:
             log_std = torch.full_like(theta, math.log(self.init_std))
             iterate = torch.stack([theta, log_std], 1)
@@ -91,22 +97,24 @@ class MeanFieldConfig(ReparametrisedVIConfig):
             return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, zero, steps)
 
         def locate(state: MeanFieldState, rngs: Rngs) -> tuple[Tensor, MeanFieldState]:
-            state = state._replace(noise=randn(rngs, state.theta))
+            noise = randn(rngs, state.theta)
+            state = state._replace(noise=noise if mask is None else noise * mask.to(noise))
             return _draw(state, 1), state
 
         def anchor(state: MeanFieldState) -> Tensor | None:
             return _draw(state, -1) if self.num_draws == 2 else None
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
-            return self._update(state, evaluation, lr, problem)
+            return self._update(state, evaluation, lr, problem, mask)
 
         def finish(state: MeanFieldState, draws: Tensor) -> Gaussian:
-            return Gaussian.diagonal(state.theta, state.variance.sqrt())
+            std = state.variance.sqrt()
+            return Gaussian.diagonal(state.theta, std if mask is None else std * mask.to(std))
 
         return Rule(init, locate, update, finish, anchor=anchor)
 
     def _update(
-        self, state: MeanFieldState, evaluation: Evaluation, lr: float, problem: Problem
+        self, state: MeanFieldState, evaluation: Evaluation, lr: float, problem: Problem, mask: Tensor | None
     ) -> tuple[MeanFieldState, Info]:
         assert evaluation.grad_log_lik is not None
         count = int(state.step[0]) + 1  # all chains have done the same updates
@@ -124,6 +132,7 @@ class MeanFieldConfig(ReparametrisedVIConfig):
         def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             nonlocal log_prior
             first, second, slope, noise, *of = rest
+            is_random = of.pop() if mask is not None else None
             mean, std, size = iterate[:, 0], iterate[:, 1].exp(), len(here.tensors)
             slope = slope if self.estimator == "learned_slope" else self.temperature / std
             part, gradient = here.at(torch.addcmul(mean, std, noise), *of[:size])
@@ -138,21 +147,25 @@ class MeanFieldConfig(ReparametrisedVIConfig):
             torch.div(even, problem.num_data, out=gradients[:, 0])
             torch.add(slope, correlated, out=gradients[:, 1])
             gradients[:, 1].mul_(std).div_(self.temperature).sub_(1)
+            if is_random is not None:
+                gradients[:, 1].mul_(is_random)
             first, second, divisor = optimise(gradients, first, second, count)
             moved = gradients  # the memory is used again
             for half, rate in enumerate(rates):
                 torch.addcdiv(iterate[:, half], first[:, half], divisor[:, half], value=-rate, out=moved[:, half])
             theta, variance = theta.lerp(moved[:, 0], weight), variance.lerp((2 * moved[:, 1]).exp(), weight)
             averaged = moved[:, 1] if weight == 1 else 0.5 * variance.log()
-            sums_of_log_std.add_(torch.stack([iterate[:, 1].sum(1), averaged.sum(1)], 1))
+            log_stds = torch.stack([iterate[:, 1], averaged], 1)
+            sums_of_log_std.add_((log_stds if is_random is None else log_stds * is_random).sum(2))
             if self.estimator == "learned_slope":
                 slope = slope.add(correlated, alpha=SLOPE_RATE)
             return theta, variance, moved, first, second, slope
 
-        tensors = *state[:-1], *here.tensors, *(() if pair is None else pair.tensors)
+        marks = () if mask is None else (mask.to(state.theta),)
+        tensors = *state[:-1], *here.tensors, *(() if pair is None else pair.tensors), *marks
         theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
         new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
-        dim = state.theta.shape[1]
+        dim = state.theta.shape[1] if mask is None else int(mask.sum())
         drawn_energy = -evaluation.log_lik - self.prior_weight * log_prior
         free_energy = drawn_energy - self.temperature * gaussian_entropy(sums_of_log_std[:, 0], dim)
         return new, {"free_energy": free_energy, "std": (sums_of_log_std[:, 1] / dim).exp()}

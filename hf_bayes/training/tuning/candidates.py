@@ -40,7 +40,7 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     """Return the candidates for an attached model.
 
     Args:
-        model: only LoRA has dropout to sample.
+        model: only LoRA has dropout to sample, and factors of which one is random.
         num_chains: the number of chains of every method.
         draws_per_chain: the number of draws that a sampler keeps of each chain.
     """
@@ -66,6 +66,8 @@ def default_candidates(model: BayesianModel, *, num_chains: int = 4, draws_per_c
     if _has_lora(model.layout):
         dropout = _config("mc_dropout", num_chains=num_chains, dropout=0.1, num_masks=draws_per_chain)
         found.append(Candidate("MC dropout", dropout, None, members))
+        found.append(Candidate("BLoB", _config("blob", num_chains=num_chains), None, 10))
+        found.append(Candidate("training-free", _config("training_free"), None, 10))
     return tuple(found)
 
 

@@ -8,19 +8,21 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.training.tuning.candidates import PLAIN, default_candidates
 from tests.tiny_models import tiny_bert, tiny_llama, with_lora
 
+OF_LORA = {"mc_dropout", "blob", "training_free"}
+
 
 def test_candidates_have_names_of_their_own_and_plain_comes_first() -> None:
     rows = default_candidates(attach(with_lora(tiny_llama())))
     assert len({row.name for row in rows}) == len(rows)
     assert rows[0].name == PLAIN
     methods = {row.method.name for row in rows}
-    assert methods == {"map", "ensemble", "mean_field", "sghmc", "swa", "swag", "laplace", "mc_dropout"}
+    assert methods == {"map", "ensemble", "mean_field", "sghmc", "swa", "swag", "laplace", *OF_LORA}
     assert methods <= set(METHODS)
 
 
-def test_without_lora_there_is_no_dropout() -> None:
+def test_without_lora_its_methods_are_left_out() -> None:
     model = attach(tiny_bert(), subspace="last_layer")
-    assert not any("dropout" in row.name for row in default_candidates(model))
+    assert not OF_LORA & {row.method.name for row in default_candidates(model)}
 
 
 def test_with_many_classes_nothing_is_linearised() -> None:

@@ -1,0 +1,91 @@
+"""What fits to finished models share: the model that is given, its rows, and batches of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hf_bayes.core.number_checks import is_count, is_finite_number
+from hf_bayes.core.tensors import with_tensors
+from hf_bayes.models.attaching import MODELS, attach
+from hf_bayes.models.base import BayesianModel
+from hf_bayes.objectives.data_rows import is_stream
+from hf_bayes.posteriors.hub import is_place
+from hf_bayes.posteriors.posterior import Posterior
+
+
+@contextmanager
+def as_bayesian(
+    model: Any, subspace: str, noise_std: float | None, *, load: Callable[[Any], BayesianModel] | None = None
+) -> Iterator[BayesianModel]:
+    """Yield the Bayesian model to fit. A model of transformers or peft is attached, and detached afterwards.
+
+    Args:
+        load: loads the model at a place, by default the posterior there.
+    Raises:
+        ValueError: for a ``noise_std`` beside a model that has its own.
+    """
+    if is_place(model):
+        model = (load or load_posterior)(model)
+    if isinstance(model, BayesianModel):
+        if noise_std is not None:
+            raise ValueError(
+                f"noise_std={noise_std} is for a plain model: a BayesianModel and a saved posterior have one of their "
+                f"own ({getattr(model.likelihood, 'noise_std', None)}). Leave it out"
+            )
+        yield model
+        return
+    bayesian = attach(model, subspace=subspace, noise_std=noise_std)
+    try:
+        yield bayesian
+    finally:
+        bayesian.detach()
+
+
+def load_posterior(directory: str | os.PathLike[str]) -> BayesianModel:
+    """Load the posterior in a directory or repository, to predict by its members."""
+    # another task is refused where the file is read
+    task = Posterior.from_pretrained(directory).config.task
+    return MODELS[task].from_pretrained(directory, prediction="members")
+
+
+def require_rows(function: str, name: str, data: Any) -> None:
+    """Raise unless ``data`` has rows that can be counted and asked for by number: passes are made over some of them.
+
+    Args:
+        function: the name of the function that takes the rows.
+        name: the name of its argument.
+    """
+    if isinstance(data, DataLoader):
+        raise ValueError(
+            f"{name} is a DataLoader, and {function} makes batches of its own: give {name}=loader.dataset and, unless "
+            "it is the default one, collate=loader.collate_fn"
+        )
+    if is_stream(data) or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            f"{name} must have rows that can be counted and asked for by number, got {type(data).__name__}: give a "
+            "list of rows or a data set with a length (of a DatasetDict one split)"
+        )
+
+
+def check_sizes(batch_size: Any, num_data: Any, data_unit: Any) -> None:
+    """Check the size of a batch, N and its unit, before a model is loaded."""
+    if not is_count(batch_size):
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    if num_data is not None and not (is_finite_number(num_data) and num_data > 0):
+        raise ValueError(f"num_data must be finite and > 0, got {num_data!r}")
+    if data_unit not in ("token", "sequence"):
+        raise ValueError(f"data_unit must be one of token, sequence, got {data_unit!r}")
+
+
+def batches_by_number(
+    data: Any, rows: Sequence[int], *, model: BayesianModel, collate: Callable[..., Any], batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """Yield these rows, in this order, in batches on the device of the model."""
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, sampler=rows, collate_fn=collate)
+    for batch in loader:
+        yield with_tensors(batch, lambda tensor: tensor.to(model.device))

@@ -1,0 +1,43 @@
+"""BLoB: a LoRA whose factor A is Gaussian and whose factor B is a point (Wang, Shi, Han, Metaxas and Wang 2024).
+
+    q = N(mean of A, diag std^2) x (a point B),   F(q) = E_q[U] - T H[q of A],   Delta W = B A
+
+So q is a Gaussian of low rank over Delta W with the mean B E[A], and has half as many random numbers as the adapter has
+parameters. With noise in both factors, the noise of their product would not be Gaussian. ``mean_field`` minimises F,
+with the factors B as its ``points``. Other parameters, such as a classifier, are random.
+
+Departures from the paper. B has its prior, as a penalty; in the paper it has none. Standard deviations are
+exp(log std), as in ``mean_field``. The paper gives every row of a minibatch signs of its own for one draw of the noise
+(flipout), which lowers the variance of the gradient. Here a member is one theta in the stacked model, for all rows and
+layers, so that members can be trained, stored and served as adapters. Signs for each row would need a hook in the
+forward of every layer. ``mean_field`` lowers the variance by its learned slope instead, and ``num_draws=2`` takes
+antithetic pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from hf_bayes.core.types import UNNAMED, Problem, Rule
+from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+
+LORA_B = r"\.lora_(embedding_)?B\."
+"""The factors B of LoRA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BLoBConfig(MeanFieldConfig):
+    """Mean-field Gaussian variational inference in which LoRA's factors B are points.
+
+    Attributes:
+        points: regular expression on names of random parameters that are learnt as points. None means the factors B of
+            LoRA. r"lora_B|classifier" also makes a classifier a point, and "lora_A" exchanges the factors.
+    """
+
+    name: ClassVar[str] = "blob"
+
+    def build(self, problem: Problem) -> Rule[Any]:
+        if self.points is not None or UNNAMED in problem.shapes:  # an energy of your own has no factors
+            return super().build(problem)
+        return replace(self, points=LORA_B).build(problem)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_bayes import BayesianModelForCausalLM, BayesianModelForSequenceClassification, Posterior
+from hf_bayes.cli.main import main
+from tests.tiny_models import TEXTS, tiny_bert, tiny_llama, tiny_tokenizer, with_lora
+
+VERDICT = r"scale \S+, the largest.* on \d+ held-out rows\. On \d+ other held-out rows: .*(better|neither)"
+
+
+def adapter_of(folder: Path, model: Any) -> str:
+    """Return the folder of a plain peft adapter that changes its base model."""
+    model.save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    adapted = with_lora(type(model).from_pretrained(folder / "base"))
+    adapted.save_pretrained(folder / "adapter")
+    return str(folder / "adapter")
+
+
+def test_an_adapter_of_a_language_model_becomes_a_posterior(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = adapter_of(tmp_path, tiny_llama())
+    (tmp_path / "dev.txt").write_text("\n".join(TEXTS * 20))
+    given = ["--heldout", str(tmp_path / "dev.txt"), "--length", "16", "--output_dir", str(tmp_path / "out")]
+    assert main(["bayesianise", adapter, *given]) == 0
+    assert re.search(VERDICT, capsys.readouterr().out)
+    saved = Posterior.from_pretrained(tmp_path / "out")
+    assert saved.config.method["name"] == "training_free"
+    model = BayesianModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.tensor([[5, 6, 7]])
+    assert model(input_ids=tokens).epistemic.min() > 0
+
+
+def test_a_classifier_needs_the_names_of_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = adapter_of(tmp_path, tiny_bert(num_labels=3))
+    lines = [f'"{TEXTS[i % 4]} {i}",{("red", "green", "blue")[i % 3]}' for i in range(60)]
+    (tmp_path / "dev.csv").write_text("\n".join(["text,label", *lines]))
+    given = ["--heldout", str(tmp_path / "dev.csv"), "--output_dir", str(tmp_path / "out"), "--scales", "layer"]
+    assert main(["bayesianise", adapter, *given]) == 2
+    assert "LABEL_0" in capsys.readouterr().err
+    assert main(["bayesianise", adapter, *given, "--labels", "red", "green", "blue"]) == 0
+    assert re.search(VERDICT, capsys.readouterr().out)
+    model = BayesianModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert list(model.config.id2label.values()) == ["red", "green", "blue"]
+
+
+def test_wrong_input_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = adapter_of(tmp_path, tiny_llama())
+    (tmp_path / "dev.txt").write_text(" ".join(TEXTS))
+    capsys.readouterr()
+    for given, words in {
+        ("--tolerance", "-1"): "tolerance must be a finite number >= 0",
+        (): "--heldout is needed, got none",
+        ("--heldout", str(tmp_path / "dev.txt"), "--labels", "a"): "--labels: not for a language model",
+        ("--heldout", str(tmp_path / "dev.txt"), "--length", "60"): "heldout needs at least 8 rows, got",
+        ("--heldout", str(tmp_path / "dev.txt"), "--label_column", "x"): "--label_column: not for the task",
+    }.items():
+        assert main(["bayesianise", adapter, *given]) == 2
+        told = capsys.readouterr().err.strip()
+        assert words in told
+        assert "\n" not in told

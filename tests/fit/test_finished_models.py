@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hf_bayes.fit.finished_models import as_bayesian, batches_by_number, check_sizes, require_rows
+from hf_bayes.models.attaching import attach
+from tests.tiny_models import tiny_bert
+
+
+def test_a_plain_model_is_detached_and_a_bayesian_one_is_not() -> None:
+    plain = tiny_bert(num_labels=1)
+    with as_bayesian(plain, "last_layer", 0.5) as model:
+        assert model.members.attached
+    assert not model.members.attached
+    with attach(plain, subspace="last_layer", noise_std=0.5) as given:
+        with as_bayesian(given, "last_layer", None) as model:
+            assert model is given
+        assert model.members.attached
+        with pytest.raises(ValueError, match=r"noise_std=1\.0 is for a plain model"), as_bayesian(given, "", 1.0):
+            pass
+
+
+def test_a_place_is_loaded_by_the_loader(tmp_path: Path) -> None:
+    with attach(tiny_bert(), subspace="last_layer") as given:
+        places = []
+        with as_bayesian(tmp_path, "", None, load=lambda place: places.append(place) or given) as model:
+            assert model is given
+        assert places == [tmp_path]
+
+
+def test_rows_come_in_the_order_of_their_numbers() -> None:
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        return {"rows": torch.tensor(rows)}
+
+    with attach(tiny_bert(), subspace="last_layer") as model:
+        found = list(batches_by_number(range(6), [4, 0, 2], model=model, collate=collate, batch_size=2))
+    assert [batch["rows"].tolist() for batch in found] == [[4, 0], [2]]
+
+
+def test_rows_without_numbers_are_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="data is a DataLoader, and fit_it makes batches of its own"):
+        require_rows("fit_it", "data", DataLoader([1, 2]))  # type: ignore[arg-type]
+    for rows in (iter([1]), {"train": [1]}, torch):
+        with pytest.raises(ValueError, match="data must have rows that can be counted"):
+            require_rows("fit_it", "data", rows)
+    require_rows("fit_it", "data", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [((0, None, "token"), "batch_size"), ((1, -1.0, "token"), "num_data"), ((1, None, "row"), "data_unit")],
+)
+def test_wrong_sizes_are_refused(given: tuple[int, float | None, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_sizes(*given)
