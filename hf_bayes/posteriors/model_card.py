@@ -24,6 +24,8 @@ from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
 from hf_bayes.posteriors.tasks import TASKS
 
+CUSTOM_GENERATE = "custom_generate/generate.py"
+"""The file that ``generate(custom_generate=...)`` of transformers runs, see ``posteriors.custom_generate``."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 
@@ -90,7 +92,12 @@ def author_fields(known: CardFields | None, given: Mapping[str, Any]) -> CardFie
 
 
 def render_card(
-    config: Mapping[str, Any], *, adapter: bool, repo_id: str | None = None, **fields: Unpack[CardFields]
+    config: Mapping[str, Any],
+    *,
+    adapter: bool,
+    repo_id: str | None = None,
+    custom_generate: bool = False,
+    **fields: Unpack[CardFields],
 ) -> str:
     """Return the model card of a posterior.
 
@@ -98,17 +105,16 @@ def render_card(
         config: ``PosteriorConfig.to_dict()``.
         adapter: True if the parameters belong to a peft adapter.
         repo_id: the repository in the examples; None leaves a placeholder.
+        custom_generate: True if the repository has ``CUSTOM_GENERATE``.
         fields: see ``CardFields``.
     Raises:
         ValueError: as ``card_fields``.
     """
     data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields))
-    return (
-        _environment()
-        .get_template("posterior_card.md")
-        .render(
-            card_data=Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
-        )
+    variables = _variables(config, adapter=adapter, repo_id=repo_id)
+    template = _environment().get_template("posterior_card.md")
+    return template.render(
+        card_data=Verbatim(data.to_yaml(line_break="\n")), custom_generate=custom_generate, **variables
     )
 
 
@@ -133,7 +139,9 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
     """
     root = Path(directory)
     config = storage.read_file(root, CONFIG)
-    card = render_card(config, adapter=(root / ADAPTER_CONFIG).exists(), repo_id=repo_id, **fields)
+    has_code = (root / CUSTOM_GENERATE).exists()
+    adapter = (root / ADAPTER_CONFIG).exists()
+    card = render_card(config, adapter=adapter, repo_id=repo_id, custom_generate=has_code, **fields)
     (root / f"{CARD}.new").write_text(card, encoding="utf-8")
     (root / f"{CARD}.new").replace(root / CARD)
 
