@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, Make, str]] = {
         "trainable",
     ),
     "lora-of-gpt2": ("gpt2", with_lora, "trainable"),
+    "lora-and-whole-head-of-gpt2": ("gpt2", lambda model: with_lora(model, modules_to_save=["lm_head"]), "trainable"),
     "last-layer": ("llama", lambda model: model, "last_layer"),
     "last-block-of-gpt2": ("gpt2", lambda model: model, "last_block"),
     "tied-last-layer": ("gpt2", lambda model: model, "last_layer"),
