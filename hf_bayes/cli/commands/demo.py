@@ -1,0 +1,64 @@
+"""``hf-bayes demo``: a page in the browser that streams text and shows the uncertainty of each token."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_bayes.cli.command import Command
+from hf_bayes.cli.posterior_arguments import PosteriorArguments
+from hf_bayes.pipelines.demo_page import demo_page, launch_options, require_gradio
+
+
+@dataclass
+class PageArguments:
+    """The page."""
+
+    _argument_group_name = "page"
+
+    compare: str | None = field(
+        default=None, metadata={"help": "A second posterior to show beside the first, on the same prompts."}
+    )
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "Address of the page. 0.0.0.0: other computers can open it."}
+    )
+    port: int = field(default=7860, metadata={"help": "Port of the page."})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 65536:
+            raise ValueError(f"--port must be 1 to 65535, got {self.port}")
+
+
+def demo(posterior: PosteriorArguments, page: PageArguments) -> None:
+    """Start a page in the browser: type a prompt, and watch the tokens with their uncertainty as they are generated.
+
+    The command runs until Ctrl-C. It needs gradio: pip install 'hf-bayes[demo]'.
+
+    Raises:
+        ImportError: if gradio is not installed.
+        ValueError: for a posterior of another task.
+        OSError: if the port is in use.
+    """
+    require_gradio()  # before a model is loaded
+    asked = [posterior]
+    if page.compare is not None:
+        asked.append(dataclasses.replace(posterior, posterior=page.compare, base_model=None))
+    app = demo_page({_name(each.posterior, index): each.text_pipeline("demo") for index, each in enumerate(asked)})
+    app.launch(
+        server_name=page.host, server_port=page.port, quiet=True, prevent_thread_lock=True, ssr_mode=False,
+        show_error=True, **launch_options(),
+    )  # fmt: skip
+    print(f"http://{page.host}:{page.port} (Ctrl-C ends it)", flush=True)
+    app.block_thread()
+
+
+def _name(posterior: str, index: int) -> str:
+    """Return the name in the page: of a directory its own name alone."""
+    name = Path(posterior).resolve().name if Path(posterior).is_dir() else posterior
+    return name if index == 0 else f"{name} (compared)"
+
+
+COMMAND = Command(
+    run=demo, arguments=(PosteriorArguments, PageArguments), example="demo posterior --compare other", first="posterior"
+)
