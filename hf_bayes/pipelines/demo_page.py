@@ -111,8 +111,8 @@ def demo_page(pipelines: Mapping[str, BayesianTextGenerationPipeline]) -> Any:
         state = gr.State([View()] * len(names))
         prompt = gr.Textbox(label="Prompt", lines=2, value=_EXAMPLES[0], elem_id="prompt", autofocus=True)
         with gr.Row():
-            start = gr.Button("Generate", variant="primary", elem_id="generate")
-            stop = gr.Button("Stop", elem_id="stop")
+            start = gr.Button("Generate", variant="primary", scale=3, min_width=160, elem_id="generate")
+            stop = gr.Button("Stop", min_width=80, elem_id="stop")
         with gr.Row():
             measure = gr.Radio(_MEASURES, value="epistemic", label="Colours and marks show", elem_id="measure")
             threshold = gr.Slider(0, 4, value=0.5, step=0.01, label="Mark tokens above (nats)", elem_id="threshold")
@@ -121,8 +121,10 @@ def demo_page(pipelines: Mapping[str, BayesianTextGenerationPipeline]) -> Any:
             sample = gr.Checkbox(False, label="Draw tokens, in place of the most probable ones", elem_id="sample")
             temperature = gr.Slider(0.1, 2, value=1, step=0.05, label="Temperature of the draws")
         with gr.Row():
-            empty = rendered([View()] * len(names), "epistemic", 0.5)
-            shown = [gr.HTML(value, min_width=320) for value in empty]
+            shown = []
+            for value in rendered([View()] * len(names), "epistemic", 0.5):
+                with gr.Column(min_width=320):
+                    shown.append(gr.HTML(value))
         gr.Examples([[text] for text in _EXAMPLES], [prompt])
         controls = [prompt, measure, threshold, length, sample, temperature]
         running = [

@@ -44,7 +44,8 @@ def demo(posterior: PosteriorArguments, page: PageArguments) -> None:
     asked = [posterior]
     if page.compare is not None:
         asked.append(dataclasses.replace(posterior, posterior=page.compare, base_model=None))
-    app = demo_page({_name(each.posterior, index): each.text_pipeline("demo") for index, each in enumerate(asked)})
+    names = _names([each.posterior for each in asked])
+    app = demo_page({name: each.text_pipeline("demo") for name, each in zip(names, asked, strict=True)})
     app.launch(
         server_name=page.host, server_port=page.port, quiet=True, prevent_thread_lock=True, ssr_mode=False,
         show_error=True, **launch_options(),
@@ -53,10 +54,12 @@ def demo(posterior: PosteriorArguments, page: PageArguments) -> None:
     app.block_thread()
 
 
-def _name(posterior: str, index: int) -> str:
-    """Return the name in the page: of a directory its own name alone."""
-    name = Path(posterior).resolve().name if Path(posterior).is_dir() else posterior
-    return name if index == 0 else f"{name} (compared)"
+def _names(posteriors: list[str]) -> list[str]:
+    """Return the names in the page: of directories their last part alone, if that is enough to tell them apart."""
+    short = [Path(each).resolve().name if Path(each).is_dir() else each for each in posteriors]
+    if len(set(short)) == len(short):
+        return short
+    return [each if posteriors.count(each) == 1 else f"{each} ({i})" for i, each in enumerate(posteriors, 1)]
 
 
 COMMAND = Command(
