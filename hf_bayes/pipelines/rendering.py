@@ -150,7 +150,8 @@ class Context(NamedTuple):
     prompt: str
 
 
-def _context(record: Record) -> Context:
+def context_of(record: Record) -> Context:
+    """Return the context of the tokens of a record."""
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
     if not isinstance(text, str):
         messages = [{"role": readable(str(turn["role"])), "content": readable(_said(turn))} for turn in text[:-1]]
@@ -221,7 +222,7 @@ def to_html(
 
 
 def _page_record(index: int, record: Record, scale: Scale, widest: float, highest: float) -> dict[str, Any]:
-    context = _context(record)
+    context = context_of(record)
     tokens, uncertainty = record["tokens"], record["uncertainty"]
     text = context.prompt + "".join(token["token"] for token in tokens)
     return {
@@ -285,7 +286,7 @@ def to_terminal(
     styles = [Style(), *(Style(bgcolor=level.background, color=level.text) for level in theme.levels[1:])]
     text = Text()
     for record in records:
-        context = _context(record)
+        context = context_of(record)
         for message in context.messages:
             text.append(f"{message['role']}: {message['content']}\n", "dim")
         text.append(f"{context.role}: " if context.role else "", "dim")

@@ -12,7 +12,6 @@ import jinja2
 from huggingface_hub import SpaceCardData
 
 import hf_bayes
-from hf_bayes.posteriors import storage
 from hf_bayes.posteriors.compat import is_repo_id
 
 _APP = Path(__file__).parent / "templates" / "space_app.py.jinja"
@@ -45,14 +44,17 @@ def write_space(
     )  # fmt: skip
     names = ", ".join(f"`{name}`" for name in posteriors)
     text = f"# {title}\n\nText from {names}, with the uncertainty of every token, by hf_bayes.\n"
-    storage.write_plain(
-        directory,
-        {
-            "app.py": app_file(posteriors),
-            "requirements.txt": _REQUIREMENTS.format(version=hf_bayes.__version__),
-            "README.md": f"---\n{data}\n---\n\n{text}",
-        },
-    )
+    files = {
+        "app.py": app_file(posteriors),
+        "requirements.txt": _REQUIREMENTS.format(version=hf_bayes.__version__),
+        "README.md": f"---\n{data}\n---\n\n{text}",
+    }
+    root = Path(directory)
+    if root.exists() and any(root.iterdir()):
+        raise ValueError(f"{root} is not empty: choose a new directory")
+    root.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (root / name).write_text(content, encoding="utf-8")
 
 
 def app_file(posteriors: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ def test_texts_of_models_and_users_are_escaped() -> None:
 @pytest.mark.parametrize(("measure", "threshold", "count"), [("epistemic", 0.5, 1), ("total", 0.4, 2), ("total", 3, 0)])
 def test_tokens_above_the_threshold_are_marked(measure: str, threshold: float, count: int) -> None:
     page = shown(measure=measure, threshold=threshold)
-    assert page.count('class="t') == 2
+    assert page.count('class="t u') == 2
     assert page.count(" marked") == count
     assert f"{count} of 2" in page
 

@@ -30,7 +30,7 @@ def test_a_member_is_a_model_or_an_adapter_that_says_the_same(posterior: str, tm
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give one of --custom_generate, --model, --adapter, --space with a new folder, got 0"),
+        ([], "give one of --custom_generate, --model, --adapter, --space, --card, got 0"),
         (["--model", "a", "--adapter", "b"], "got 2"),
         (["--model", "a"], "--model is one network: give --member K or --mean true"),
         (["--adapter", "a", "--member", "0", "--mean", "true"], "--adapter is one network"),
