@@ -55,16 +55,16 @@ def eval_results(
     """
     kind = one_line(datasets[0]) if len(datasets) == 1 else "held-out"
     held_out = f"{kind} (held-out rows)" if len(datasets) == 1 else "held-out data"
-    found = [
-        _result(task, kind, f"{prefix} (held-out)" if prefix else held_out, metric, value)
-        for key, value in _figures(config).items()
-        for prefix, metric in [_split(key)]
-        if metric is not None
-    ]
+    found = []
+    for key, value in _figures(config).items():
+        prefix, metric = _split(key)
+        if metric is not None:
+            data = f"{prefix} (held-out)" if prefix else held_out
+            found.append(_result(task, kind, data, metric, value, part=prefix or None))
     for row in evaluation_rows(evaluation):
         is_auroc = row.name.startswith("auroc")
         data = f"{row.data} against the test set" if is_auroc else "test set of hf-bayes evaluate"
-        found.append(_result(task, "evaluation", data, row.name, row.value))
+        found.append(_result(task, "evaluation", data, row.name, row.value, part=row.data))
     return found
 
 
@@ -101,11 +101,13 @@ def _split(key: str) -> tuple[str, str | None]:
     return one_line(prefix), metric if fits else None
 
 
-def _result(task: str, kind: str, data: str, metric: str, value: float) -> EvalResult:
+def _result(task: str, kind: str, data: str, metric: str, value: float, *, part: str | None) -> EvalResult:
+    """Return an entry. The Hub joins entries of one kind of data, unless ``part`` tells them apart."""
     by = metric.removeprefix("auroc_")
     name = NAMES.get(metric, f"AUROC of telling these inputs apart by {by} uncertainty")
     return EvalResult(
-        task_type=task, dataset_type=kind, dataset_name=data, metric_type=metric, metric_value=value, metric_name=name,
+        task_type=task, dataset_type=kind, dataset_name=data, dataset_config=part, metric_type=metric,
+        metric_value=value, metric_name=name,
     )  # fmt: skip
 
 

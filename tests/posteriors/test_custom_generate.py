@@ -18,6 +18,7 @@ from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.posteriors.custom_generate import as_draws, export_custom_generate, generate_file
 from hf_bayes.posteriors.posterior import Posterior
 from tests.faults.posteriors import draws
+from tests.hub_server import serving
 from tests.models.prepared import unchanged
 from tests.posteriors.exported import KINDS, posterior_of
 from tests.tiny_models import batch
@@ -163,6 +164,32 @@ def test_numbers_after_the_end_of_a_row_are_undefined(tmp_path: Path) -> None:
     found = text(plain, eos_token_id=first, **given)
     assert math.isfinite(found.epistemic[0, 0])
     assert found.epistemic[0, 1:].isnan().all()
+
+
+def test_a_repository_of_the_hub_generates_as_its_folder(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    export_custom_generate(posterior, tmp_path / "out", repo_id="user/posterior")
+    files = {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes()
+             for path in (tmp_path / "out").rglob("*") if path.is_file()}  # fmt: skip
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = text(plain, custom_generate=str(tmp_path / "out"), trust_remote_code=True)
+    with serving() as hub:
+        hub.commit("user/posterior", "main", files, [])
+        revision = hub.sha("user/posterior", "main")
+        hub.commit("user/posterior", "main", {"members/member_000/adapter_model.safetensors": b"other"}, [])
+        given = {"custom_generate": "user/posterior", "revision": revision, "cache_dir": str(tmp_path / "cache")}
+        found = text(plain, trust_remote_code=True, **given)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.epistemic.nan_to_num(), expected.epistemic.nan_to_num())
+
+
+def test_the_place_can_be_given_where_transformers_does_not_say_it(tmp_path: Path) -> None:
+    export_custom_generate(posterior_of("lora", tmp_path / "base"), tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    function = plain.load_custom_generate(str(tmp_path / "out"), trust_remote_code=True)
+    with pytest.raises(ValueError, match="the place of the posterior is not known"):
+        function(model=plain, **INPUTS)
+    assert function(model=plain, posterior=str(tmp_path / "out"), max_new_tokens=2, **INPUTS).shape[1] == 8
 
 
 @pytest.mark.slow
