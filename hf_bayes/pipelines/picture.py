@@ -62,11 +62,11 @@ def to_picture(record: Mapping[str, Any], *, measure: str = "epistemic", vmax: f
 
 
 def _laid_out(words: list[tuple[str, Level]]) -> Iterator[tuple[int, int, str, Level]]:
-    """Yield (line, column, text, colours) of pieces that do not cross the end of a line."""
+    """Yield (line, column, text, colours) of pieces that do not cross the end of a line: tokens, where they fit."""
     line, column = 0, 0
     for text, level in words:
         for index, part in enumerate(text.replace("\t", "    ").split("\n")):
-            if index:
+            if index or (column and COLUMNS - column < len(part) <= COLUMNS):
                 line, column = line + 1, 0
             while part:
                 piece = part[: COLUMNS - column]

@@ -11,8 +11,8 @@ from pathlib import Path
 import jinja2
 from huggingface_hub import SpaceCardData
 
-import hf_bayes
 from hf_bayes.posteriors.compat import is_repo_id
+from hf_bayes.posteriors.config import library_versions
 
 _APP = Path(__file__).parent / "templates" / "space_app.py.jinja"
 _REQUIREMENTS = "hf-bayes[demo]=={version}\n"
@@ -46,7 +46,7 @@ def write_space(
     text = f"# {title}\n\nText from {names}, with the uncertainty of every token, by hf_bayes.\n"
     files = {
         "app.py": app_file(posteriors),
-        "requirements.txt": _REQUIREMENTS.format(version=hf_bayes.__version__),
+        "requirements.txt": _REQUIREMENTS.format(version=library_versions()["hf-bayes"]),
         "README.md": f"---\n{data}\n---\n\n{text}",
     }
     root = Path(directory)
@@ -61,7 +61,7 @@ def app_file(posteriors: Sequence[str]) -> str:
     """Return the text of the app. Names are written as literals of Python."""
     template = jinja2.Template(_APP.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined)
     names = [json.dumps(name) for name in posteriors]
-    return template.render(version=hf_bayes.__version__, posteriors=names) + "\n"
+    return template.render(version=library_versions()["hf-bayes"], posteriors=names) + "\n"
 
 
 def _version_of_gradio() -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-import hf_bayes
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.posteriors import lora_config
 from hf_bayes.posteriors.compat import MODEL_PREFIX
+from hf_bayes.posteriors.config import library_versions
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
@@ -29,7 +29,7 @@ _USE = "Use it with hf_bayes, or export one member with --member or --mean"
 
 def generate_file() -> str:
     """Return the text of ``custom_generate/generate.py``, which is the same for every posterior."""
-    return _TEMPLATE.read_text(encoding="utf-8").replace("{{ version }}", hf_bayes.__version__)
+    return _TEMPLATE.read_text(encoding="utf-8").replace("{{ version }}", library_versions()["hf-bayes"])
 
 
 def export_custom_generate(
