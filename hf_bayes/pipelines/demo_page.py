@@ -18,6 +18,7 @@ _INTRODUCTION = (
     "stands: **epistemic**, what its members disagree about; **aleatoric**, what every member leaves open; **total**, "
     "their sum."
 )
+_THRESHOLD = 0.5
 _EXAMPLES = ("The mitochondrion is the", "Once upon a time", "The capital of Atlantis is")
 
 
@@ -91,60 +92,86 @@ def demo_page(pipelines: Mapping[str, BayesianTextGenerationPipeline]) -> Any:
         ImportError: if gradio is not installed.
     """
     gr = require_gradio()
-    names = list(pipelines)
-
-    def rendered(views: list[View], measure: str, threshold: float) -> list[str]:
-        return [
-            tokens_html(name, *view[:2], measure=measure, threshold=threshold, running=view.running, error=view.error,
-                        num_members=_num_members(pipelines[name]))
-            for name, view in zip(names, views, strict=True)
-        ]  # fmt: skip
-
-    def generate(prompt: str, measure: str, threshold: float, *controls: Any) -> Iterator[list[Any]]:
-        if not prompt.strip():
-            raise gr.Error("Type a prompt first.", print_exception=False)
-        for views in texts(pipelines, prompt, Settings(*controls)):
-            yield [views, *rendered(views, measure, threshold)]
-
+    empty = [View()] * len(pipelines)
     with gr.Blocks(title="hf_bayes: uncertainty, token by token", analytics_enabled=False) as page:
         gr.Markdown(_INTRODUCTION)
-        state = gr.State([View()] * len(names))
-        prompt = gr.Textbox(label="Prompt", lines=2, value=_EXAMPLES[0], elem_id="prompt", autofocus=True)
+        state = gr.State(empty)
+        controls = _controls(gr)
+        shown = []
         with gr.Row():
-            start = gr.Button("Generate", variant="primary", scale=3, min_width=160, elem_id="generate")
-            stop = gr.Button("Stop", min_width=80, elem_id="stop")
-        with gr.Row():
-            measure = gr.Radio(_MEASURES, value="epistemic", label="Colours and marks show", elem_id="measure")
-            threshold = gr.Slider(0, 4, value=0.5, step=0.01, label="Mark tokens above (nats)", elem_id="threshold")
-        with gr.Accordion("Generation", open=False):
-            length = gr.Slider(1, 200, value=40, step=1, label="New tokens, at most", elem_id="length")
-            sample = gr.Checkbox(False, label="Draw tokens, in place of the most probable ones", elem_id="sample")
-            temperature = gr.Slider(0.1, 2, value=1, step=0.05, label="Temperature of the draws")
-        with gr.Row():
-            shown = []
-            for value in rendered([View()] * len(names), "epistemic", 0.5):
+            for value in _rendered(pipelines, empty, _MEASURES[0], _THRESHOLD):
                 with gr.Column(min_width=320):
                     shown.append(gr.HTML(value))
-        gr.Examples([[text] for text in _EXAMPLES], [prompt])
-        controls = [prompt, measure, threshold, length, sample, temperature]
-        running = [
-            event(generate, controls, [state, *shown], show_progress="hidden") for event in (start.click, prompt.submit)
-        ]
-        stop.click(
-            lambda views, *how: [
-                ended := [view._replace(running=False) for view in _views(views)],
-                *rendered(ended, *how),
-            ],
-            [state, measure, threshold],
-            [state, *shown],
-            cancels=running,
-        )
-        for control in (measure, threshold):
-            control.change(
-                lambda views, *how: rendered(_views(views), *how),
-                [state, measure, threshold], shown, show_progress="hidden",
-            )  # fmt: skip
+        gr.Examples([[text] for text in _EXAMPLES], [controls.prompt])
+        _connect(gr, pipelines, controls, state, shown)
     return page
+
+
+class _Controls(NamedTuple):
+    """The controls of the page."""
+
+    prompt: Any
+    start: Any
+    stop: Any
+    measure: Any
+    threshold: Any
+    generation: list[Any]
+
+
+def _controls(gr: Any) -> _Controls:
+    prompt = gr.Textbox(label="Prompt", lines=2, value=_EXAMPLES[0], elem_id="prompt", autofocus=True)
+    with gr.Row():
+        start = gr.Button("Generate", variant="primary", scale=3, min_width=160, elem_id="generate")
+        stop = gr.Button("Stop", min_width=80, elem_id="stop")
+    with gr.Row():
+        measure = gr.Radio(_MEASURES, value=_MEASURES[0], label="Colours and marks show", elem_id="measure")
+        threshold = gr.Slider(0, 4, value=_THRESHOLD, step=0.01, label="Mark tokens above (nats)", elem_id="threshold")
+    with gr.Accordion("Generation", open=False):
+        length = gr.Slider(1, 200, value=40, step=1, label="New tokens, at most", elem_id="length")
+        sample = gr.Checkbox(False, label="Draw tokens, in place of the most probable ones", elem_id="sample")
+        temperature = gr.Slider(0.1, 2, value=1, step=0.05, label="Temperature of the draws")
+    return _Controls(prompt, start, stop, measure, threshold, [length, sample, temperature])
+
+
+def _connect(
+    gr: Any, pipelines: Mapping[str, BayesianTextGenerationPipeline], controls: _Controls, state: Any, shown: list[Any]
+) -> None:
+    """Let the controls of the page act."""
+
+    def generate(prompt: str, measure: str, threshold: float, *generation: Any) -> Iterator[list[Any]]:
+        if not prompt.strip():
+            raise gr.Error("Type a prompt first.", print_exception=False)
+        for views in texts(pipelines, prompt, Settings(*generation)):
+            yield [views, *_rendered(pipelines, views, measure, threshold)]
+
+    def show(views: Any, measure: str, threshold: float) -> list[str]:
+        return _rendered(pipelines, _views(views), measure, threshold)
+
+    def end(views: Any, measure: str, threshold: float) -> list[Any]:
+        ended = [view._replace(running=False) for view in _views(views)]
+        return [ended, *_rendered(pipelines, ended, measure, threshold)]
+
+    view = [state, controls.measure, controls.threshold]
+    given = [controls.prompt, controls.measure, controls.threshold, *controls.generation]
+    running = []
+    for event in (controls.start.click, controls.prompt.submit):
+        running.append(event(generate, given, [state, *shown], show_progress="hidden"))
+        # the measure or the threshold may have changed while tokens came
+        running[-1].then(show, view, shown, show_progress="hidden")
+    controls.stop.click(end, view, [state, *shown], cancels=running, show_progress="hidden")
+    for control in (controls.measure, controls.threshold):
+        control.change(show, view, shown, show_progress="hidden")
+
+
+def _rendered(
+    pipelines: Mapping[str, BayesianTextGenerationPipeline], views: list[View], measure: str, threshold: float
+) -> list[str]:
+    """Return the HTML of each posterior's part of the page."""
+    return [
+        tokens_html(name, view.prompt, view.tokens, measure=measure, threshold=threshold, running=view.running,
+                    error=view.error, num_members=_num_members(pipeline))
+        for (name, pipeline), view in zip(pipelines.items(), views, strict=True)
+    ]  # fmt: skip
 
 
 def launch_options() -> dict[str, Any]:
