@@ -137,9 +137,10 @@ def main() -> None:
             if kind.prior is not None:
                 config["prior"]["posterior"] = f"./{kind.prior}"
             example = {"adapter": kind.lora, "repo_id": f"user/{name.replace('_', '-')}", "author": AUTHOR}
+            example["custom_generate"] = name == "draws_lora"  # as hf-bayes export --custom_generate writes it
             file.write_text(json.dumps({**example, "config": config}, indent=1) + "\n")
         example = json.loads(file.read_text())
-        given = {"adapter": example["adapter"], "repo_id": example["repo_id"], **example["author"]}
+        given = {name: example[name] for name in ("adapter", "repo_id", "custom_generate")} | example["author"]
         file.with_suffix(".md").write_text(render_card(example["config"], **given))
 
 

@@ -40,6 +40,7 @@ from hf_bayes.cli.main import COMMANDS
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.posteriors import hub
+from hf_bayes.posteriors.custom_generate import export_custom_generate
 from hf_bayes.training.tuning.candidates import Candidate
 from tests import multimodal
 from tests.members.subjects import resnet
@@ -122,6 +123,14 @@ def chats_of_a_small_model() -> Namespace:
     tokenizer.save_pretrained(name)
     chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
     return {"chats": Dataset.from_list([{"messages": chat}] * 8)}
+
+
+def an_exported_posterior() -> Namespace:
+    """A repository with code in "repository", and its base model with a tokenizer in "base"."""
+    a_language_model("my-posterior")
+    tiny_tokenizer().save_pretrained("base")
+    export_custom_generate(Posterior.from_pretrained("my-posterior"), "repository")
+    return {}
 
 
 def one_process_of_a_launch() -> Namespace:
@@ -256,6 +265,7 @@ SNIPPETS = {
     ("docs/distilled.md", 0): Snippet(a_classifier_to_distil),
     ("docs/curvature.md", 0): Snippet(three_classes),
     ("docs/curvature.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows()}),
+    ("docs/export.md", 0): Snippet(an_exported_posterior, {'"gpt2"': '"base"', '"user/posterior"': '"repository"'}),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),

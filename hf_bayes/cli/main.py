@@ -28,6 +28,8 @@ COMMANDS = {
     "score": "show the uncertainty of each token of a text",
     "generate": "continue a prompt and show the uncertainty of each token",
     "diagnose": "show whether the chains of a run converged",
+    "export": "write a posterior for transformers or peft alone, or a Space",
+    "demo": "start a page that streams text with its uncertainty",
 }
 """The name of a command, which is the name of its module in ``cli.commands`` -> its work in words."""
 

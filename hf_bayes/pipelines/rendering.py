@@ -25,7 +25,7 @@ from hf_bayes.core.text_safety import HIDDEN, code
 from hf_bayes.uncertainty.colour_scale import NUM_LEVELS, PARTS, Record, Scale, scale_of
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_CAPTIONS = {
+CAPTIONS = {
     "epistemic": "Epistemic uncertainty of each token in nats: what the members of the posterior disagree about.",
     "aleatoric": "Aleatoric uncertainty of each token in nats: what every member by itself leaves open.",
     "total": "Total uncertainty of each token in nats: the entropy of the posterior predictive.",
@@ -150,16 +150,17 @@ class Context(NamedTuple):
     prompt: str
 
 
-def _context(record: Record) -> Context:
+def context_of(record: Record) -> Context:
+    """Return the context of the tokens of a record."""
     text, messages, role = record.get("generated_text", record.get("text", "")), [], ""
     if not isinstance(text, str):
-        messages = [{"role": _readable(str(turn["role"])), "content": _readable(_said(turn))} for turn in text[:-1]]
-        role, text = _readable(text[-1]["role"]), str(text[-1]["content"])
+        messages = [{"role": readable(str(turn["role"])), "content": readable(_said(turn))} for turn in text[:-1]]
+        role, text = readable(text[-1]["role"]), str(text[-1]["content"])
     tokens = [token["token"] for token in record["tokens"]]
     for shown in (tokens, tokens[:-1]):  # an end token is in the record and not in the text
         new = "".join(shown)
         if text.endswith(new):
-            return Context(messages, role, _readable(text[: len(text) - len(new)]))
+            return Context(messages, role, readable(text[: len(text) - len(new)]))
     return Context(messages, role, "")
 
 
@@ -173,7 +174,7 @@ def _number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}f}".replace("-", _MINUS)
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """Return ``text`` with a visible code in place of every character that acts or that is not seen."""
     return HIDDEN.sub(code, text)
 
@@ -208,11 +209,11 @@ def to_html(
     widest = max(record["uncertainty"]["total"] for record in records)
     highest = max(token["total"] for record in records for token in record["tokens"])
     return environment.get_template("heat_map.html").render(
-        title=_readable(title or f"{measure.capitalize()} uncertainty, token by token"),
+        title=readable(title or f"{measure.capitalize()} uncertainty, token by token"),
         themes={"light": LIGHT, "dark": DARK},
         ticks=scale.ticks,
         legend=scale.legend,
-        caption=_CAPTIONS[measure],
+        caption=CAPTIONS[measure],
         measure=measure,
         records=[
             _page_record(index, record, scale, widest or 1.0, highest or 1.0) for index, record in enumerate(records, 1)
@@ -221,14 +222,14 @@ def to_html(
 
 
 def _page_record(index: int, record: Record, scale: Scale, widest: float, highest: float) -> dict[str, Any]:
-    context = _context(record)
+    context = context_of(record)
     tokens, uncertainty = record["tokens"], record["uncertainty"]
     text = context.prompt + "".join(token["token"] for token in tokens)
     return {
         "heading": f"Record {index}",
-        "excerpt": _readable(" ".join(text.split())[:120]),
+        "excerpt": readable(" ".join(text.split())[:120]),
         **context._asdict(),
-        "tokens": [{"level": scale.level(token), **_shown(token)} for token in tokens],
+        "tokens": [{"level": scale.level(token), **shown_token(token)} for token in tokens],
         "highest": _number(max(token[scale.measure] for token in tokens)),
         "widths": [f"{max(0.0, 100 * uncertainty[part] / widest):.2f}" for part in ("aleatoric", "epistemic")],
         "paths": {part: _steps([token[part] / highest for token in tokens]) for part in ("total", "aleatoric")},
@@ -237,7 +238,8 @@ def _page_record(index: int, record: Record, scale: Scale, widest: float, highes
     }
 
 
-def _shown(token: Record) -> dict[str, Any]:
+def shown_token(token: Record) -> dict[str, Any]:
+    """Return the numbers of a token as lines of text, and its text as (kind, text) parts for a template."""
     lines = [f"{part:<10}{_number(token[part]):>9} nats" for part in reversed(PARTS)]
     lines.append(f"{'log p':<10}{_number(token['logprob']):>9}  p {100 * math.exp(token['logprob']):.3g} %")
     lines.append(f"{'id':<10}{token['id']:>9}")
@@ -252,7 +254,7 @@ def _parts(token: str) -> list[tuple[str, str]]:
     for match in _PIECES.finditer(token):
         kind = str(match.lastgroup)
         parts.append(("text", token[start : match.start()]))
-        parts += [(kind, _readable(character)) for character in match[0]]
+        parts += [(kind, readable(character)) for character in match[0]]
         start = match.end()
     return [(kind, text) for kind, text in [*parts, ("text", token[start:])] if text]
 
@@ -284,13 +286,13 @@ def to_terminal(
     styles = [Style(), *(Style(bgcolor=level.background, color=level.text) for level in theme.levels[1:])]
     text = Text()
     for record in records:
-        context = _context(record)
+        context = context_of(record)
         for message in context.messages:
             text.append(f"{message['role']}: {message['content']}\n", "dim")
         text.append(f"{context.role}: " if context.role else "", "dim")
         text.append(context.prompt, "dim")
         for token in record["tokens"]:
-            shown = _readable(token["token"]).replace("\n", "↵\n").replace("\t", "→   ")
+            shown = readable(token["token"]).replace("\n", "↵\n").replace("\t", "→   ")
             text.append(shown, styles[scale.level(token)])
         text.append("\n")
         mean = record["uncertainty"]

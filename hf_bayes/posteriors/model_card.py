@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from hf_bayes.core.number_checks import is_number
 from hf_bayes.posteriors import storage
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, eval_results, evaluation_rows
 from hf_bayes.posteriors.compat import ADAPTER_CONFIG, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
 from hf_bayes.posteriors.hub import CARD, is_local
 from hf_bayes.posteriors.markdown import Verbatim, literal, markdown, one_line
 from hf_bayes.posteriors.model_card_explanations import DIAGNOSTICS, METHODS, METRICS, explanation
+from hf_bayes.posteriors.storage.formats import decode_json
 from hf_bayes.posteriors.tasks import TASKS
 
+CUSTOM_GENERATE = "custom_generate/generate.py"
+"""The file that ``generate(custom_generate=...)`` of transformers runs, see ``posteriors.custom_generate``."""
 _TEMPLATES = Path(__file__).parent / "templates"
-_REPORTED = ("nll", "perplexity", "accuracy", "ece", "brier", "mse")  # metrics that go into the card's model-index
 
 
 class CardFields(TypedDict, total=False):
@@ -90,7 +93,14 @@ def author_fields(known: CardFields | None, given: Mapping[str, Any]) -> CardFie
 
 
 def render_card(
-    config: Mapping[str, Any], *, adapter: bool, repo_id: str | None = None, **fields: Unpack[CardFields]
+    config: Mapping[str, Any],
+    *,
+    adapter: bool,
+    repo_id: str | None = None,
+    custom_generate: bool = False,
+    picture: bool = False,
+    evaluation: Mapping[str, Any] | None = None,
+    **fields: Unpack[CardFields],
 ) -> str:
     """Return the model card of a posterior.
 
@@ -98,18 +108,18 @@ def render_card(
         config: ``PosteriorConfig.to_dict()``.
         adapter: True if the parameters belong to a peft adapter.
         repo_id: the repository in the examples; None leaves a placeholder.
+        custom_generate: True if the repository has ``CUSTOM_GENERATE``.
+        picture: True if the repository has ``PICTURE``.
+        evaluation: the content of ``EVALUATION``, if the repository has it.
         fields: see ``CardFields``.
     Raises:
         ValueError: as ``card_fields``.
     """
-    data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields))
-    return (
-        _environment()
-        .get_template("posterior_card.md")
-        .render(
-            card_data=Verbatim(data.to_yaml(line_break="\n")), **_variables(config, adapter=adapter, repo_id=repo_id)
-        )
-    )
+    data = _metadata(config, adapter=adapter, repo_id=repo_id, fields=card_fields(**fields), evaluation=evaluation)
+    variables = _variables(config, adapter=adapter, repo_id=repo_id)
+    beside = {"custom_generate": custom_generate, "picture": picture, "evaluation": evaluation_rows(evaluation)}
+    template = _environment().get_template("posterior_card.md")
+    return template.render(card_data=Verbatim(data.to_yaml(line_break="\n")), **beside, **variables)
 
 
 @functools.cache
@@ -128,21 +138,55 @@ def _environment() -> jinja2.Environment:
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, **fields: Unpack[CardFields]) -> None:
     """Replace the card of a saved posterior by a new one with an author's fields.
 
+    Files beside the card, ``CUSTOM_GENERATE``, ``PICTURE`` and ``EVALUATION``, have their sections in it.
+
     Raises:
         OSError, ValueError: if there is no posterior, or as ``card_fields``.
     """
     root = Path(directory)
     config = storage.read_file(root, CONFIG)
-    card = render_card(config, adapter=(root / ADAPTER_CONFIG).exists(), repo_id=repo_id, **fields)
+    results = root / EVALUATION
+    card = render_card(
+        config,
+        adapter=(root / ADAPTER_CONFIG).exists(),
+        repo_id=repo_id,
+        custom_generate=(root / CUSTOM_GENERATE).exists(),
+        picture=(root / PICTURE).exists(),
+        evaluation=decode_json(results.read_bytes(), where=str(results)) if results.exists() else None,
+        **fields,
+    )
     (root / f"{CARD}.new").write_text(card, encoding="utf-8")
     (root / f"{CARD}.new").replace(root / CARD)
+
+
+def known_fields(directory: str | os.PathLike[str]) -> CardFields:
+    """Return the fields that an author gave to the card in a directory; none without a card.
+
+    Raises:
+        ValueError: as ``card_fields``.
+    """
+    file = Path(directory) / CARD
+    if not file.exists():
+        return {}
+    data = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    own = {"hf_bayes", "bayesian", "lora", *METHODS}
+    tags = [tag for tag in data.get("tags") or () if tag not in own]
+    fields = {name: data.get(name) for name in ("license", "language", "datasets")}
+    return card_fields(**{name: value for name, value in fields.items() if value}, tags=tags)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, fields: CardFields) -> ModelCardData:
+def _metadata(
+    config: Mapping[str, Any],
+    *,
+    adapter: bool,
+    repo_id: str | None,
+    fields: CardFields,
+    evaluation: Mapping[str, Any] | None,
+) -> ModelCardData:
     pipeline_tag = TASKS[config["task"]].tag
     base, method = config["base_model"]["name_or_path"], one_line(config["method"]["name"])
     base = base if base and not is_local(base) and is_repo_id(base) else None
@@ -158,7 +202,7 @@ def _metadata(config: Mapping[str, Any], *, adapter: bool, repo_id: str | None, 
         base_model=base,
         base_model_relation=None if base is None else ("adapter" if adapter else "finetune"),
         model_name=fields.get("model_name") or one_line(repo_id or "posterior").split("/")[-1],
-        eval_results=_eval_results(config["metrics"], pipeline_tag) or None,
+        eval_results=eval_results(config, pipeline_tag, fields.get("datasets", ()), evaluation) or None,
     )
 
 
@@ -255,19 +299,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _size(value: Any) -> Any:
     return len(value) if isinstance(value, dict) else value
-
-
-def _eval_results(metrics: Mapping[str, Any], task: str) -> list[EvalResult]:
-    """Return the entries of the Hub's model-index."""
-    names = {key: key.removeprefix("eval_") for key in metrics}
-    return [
-        EvalResult(
-            task_type=task,
-            dataset_type="held-out",
-            dataset_name="held-out data",
-            metric_type=name,
-            metric_value=metrics[key],
-        )
-        for key, name in names.items()
-        if name in _REPORTED and is_number(metrics[key])
-    ]

@@ -14,7 +14,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 import hf_bayes
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.metrics.calibration import Calibration
-from hf_bayes.posteriors.model_card import card_fields, render_card, write_card
+from hf_bayes.posteriors.model_card import card_fields, known_fields, render_card, write_card
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.faults.posteriors import config, draws, gaussian
@@ -140,6 +140,26 @@ def test_held_out_figures_are_in_the_model_index(tmp_path: Path) -> None:
     draws(2).save_pretrained(tmp_path)
     results = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {"nll": 0.432, "accuracy": 0.81}
+
+
+def test_the_files_beside_a_card_have_their_sections(tmp_path: Path) -> None:
+    draws(3, task="causal_lm").save_pretrained(tmp_path, license="mit", tags=["own"], language="en")
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate/generate.py").touch()
+    (tmp_path / "heat_map.png").touch()
+    (tmp_path / "evaluation.json").write_text('{"ece": 0.02, "auroc": {"code": {"epistemic": 0.9}}}')
+    fields = known_fields(tmp_path)
+    assert fields == {"license": "mit", "language": ["en"], "tags": ["own"]}
+    write_card(tmp_path, repo_id="user/x", **fields)
+    card = ModelCard.load(tmp_path / "README.md")
+    for expected in (
+        'custom_generate="user/x", trust_remote_code=True', "](heat_map.png)", "| code | auroc_epistemic | 0.9 |  |",
+    ):  # fmt: skip
+        assert expected in card.text, expected
+    assert not re.search(r"\n\n\n", card.text)
+    found = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
+    assert found["code against the test set", "auroc_epistemic"] == 0.9
+    assert card.data.license == "mit"
 
 
 def test_card_of_a_run_that_did_not_converge_says_so_first() -> None:
@@ -319,6 +339,7 @@ def test_every_example_has_its_configuration_and_its_page() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_what_its_configuration_renders_to(path: Path) -> None:
     example = json.loads(path.read_text())
-    text = render_card(example["config"], adapter=example["adapter"], repo_id=example["repo_id"], **example["author"])
+    given = {name: example[name] for name in ("adapter", "repo_id", "custom_generate") if name in example}
+    text = render_card(example["config"], **given, **example["author"])
     assert path.with_suffix(".md").read_text() == text
     assert not re.search(r"/tmp/|/home/|/work/|\(local path\)", path.read_text() + text)

@@ -1,0 +1,48 @@
+"""A new model card for a posterior directory, with the results of an evaluation and a heat map."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hf_bayes.cli.posterior_arguments import PosteriorArguments
+from hf_bayes.pipelines.picture import to_picture
+from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, evaluation_rows
+from hf_bayes.posteriors.model_card import known_fields, write_card
+from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.storage.formats import decode_json
+
+
+def rewrite_card(
+    directory: str,
+    *,
+    results: str | None = None,
+    text: str | None = None,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+) -> None:
+    """Write ``README.md`` of a posterior directory anew. License, language, data sets and tags of the old card stay.
+
+    Args:
+        results: results.json of ``hf-bayes evaluate``; a copy stands beside the card as ``evaluation.json``.
+        text: a text that the posterior scores for the heat map ``heat_map.png``.
+        repo_id: the repository in the examples.
+        base_model: another path or name of the base model, for the heat map.
+    Raises:
+        ValueError: for a posterior that is not a directory here, a file of other results, or a text for a posterior
+            that is not a language model's.
+        OSError: if there is no posterior.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise ValueError(f"--card writes into a posterior directory, got {directory!r:.200}: give a directory")
+    Posterior.from_pretrained(root)  # a damaged posterior gets no new card
+    if results is not None:
+        found = decode_json(Path(results).read_bytes(), where=results)
+        if not evaluation_rows(found):
+            raise ValueError(f"{results} has no figures: give results.json of hf-bayes evaluate")
+        (root / EVALUATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if text is not None:
+        score = PosteriorArguments(posterior=directory, base_model=base_model).text_pipeline("export --text").score
+        to_picture(score(text)).savefig(root / PICTURE)
+    write_card(root, repo_id=repo_id, **known_fields(root))

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_bayes.cli.card import rewrite_card
+from hf_bayes.posteriors.model_card import write_card
+from tests.cli.commands.conftest import posterior  # noqa: F401
+
+
+@pytest.fixture
+def directory(posterior: str, tmp_path: Path) -> str:  # noqa: F811
+    shutil.copytree(posterior, tmp_path / "out")
+    write_card(tmp_path / "out", license="mit")
+    return str(tmp_path / "out")
+
+
+def test_a_card_gets_results_and_a_heat_map(directory: str, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"nll": 2.5, "auroc": {"code": {"epistemic": 0.75}}}))
+    rewrite_card(directory, results=str(results), text="The mitochondrion is the powerhouse.", repo_id="user/x")
+    card = ModelCard.load(Path(directory) / "README.md")
+    assert card.data.license == "mit"
+    assert {result.metric_value for result in card.data.eval_results} >= {2.5, 0.75}
+    assert "](heat_map.png)" in card.text
+    assert (Path(directory) / "heat_map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_result_and_no_directory_is_refused(directory: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"loss": 1}')
+    with pytest.raises(ValueError, match=r"other.json has no figures: give results.json"):
+        rewrite_card(directory, results=str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match="--card writes into a posterior directory, got 'user/x'"):
+        rewrite_card("user/x")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_bayes.distributions.approximations import Gaussian
+from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.models.exporting import export_adapter, export_model, network_of_draw, network_of_mean
+from hf_bayes.posteriors.posterior import Posterior
+from tests.posteriors.exported import posterior_of
+from tests.tiny_models import batch
+
+
+def log_probs_of(posterior: Posterior, network: torch.Tensor, base: Path) -> torch.Tensor:
+    model = BayesianModelForCausalLM.from_pretrained(posterior, base_model=str(base))
+    with torch.no_grad(), model.showing(network[None]):
+        return model(**batch()).logits
+
+
+@pytest.mark.parametrize("kind", ["lora-of-several-ranks", "lora-and-whole-modules", "tied-last-layer", "all-weights"])
+def test_a_merged_member_is_that_member(kind: str, tmp_path: Path) -> None:
+    posterior = posterior_of(kind, tmp_path / "base")
+    network = network_of_draw(posterior, 1)
+    export_model(posterior, network, tmp_path / "out", base_model=str(tmp_path / "base"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        found = plain(**batch()).logits.log_softmax(-1)
+    # float32: a merged weight is rounded once more than a sum of two products
+    torch.testing.assert_close(found, log_probs_of(posterior, network, tmp_path / "base"), rtol=0, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+
+
+def test_an_untied_head_stays_its_own_tensor(tmp_path: Path) -> None:
+    posterior = posterior_of("lora-and-whole-head-of-gpt2", tmp_path / "base")
+    network = network_of_draw(posterior, 0)
+    export_model(posterior, network, tmp_path / "out", base_model=str(tmp_path / "base"))
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(**batch()).logits.log_softmax(-1)
+    torch.testing.assert_close(found, log_probs_of(posterior, network, tmp_path / "base"), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_the_mean_needs_peft_alone(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base", gaussian=True)
+    export_adapter(posterior, network_of_mean(posterior), tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(base, tmp_path / "out")(**batch()).logits.log_softmax(-1)
+    expected = log_probs_of(posterior, posterior.representative, tmp_path / "base")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # float32
+
+
+def test_networks_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    posterior = posterior_of("last-layer", tmp_path / "base")
+    with pytest.raises(ValueError, match="has no member 3, expected 0 to 2"):
+        network_of_draw(posterior, 3)
+    with pytest.raises(ValueError, match="holds draws: the mean of networks that were trained apart"):
+        network_of_mean(posterior)
+    with pytest.raises(ValueError, match=r"\(last_layer\) are no adapter: export a model"):
+        export_adapter(posterior, posterior.representative, tmp_path / "out")
+    gaussian = posterior_of("last-layer", tmp_path / "base", gaussian=True)
+    with pytest.raises(ValueError, match="is a Gaussian and stores no draws"):
+        network_of_draw(gaussian, 0)
+    means = gaussian.representative.expand(2, -1)
+    two = dataclasses.replace(gaussian, approximation=Gaussian.diagonal(means, means.abs() + 1))
+    with pytest.raises(ValueError, match="is a mixture of several Gaussians"):
+        network_of_mean(two)
+
+
+def test_a_quantised_base_and_a_full_directory_are_refused(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    with pytest.raises(ValueError, match="is not empty"):
+        export_model(posterior, posterior.representative, tmp_path / "base")
+    config = dataclasses.replace(posterior.config, head={"quantization_config": {"quant_method": "bitsandbytes"}})
+    with pytest.raises(ValueError, match="is quantised, and an adapter cannot be merged"):
+        export_model(dataclasses.replace(posterior, config=config), posterior.representative, tmp_path / "out")

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hf_bayes.posteriors.card_results import Row, eval_results, evaluation_rows
+
+EVALUATION = {
+    "kind": "classes",
+    "nll": 0.5,
+    "ece": 0.03,
+    "epistemic": 0.1,
+    "auroc": {"news": {"epistemic": 0.8, "total": 0.7, "confidence": None}},
+    "std_error": {"nll": 0.01, "auroc": {"news": {"epistemic": 0.02}}},
+}
+
+
+def results(metrics: dict[str, Any], **changes: Any) -> dict[tuple[str, str], float]:
+    config = {"metrics": metrics, "calibration": {}} | changes.pop("config", {})
+    found = eval_results(config, "text-classification", **changes)
+    return {(result.dataset_name, result.metric_type): result.metric_value for result in found}
+
+
+def test_scores_and_calibration_of_the_run_are_reported() -> None:
+    found = results({"eval_nll": 0.4, "ece": 0.02, "epistemic": 0.1, "map_nll": 0.5, "limit_nll": 0.3, "brier": None})
+    assert found == {("held-out data", "nll"): 0.4, ("held-out data", "ece"): 0.02}
+    found = results({}, config={"calibration": {"calibrated_nll": 0.39}})
+    assert found == {("held-out data", "calibrated_nll"): 0.39}
+
+
+def test_figures_of_a_named_set_belong_to_that_set() -> None:
+    assert results({"far_nll": 2.0, "far_ece": 0.3}) == {("far (held-out)", "nll"): 2.0, ("far (held-out)", "ece"): 0.3}
+
+
+def test_the_only_data_set_of_the_author_is_named() -> None:
+    (found,) = eval_results({"metrics": {"nll": 0.4}}, "text-generation", ["user/set"])
+    assert (found.dataset_type, found.dataset_name) == ("user/set", "user/set (held-out rows)")
+
+
+def test_an_evaluation_adds_the_detection_of_other_data() -> None:
+    assert evaluation_rows(EVALUATION) == [
+        Row("test", "nll", 0.5, 0.01), Row("test", "ece", 0.03, None), Row("news", "auroc_epistemic", 0.8, 0.02),
+        Row("news", "auroc_total", 0.7, None),
+    ]  # fmt: skip
+    found = results({}, evaluation=EVALUATION)
+    assert found["news against the test set", "auroc_epistemic"] == 0.8
+    assert found["test set of hf-bayes evaluate", "ece"] == 0.03
+
+
+def test_other_content_of_the_file_is_left_out() -> None:
+    for odd in ({"nll": "low", "auroc": [1]}, {"auroc": {"x": 3}, "std_error": 2}, {}):
+        assert evaluation_rows(odd) == []
