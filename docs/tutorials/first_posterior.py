@@ -104,6 +104,7 @@ trainer.save_model()
 # which.
 
 # %%
+from peft import LoraConfig, get_peft_model
 from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig        # 1: the import
 
 set_seed(0)
