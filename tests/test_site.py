@@ -13,6 +13,7 @@ import yaml
 
 import hf_bayes
 from docs.site_hooks import on_page_markdown
+from scripts.run_tutorials import NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -34,7 +35,8 @@ def pages(entries: Any) -> Iterator[str]:
 
 def test_every_page_is_in_the_menu_once() -> None:
     menu = list(pages(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"]))
-    assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    tutorials = [f"tutorials/{name}.md" for name in NAMES]
+    assert sorted(menu) == sorted([*(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")), *tutorials])
 
 
 def test_the_reference_has_every_public_name_once() -> None:

@@ -181,6 +181,18 @@ def a_text_generator() -> Namespace:
     return {**names, "generate": generate, "prompts": prompts * 2, "posterior": read, "is_wrong": lambda text: False}
 
 
+def labelled_predictions() -> Namespace:
+    return {**class_predictions(), "labels": torch.zeros(3, dtype=torch.long), "is_other": [0, 1, 0]}
+
+
+def a_run_on_a_named_base() -> Namespace:
+    """A run, and the model that the page names, tiny, in a folder of that name."""
+    names = a_run()
+    sizes = {"hidden_size": 64, "intermediate_size": 64}  # bitsandbytes packs 32 rows at a time on CPUs
+    tiny_llama(**sizes).save_pretrained("Qwen/Qwen2.5-0.5B")
+    return names
+
+
 def predictions() -> Namespace:
     probabilities = torch.randn(8, 3).softmax(-1)
     rows = {"class_probabilities": probabilities, "labels": torch.arange(8) % 3, "log_probs": probabilities.log()}
@@ -266,6 +278,7 @@ SNIPPETS = {
     ("docs/curvature.md", 0): Snippet(three_classes),
     ("docs/curvature.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/export.md", 0): Snippet(an_exported_posterior, {'"gpt2"': '"base"', '"user/posterior"': '"repository"'}),
+    ("docs/evaluate.md", 0): Snippet(labelled_predictions),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),
@@ -278,6 +291,13 @@ SNIPPETS = {
     ("docs/multi_gpu.md", 0): Snippet(one_process_of_a_launch),
     ("docs/multi_gpu.md", 1): Snippet(a_run, {"max_steps=5000": "max_steps=2", "_size=16": "_size=1"}),
     ("docs/own_loop.md", 0): Snippet(a_run, {"num_steps=500": "num_steps=4", "batches, 500": "batches, 4"}),
+    ("docs/publish.md", 0): Snippet(lambda: a_language_model("my-posterior")),
+    # bitsandbytes repacks 4-bit weights at the first prediction on some CPUs (docs/models.md), 8-bit weights nowhere
+    ("docs/quantised.md", 0): Snippet(
+        a_run_on_a_named_base,
+        {"num_train_epochs=3": "max_steps=20", 'load_in_4bit=True, bnb_4bit_quant_type="nf4"': "load_in_8bit=True"},
+        "bitsandbytes",
+    ),
     ("docs/reliability.md", 0): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/sample.md", 0): Snippet(three_classes),
     ("docs/sample.md", 1): Snippet(dict),

@@ -1,0 +1,83 @@
+"""Run the tutorials of the documentation, and record what their cells print in ``docs/tutorials/outputs.json``.
+
+    python scripts/run_tutorials.py [NAME ...]
+
+A tutorial is a notebook in jupytext's percent format. All tutorials run in one temporary folder, because the second one
+uses the posterior of the first one. The site shows the recorded text below each cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
+OUTPUTS = FOLDER / "outputs.json"
+NAMES = ("first_posterior", "generate", "abstain")
+NEEDS = {"generate": "first_posterior"}
+"""The tutorial whose files another one reads."""
+
+
+class Cell(NamedTuple):
+    """A part of a notebook: Markdown text, or code."""
+
+    is_code: bool
+    text: str
+
+
+def cells_of(source: str) -> list[Cell]:
+    """Return the cells of a notebook in the percent format."""
+    found = []
+    for part in source.split("# %%")[1:]:
+        head, _, body = part.partition("\n")
+        is_code = "[markdown]" not in head
+        lines = body.strip("\n").split("\n")
+        text = "\n".join(lines if is_code else [line.removeprefix("#").removeprefix(" ") for line in lines])
+        found.append(Cell(is_code, text))
+    return found
+
+
+def fingerprint(code: str) -> str:
+    """Return a short name of a cell's code, by which an output that is out of date is found."""
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def outputs_of(name: str) -> Iterator[dict[str, str]]:
+    """Run the code of a tutorial in the current folder, and yield what each cell prints."""
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cells_of((FOLDER / f"{name}.py").read_text("utf-8"))):
+        if cell.is_code:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(cell.text, f"{name}, cell {number}", "exec"), names)
+            lines = [line for line in printed.getvalue().splitlines() if "train_runtime" not in line]  # times differ
+            yield {"code": fingerprint(cell.text), "printed": "\n".join(lines)}
+
+
+def main(names: list[str]) -> None:
+    """Run tutorials, by default all, and write their outputs."""
+    wanted = [name for name in NAMES if not names or name in names or name in {NEEDS.get(each) for each in names}]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tiny runs deserve their warnings
+        for name in wanted:
+            begin = time.perf_counter()
+            found = list(outputs_of(name))
+            recorded = json.loads(OUTPUTS.read_text("utf-8")) if OUTPUTS.exists() else {}
+            recorded[name] = found
+            OUTPUTS.write_text(json.dumps(recorded, indent=1, ensure_ascii=False, sort_keys=True) + "\n", "utf-8")
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    main(sys.argv[1:])
