@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_count, is_finite_number
-from hf_bayes.models.base import BayesianModel
+from hf_bayes.models.classification import BayesianClassifier
 from hf_bayes.uncertainty.likelihoods import name_of
 from hf_bayes.uncertainty.own.bradley_terry import Preferences
 
@@ -61,7 +61,7 @@ class RewardModel:
 
     def __init__(
         self,
-        model: BayesianModel,
+        model: BayesianClassifier,
         tokenizer: Any,
         *,
         bound: float = 1.0,
@@ -122,7 +122,7 @@ class RewardModel:
         """Return [M, N], the reward that each member here gives to each text."""
         if not texts:
             raise ValueError("rewards are of texts, got none")
-        parts = [self.model.member_logits(batch)[..., 0] for batch in self._batches(texts)]  # type: ignore[operator]
+        parts = [self.model.member_logits(batch)[..., 0] for batch in self._batches(texts)]
         return torch.cat(parts, 1).float()
 
     def _batches(self, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
@@ -158,4 +158,4 @@ def best(rewards: Tensor, *, by: str, bound: float) -> int:
 def _joined(prompt: Text, answer: Text) -> Text:
     if isinstance(prompt, str) != isinstance(answer, str):
         raise ValueError("prompts and completions must both be texts, or both be lists of messages")
-    return prompt + answer if isinstance(prompt, str) and isinstance(answer, str) else [*prompt, *answer]  # type: ignore[list-item]
+    return prompt + answer if isinstance(prompt, str) and isinstance(answer, str) else [*prompt, *answer]

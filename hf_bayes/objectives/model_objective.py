@@ -55,7 +55,7 @@ class ModelObjective:
         data: rows by number; None where no method needs them.
     """
 
-    _words = FailureWords(
+    words = FailureWords(
         "log-likelihood",
         "gradient of the log-likelihood",
         "step",
@@ -90,12 +90,9 @@ class ModelObjective:
         self.members_per_pass, self.private, self.context = members_per_pass, private, context
         self.prepare, self.data = prepare or self._to_device, data
         self._heldout: HeldOutRows | None = None
-
-    @property
-    def words(self) -> FailureWords:
-        """The words of an error about a number that is not finite; a user's likelihood adds its advice."""
-        own = getattr(getattr(self.model.likelihood, "config", None), "advice", "")
-        return self._words._replace(advice=f"{self._words.advice}. {own}") if own else self._words
+        own = getattr(getattr(model.likelihood, "config", None), "advice", "")
+        if own:  # a user's likelihood adds its advice
+            self.words = self.words._replace(advice=f"{self.words.advice}. {own}")
 
     # -- what a run calls ------------------------------------------------------------------------------------------
 

@@ -100,12 +100,13 @@ class _ScoredPipeline(BayesianPipeline):
         Raises:
             ValueError: for a user's likelihood, whose predictions have no names in the model's config.
         """
-        if type(self.model.likelihood) not in _FUNCTIONS:
+        kind: Any = type(self.model.likelihood)
+        if kind not in _FUNCTIONS:
             raise ValueError(
                 f"{self.task_name} shows probabilities or numbers of the head's outputs, and the likelihood here is "
                 f"{name_of(self.model.likelihood)}: {self.model.likelihood.config.instead_of_pipeline}"
             )
-        return _FUNCTIONS[type(self.model.likelihood)]
+        return _FUNCTIONS[kind]
 
 
 def _class_uncertainty(outputs: Any, measure: str) -> float:

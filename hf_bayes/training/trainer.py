@@ -80,8 +80,10 @@ class BayesianTrainerMixin(PrivateHooks):
         likelihood = likelihood_for(type(self), likelihood, args)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
-        given = {"subspace": subspace, "prior": prior, "peft_config": peft_config, "likelihood": likelihood}
-        with set_up(model, method, args, kwargs=kwargs, **given) as setup:
+        with set_up(
+            model, method, args, subspace=subspace, prior=prior, peft_config=peft_config, kwargs=kwargs,
+            likelihood=likelihood,
+        ) as setup:  # fmt: skip
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
             super().__init__(model=setup.model, args=args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from scripts.reproduce.reward import COUNTS, LENGTH, MOST, VOCABULARY, Gold, chosen, labelled, sequences, values_of
@@ -26,7 +28,7 @@ def test_the_best_of_more_candidates_is_better_in_truth() -> None:
     found = chosen(values, values)
     assert found[1] == values[:, 0].tolist()
     assert found[MOST] == values.amax(1).tolist()
-    assert all(min(found[b][q] - found[a][q] for q in range(3)) >= 0 for a, b in zip(COUNTS, COUNTS[1:], strict=False))
+    assert all(min(found[b][q] - found[a][q] for q in range(3)) >= 0 for a, b in pairwise(COUNTS))
 
 
 def test_the_bound_removes_constants_of_members() -> None:

@@ -23,7 +23,7 @@ from hf_bayes.uncertainty.own.base import ClassLogProbs, Moments, OwnLikelihood
 
 @dataclass(frozen=True)
 class Adapted:
-    """The likelihood of a head with ``num_classes_or_numbers`` outputs, as the rest of the package uses it.
+    """The likelihood of a head with C outputs, as the rest of the package uses it.
 
     Attributes:
         config: the user's likelihood.
@@ -161,7 +161,8 @@ class Adapted:
         outputs = widened(logits)
         if self.num_classes is None:
             values, vectors = torch.linalg.eigh(self.config.fisher(outputs))
-            return vectors[..., column] * values[:, column].clamp_min(0).sqrt()[:, None]
+            root: Tensor = vectors[..., column] * values[:, column].clamp_min(0).sqrt()[:, None]
+            return root
         found = self.config.predict(outputs)
         assert isinstance(found, ClassLogProbs)
         labels = torch.full((len(outputs),), column, device=outputs.device)
