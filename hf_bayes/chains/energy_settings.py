@@ -43,10 +43,12 @@ class Settings(NamedTuple):
     Attributes:
         method: with numbers in place of what was left open.
         learning_rate: the peak, or a schedule; None where the method finds a step size of its own during the run.
+        burn_in: as the user gave it, or as the method chose it together with its warm start.
     """
 
     method: MethodConfig
     learning_rate: float | Callable[[int], float] | None
+    burn_in: float
 
 
 Trial = Callable[[int, float], float]
@@ -70,23 +72,24 @@ def settle(
         ValueError: if the method needs a learning rate.
     """
     if learning_rate is not None:
-        return Settings(method, learning_rate)
+        return Settings(method, learning_rate, burn_in)
     needs = method.requirements
     if needs.learning_rate == "given" and needs.adapts_step and burn_in > 0:
-        return Settings(method, FIRST_STEP)
+        return Settings(method, FIRST_STEP, burn_in)
     if needs.learning_rate == "whitening":
         method = _whitened(method, burn_in)
     method = with_own_settings(method, num_steps)
     if needs.learning_rate == "unused":
-        return Settings(method, 1.0)
+        return Settings(method, 1.0, burn_in)
     if needs.learning_rate == "from_length":
-        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5)
+        return Settings(method, (num_steps - method.num_warm_start_steps) ** -0.5, burn_in)
     if needs.learning_rate == "range_test":
-        return Settings(method, trial(num_steps, method.prior_weight))
+        return Settings(method, trial(num_steps, method.prior_weight), burn_in)
     steps = method.num_warm_start_steps
     if steps and method.warm_start_learning_rate is None:
         method = replace(method, warm_start_learning_rate=trial(steps, method.prior_weight))
-    return Settings(method, None)
+    assert method.burn_in is not None  # with_own_settings sets it
+    return Settings(method, None, method.burn_in)
 
 
 def _whitened(method: MethodConfig, burn_in: float) -> MethodConfig:

@@ -96,11 +96,12 @@ def sample(
                          own_rate=learning_rate is None)  # fmt: skip
     form, given = Form.of(theta)
     plan.check_names(method, form)
+    plan.burn_in_of(burn_in, num_steps)
     start = plan.starting_points(given, method, seed)
     method.check_on_energy(start.shape[1])
     arrange = functools.partial(
         plan.problem_of, shapes=form.shapes(start.shape[1]), prior=plan.prior_of(prior, form, start[0]),
-        num_data=num_data, num_steps=num_steps, burn_in=burn_in, thin=thin, batch_fraction=batch_fraction,
+        num_data=num_data, num_steps=num_steps, thin=thin, batch_fraction=batch_fraction,
     )  # fmt: skip
     objective = EnergyObjective(
         energy, batched=batches is not None, form=form,
@@ -110,14 +111,14 @@ def sample(
     )  # fmt: skip
 
     def trial(steps: int, prior_weight: float) -> float:
-        problem, _ = arrange(method, 1.0)
+        problem, _ = arrange(method, 1.0, burn_in=0)
         return try_rates(
             objective, start, problem, lambda count: list(itertools.islice(_updates(batches, batches_per_step), count)),
             num_steps=steps, prior_weight=prior_weight,
         )  # fmt: skip
 
-    method, learning_rate = settle(method, learning_rate, num_steps=num_steps, burn_in=burn_in, trial=trial)
-    problem, rates = arrange(method, learning_rate)
+    method, learning_rate, burn_in = settle(method, learning_rate, num_steps=num_steps, burn_in=burn_in, trial=trial)
+    problem, rates = arrange(method, learning_rate, burn_in=burn_in)
     built = build(method, problem)
     if state is not None:
         plan.check_state(method)

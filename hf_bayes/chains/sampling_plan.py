@@ -69,7 +69,7 @@ def problem_of(
         ValueError: for numbers of updates or step sizes that cannot be run.
     """
     own = learning_rate is None
-    burned = burn_in_of(burn_in if method.burn_in is None else method.burn_in, num_steps)
+    burned = burn_in_of(burn_in, num_steps)
     draw_steps = draw_steps_of(num_steps, burned, thin)
     rates = rates_of(1.0 if learning_rate is None else learning_rate, num_steps, method, draw_steps)
     problem = Problem(

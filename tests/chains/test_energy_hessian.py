@@ -195,7 +195,7 @@ def test_a_negative_curvature_is_refused_by_its_eigenvalue(structure: str) -> No
         ({"fit_prior": "evidence"}, "fit_prior='evidence' needs a prior apart from the energy, .*: give prior="),
         ({"fit_prior": "heldout", "prior": 1.0}, "fit_prior='heldout' of laplace needs held-out rows"),
         ({"fit_noise": True, "estimator": "hessian"}, "fit_noise=True is for regressions"),
-        ({"batches": iter([None, None])}, "passes over all data once more at the end, .* pass a list, a DataLoader"),
+        ({"batches": iter([None, None])}, "passes over the data more than once, .* pass a list, a DataLoader"),
     ],
 )
 def test_settings_that_an_energy_cannot_have_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -204,8 +204,7 @@ class LaplaceConfig(MethodConfig):
 
         def finish(state: MAPState, draws: Tensor) -> Draws:
             warnings.warn(
-                "laplace made no pass over the data: these are the chains' MAP points, with no spread. A loop of your "
-                "own calls final_pass of the rule after its last update",
+                "laplace made no pass over the data: these are MAP points. Call the rule's final_pass at the end",
                 stacklevel=3,
             )
             return Draws.from_chains(draws[:, -1:])
@@ -216,14 +215,8 @@ class LaplaceConfig(MethodConfig):
         return Rule(begin, locate_at_theta, update, finish, final_pass)
 
     def check_on_energy(self, dim: int) -> None:
-        """Check that the curvature of an energy of d numbers can be computed: its Hessian, for every estimator.
-
-        Raises:
-            ValueError: for settings that need likelihood terms or modules, or too large a d.
-        """
+        """Refuse settings that need likelihood terms or modules, and too large a d."""
         self.spec.check_on_energy(dim)
-        if self.fit_noise:
-            raise ValueError(f"{self.name}: fit_noise=True is for regressions, and an energy is none: leave it out")
 
     def final_pass(self, theta: Tensor, data_pass: DataPass, problem: Problem) -> FinalPassResult:
         """Return the Gaussian around each row of ``theta`` [M, d] with a report, and warn about diagonal tensors."""
