@@ -28,6 +28,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.loading import network_of, read
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import NETWORKS
+from hf_bayes.uncertainty.likelihoods import name_of
 from hf_bayes.uncertainty.student_head import StudentHead
 
 HELDOUT_SHARE = 0.1
@@ -74,6 +75,11 @@ def distil(
         ) as model,
         torch.no_grad(),
     ):
+        if getattr(model.likelihood, "config", None) is not None:
+            raise ValueError(
+                f"a student learns the classes of a head, and the likelihood here is {name_of(model.likelihood)}: "
+                "predict by the members"
+            )
         if device is not None:
             model.to(torch.device(device))  # type: ignore[arg-type]
         batches = _Batches(collate or default_data_collator, batch_size, model.device, progress)

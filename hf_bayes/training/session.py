@@ -110,6 +110,7 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     setup.model.members.require_attached()
     rows = required(rows, "training needs a train_dataset, got None")
     check_writable(host.directory, overwrite=True)
+    rows.check_likelihood()  # before a range test differentiates it
     checkpoint = checkpoints.required_newest(host.directory) if resume is True else resume or None
     found = None if checkpoint is None else checkpoints.settings_of(checkpoint).get("found_rate")
     active = ActiveRun(host, setup, rows, found_rate=found)
@@ -118,5 +119,4 @@ def begin(host: TrainerHost, setup: Setup, rows: TrainingRows | None, resume: st
     shorten_lines(host.callback_handler)
     announce(active)
     rows.refuse_mixed_documents()
-    rows.check_likelihood()
     return Begun(active, diagnosis, LearningRate(setup.model.theta, active.problem.learning_rate), checkpoint)

@@ -25,7 +25,7 @@ from hf_bayes.training.refusals import refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments
 from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
 from hf_bayes.uncertainty.own.base import LikelihoodConfig
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry, Preferences
 
 
 class Setup(NamedTuple):
@@ -85,21 +85,19 @@ def set_up(
     args = refuse_arguments(args, method, model, kwargs)
     check_writable(str(args.output_dir), overwrite=True)
     mesh = ChainMesh(method.num_chains, args.device, together=args.private_rows)
-    rewards = isinstance(likelihood, BradleyTerry)
-    if rewards and args.trunk_memory_gib:
-        raise ValueError(
-            f"trunk_memory_gib={args.trunk_memory_gib} is refused with preferences: the memory holds one text for a "
-            "row, and their rows have two. Leave it out"
-        )
-    with prepared(model, args, peft_config, kwargs, rewards=rewards) as ready, ExitStack() as on_error:
+    with (
+        prepared(model, args, peft_config, kwargs, rewards=isinstance(likelihood, BradleyTerry)) as ready,
+        ExitStack() as on_error,
+    ):
         if not isinstance(ready, BayesianModel):
             ready = attach(ready, subspace=subspace, noise_std=args.noise_std, likelihood=likelihood)
             on_error.callback(ready.detach)
-        elif likelihood is not None:
+        elif likelihood is not None and likelihood != getattr(ready.likelihood, "config", None):
             raise ValueError(
                 f"likelihood={likelihood!r:.100} is given with a BayesianModel, which has one of its own "
                 f"({name_of(ready.likelihood)}): leave it out here, and give it to attach(...)"
             )
+        _refuse_trunk_memory(ready, args)
         bayesian = ready.linearise(None)  # a chain leaves the Gaussian that was loaded
         refuse_frozen_adapter(bayesian)
         refuse_other_weights(bayesian, mesh)
@@ -114,6 +112,15 @@ def set_up(
         with config_kept(bayesian.core.config):
             yield Setup(bayesian, method, subspace, mesh, inherited, start, origin, bayesian.likelihood)
         on_error.pop_all()
+
+
+def _refuse_trunk_memory(model: BayesianModel, args: BayesianTrainingArguments) -> None:
+    """Refuse a memory of the trunk's outputs for rows of two texts: it holds one output for a row."""
+    if args.trunk_memory_gib and isinstance(model.likelihood, Preferences):
+        raise ValueError(
+            f"trunk_memory_gib={args.trunk_memory_gib} is refused with preferences: the memory holds one text for a "
+            "row, and their rows have two. Leave it out"
+        )
 
 
 def place_chains(model: BayesianModel, theta: Tensor) -> None:

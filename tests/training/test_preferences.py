@@ -13,10 +13,12 @@ from transformers import default_data_collator
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
+from hf_bayes.models.attaching import attach
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.trainer import BayesianTrainer
 from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.own.poisson import Poisson
 from tests import runs
 from tests.tiny_models import tiny_bert
 
@@ -122,3 +124,13 @@ def test_what_reads_one_text_at_a_time_is_refused(tmp_path: Path) -> None:
         preferring(tmp_path, learning_rate=None, max_steps=60).train()
     with pytest.raises(ValueError, match=r"trunk_memory_gib=1\.0 is refused with preferences"):
         preferring(tmp_path, trunk_memory_gib=1.0)
+
+
+def test_an_attached_model_keeps_its_likelihood(tmp_path: Path) -> None:
+    model = attach(tiny_bert(num_labels=1), subspace="last_layer", num_members=2, likelihood=BradleyTerry())
+    given = {"train_dataset": pairs(), "data_collator": default_data_collator}
+    method, args = SGHMCConfig(num_chains=2, prior_std=1.0), runs.arguments(tmp_path)
+    run = BayesianTrainer(model, method, args, likelihood=BradleyTerry(), **given)
+    assert run.bayesian is model
+    with pytest.raises(ValueError, match="is given with a BayesianModel, which has one of its own"):
+        BayesianTrainer(model, method, args, likelihood=Poisson(), **given)
