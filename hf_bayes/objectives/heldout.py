@@ -114,7 +114,8 @@ class HeldOutRows:
         """Yield batches of these rows, and the log-likelihood [n, M] of their n terms for the members shown."""
         for batch in self.batches(rows) if len(rows) else ():
             with torch.no_grad(), self.context():
-                yield batch, self.model.evaluate_batch(batch)[0]["member_log_lik"]
+                log_lik = self.model.evaluate_batch(batch)[0]["member_log_lik"]
+            yield batch, log_lik
 
     def _add_gradient(self, grad: Tensor, theta: Tensor, batch: dict[str, Any], log_lik: Tensor) -> None:
         """-sum_t r_mt d log p_m(t), with r_mt = p_m(t) / sum_k p_k(t): each draw by its share in every term."""

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from hf_bayes.core.types import HeldOut
+from hf_bayes.core.types import HeldOut, HeldOutByRow
 from hf_bayes.models.attaching import attach
 from hf_bayes.objectives.heldout import HeldOutRows
 from tests.methods.laplace import brute_force
@@ -61,3 +63,37 @@ def test_the_nats_of_more_members_are_estimated_from_fewer() -> None:
     error = 3 * float((estimated - plain).std()) / len(parts) ** 0.5  # three standard errors of the correction
     assert abs(float(estimated.mean()) - whole) < error
     assert float(plain.mean()) - whole > error  # the twin: four members are no estimate of sixty-four
+
+
+@pytest.mark.parametrize(("family", "part", "task"), PARTS)
+def test_the_scores_of_rows_add_up_to_the_mixtures(family: str, part: str, task: str) -> None:
+    made, _ = evaluated(family, part, task)
+    noise = {"noise_std": brute_force.NOISE} if task == "regression" else {}
+    with attach(made.model, subspace=made.subspace, **noise) as model:
+        rng = torch.Generator().manual_seed(0)
+        mean = model.theta.detach()[0].cpu()
+        draws = mean + 0.3 * torch.randn(6, len(mean), generator=rng, dtype=torch.float64)
+
+        def ask(mesh: Any = None) -> HeldOutRows:
+            return HeldOutRows(model, made.batches(2), len(made.rows), mesh=mesh, hide=True)
+
+        found = ask().by_row(draws, HeldOutByRow("even", num_groups=2))
+        for group, scores in enumerate(found):
+            nats, _ = ask()(draws[3 * group : 3 * group + 3], HeldOut("even"), gradient=False)
+            assert scores.nll.sum() / scores.terms.sum() == pytest.approx(nats, abs=1e-12)
+            assert len(scores.nll) == -(-len(made.rows) // 2)
+        alone = [ask().by_row(draws[:1], HeldOutByRow(part))[0].nll for part in ("all", "even")]
+        assert alone[0][::2] == pytest.approx(alone[1], abs=1e-12)  # the order of the rows
+        shares = [ask(OneOfTwo(rank)).by_row(draws[:1], HeldOutByRow("all"))[0] for rank in range(2)]
+        assert shares[0].nll + shares[1].nll == pytest.approx(alone[0], abs=1e-12)
+        assert (shares[0].terms * shares[1].terms == 0).all()  # before their sum over processes
+
+
+class OneOfTwo:
+    """One of two processes that share the rows, without their sum."""
+
+    def __init__(self, rank: int) -> None:
+        self.data_rank, self.data_size = rank, 2
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor

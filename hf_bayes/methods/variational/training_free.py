@@ -170,17 +170,16 @@ class _Search(NamedTuple):
             delta = scale * torch.where(layer == number, unit[0] * noise, 0.0)
             pairs.append(torch.stack([theta[0] + delta, theta[0] - delta]))
         point, *alone = self.scores(torch.cat(pairs), len(pairs))
-        logs = torch.zeros(len(layers), dtype=torch.float64)
-        for number, found in enumerate(alone):
-            rise = check_width(scale, found, point, tolerance=0.0)
-            size = int((unit[0][layer == number] > 0).sum())
-            # a rise below its standard error counts as one standard error
-            logs[number] = 0.5 * math.log(max(size, 1) / max(rise.difference, rise.std_error, 1e-12))
-        logs = logs.nan_to_num(neginf=-math.inf)
+        checks = [check_width(scale, found, point, tolerance=0.0) for found in alone]
+        # a rise below its standard error counts as one standard error
+        rises = torch.tensor([max(check.difference, check.std_error, 1e-12) for check in checks])
+        sizes = torch.tensor([int((unit[0][layer == number] > 0).sum()) for number in range(len(layers))])
+        logs = 0.5 * (sizes.log() - rises.log())
+        logs = torch.where(sizes > 0, logs, torch.nan)  # B is 0: no noise has an effect
         finite = logs[logs.isfinite()]
-        logs -= finite.mean() if len(finite) else 0.0
+        logs = (logs - (finite.mean() if len(finite) else 0.0)).nan_to_num(nan=0.0)
         limit = math.log(WIDEST_RATIO)
-        return logs.clamp(-limit, limit).exp().float()
+        return logs.clamp(-limit, limit).exp()
 
     def _by_layer(self, factors: Tensor) -> Tensor:
         """Return the factor of each element [d]; 0 where it belongs to no layer."""

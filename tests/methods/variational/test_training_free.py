@@ -11,7 +11,7 @@ from hf_bayes.core.types import HeldOutByRow, Problem
 from hf_bayes.diagnostics.comparison import RowScores
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.variational.lora_coordinates import canonical
-from hf_bayes.methods.variational.training_free import MAX_PASSES, TrainingFreeConfig
+from hf_bayes.methods.variational.training_free import MAX_PASSES, WIDEST_RATIO, TrainingFreeConfig
 
 SHAPES = {
     f"{layer}.lora_{letter}.default.weight": shape for layer in "pq" for letter, shape in (("A", (2, 6)), ("B", (4, 2)))
@@ -114,3 +114,15 @@ def test_a_model_that_any_noise_makes_worse_is_reported() -> None:
 def test_wrong_settings_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TrainingFreeConfig(**changes)
+
+
+def test_a_layer_without_effect_or_of_huge_loss_keeps_the_others() -> None:
+    theta = torch.randn(1, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theta[:, 12:20] = 0  # the B of p
+    problem = Problem(1.0, FlatPrior(), 1.0, 1, 0, SHAPES, seed=3)
+    found = TrainingFreeConfig(scales="layer").final_pass(theta, Losses(theta, SENSITIVITY), problem, part="all")
+    assert (found.approximation.stds[0, :20] == 0).all()
+    assert (found.approximation.stds[0, 20:32] > 0).all()
+    found, _ = fitted(TrainingFreeConfig(scales="layer", tolerance=0.0), {"p": 1e300, "q": 1.0})
+    p, q = found.report["training_free"][0]["scales"].values()
+    assert q / p == pytest.approx(WIDEST_RATIO, rel=1e-5)  # p is infinitely sensitive
