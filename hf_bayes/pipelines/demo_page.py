@@ -144,23 +144,22 @@ def _connect(
         for views in texts(pipelines, prompt, Settings(*generation)):
             yield [views, *_rendered(pipelines, views, measure, threshold)]
 
-    def show(views: Any, measure: str, threshold: float) -> list[str]:
-        return _rendered(pipelines, _views(views), measure, threshold)
+    def show(views: Any, measure: str, threshold: float) -> list[Any]:
+        return [views, *_rendered(pipelines, _views(views), measure, threshold)]
 
     def end(views: Any, measure: str, threshold: float) -> list[Any]:
-        ended = [view._replace(running=False) for view in _views(views)]
-        return [ended, *_rendered(pipelines, ended, measure, threshold)]
+        return show([view._replace(running=False) for view in _views(views)], measure, threshold)
 
-    view = [state, controls.measure, controls.threshold]
+    view, page = [state, controls.measure, controls.threshold], [state, *shown]  # gradio unpacks two outputs or more
     given = [controls.prompt, controls.measure, controls.threshold, *controls.generation]
     running = []
     for event in (controls.start.click, controls.prompt.submit):
-        running.append(event(generate, given, [state, *shown], show_progress="hidden"))
+        running.append(event(generate, given, page, show_progress="hidden"))
         # the measure or the threshold may have changed while tokens came
-        running[-1].then(show, view, shown, show_progress="hidden")
-    controls.stop.click(end, view, [state, *shown], cancels=running, show_progress="hidden")
+        running[-1].then(show, view, page, show_progress="hidden")
+    controls.stop.click(end, view, page, cancels=running, show_progress="hidden")
     for control in (controls.measure, controls.threshold):
-        control.change(show, view, shown, show_progress="hidden")
+        control.change(show, view, page, show_progress="hidden")
 
 
 def _rendered(

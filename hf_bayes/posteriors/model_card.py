@@ -168,7 +168,7 @@ def known_fields(directory: str | os.PathLike[str]) -> CardFields:
     file = Path(directory) / CARD
     if not file.exists():
         return {}
-    data = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    data: Any = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
     own = {"hf_bayes", "bayesian", "lora", *METHODS}
     tags = [tag for tag in data.get("tags") or () if tag not in own]
     fields = {name: data.get(name) for name in ("license", "language", "datasets")}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -15,8 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
+from hf_bayes.posteriors.compat import GENERATION_CONFIG
 from hf_bayes.posteriors.custom_generate import as_draws, export_custom_generate, generate_file
 from hf_bayes.posteriors.posterior import Posterior
+from hf_bayes.posteriors.sidecars import Sidecars
 from tests.faults.posteriors import draws
 from tests.hub_server import serving
 from tests.models.prepared import unchanged
@@ -65,6 +68,20 @@ def test_a_fitted_temperature_of_the_mixture_is_applied(tmp_path: Path) -> None:
     posterior = posterior_of("lora", tmp_path / "base")
     posterior = dataclasses.replace(posterior, config=dataclasses.replace(posterior.config, calibration=CALIBRATION))
     export_custom_generate(posterior, tmp_path / "out")
+    require_equal(posterior, tmp_path / "base", tmp_path / "out")
+
+
+def test_settings_saved_with_the_posterior_are_the_defaults(tmp_path: Path) -> None:
+    posterior = posterior_of("lora", tmp_path / "base")
+    ours = BayesianModelForCausalLM.from_pretrained(posterior, base_model=str(tmp_path / "base"))
+    end = text(ours).sequences[0, 8].item()
+    saved = Sidecars({**posterior.sidecars.files, GENERATION_CONFIG: json.dumps({"eos_token_id": end}).encode()})
+    posterior = dataclasses.replace(posterior, sidecars=saved)
+    export_custom_generate(posterior, tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    found = text(plain, custom_generate=str(tmp_path / "out"), trust_remote_code=True)
+    assert found.epistemic[0].isnan().any()
+    assert plain.generation_config.eos_token_id != end
     require_equal(posterior, tmp_path / "base", tmp_path / "out")
 
 
