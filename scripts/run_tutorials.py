@@ -8,6 +8,7 @@ uses the posterior of the first one. The site shows the recorded text below each
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -48,8 +49,11 @@ def cells_of(source: str) -> list[Cell]:
 
 
 def fingerprint(code: str) -> str:
-    """Return a short name of a cell's code, by which an output that is out of date is found."""
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
+    """Return a short name of a cell's code, by which an output that is out of date is found.
+
+    Comments and line breaks do not count.
+    """
+    return hashlib.sha256(ast.unparse(ast.parse(code)).encode()).hexdigest()[:12]
 
 
 def outputs_of(name: str) -> Iterator[dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 
@@ -21,7 +20,8 @@ class Installed:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(self.environment)], check=True)
         # A .pth line is not followed into .pth files, so an editable install of the checkout stays out.
         site = self.python("import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-        (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        folders = [path for path in sys.path if path.endswith("site-packages")]
+        (Path(site) / "dependencies.pth").write_text("\n".join(folders) + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin" / "python"), "install", "-q"]
         subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
 
