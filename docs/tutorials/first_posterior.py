@@ -170,8 +170,9 @@ for token in record["tokens"][:6]:
 #   change that;
 # - **EU**, epistemic: how far the members disagree. More data would settle it.
 #
-# The members agree where the training text has told them what to expect. Compare the mean EU of a text
-# of the same kind with the mean EU of a text of another kind:
+# The members agree more where the training text has told them what to expect. Compare the mean EU of a
+# text of the same kind with the mean EU of texts of another kind. (Of this tiny model expect a
+# difference, not a proof: [evaluate](../evaluate.md) on many texts.)
 
 # %%
 mine = {

@@ -51,7 +51,7 @@ def polygraph_stats(generate: Any, prompts: Sequence[str], answers: Sequence[str
 
 
 def _ensemble(scores: Sequence[Continuation]) -> dict[str, Any]:
-    """Return the statistics of ensembles: [answers, 1], and [answers, members, 1] per member, over tokens their mean."""
+    """Return the statistics of ensembles, means over tokens: [answers, 1], and [answers, members, 1] for members."""
     means = {
         "total_uncertainty": [each.total.mean().item() for each in scores],
         "data_uncertainty": [each.aleatoric.mean().item() for each in scores],
