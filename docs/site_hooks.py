@@ -39,7 +39,7 @@ def tutorial(name: str) -> str:
         parts.append(f"```python\n{cell.text}\n```" if cell.is_code else cell.text)
         printed = next(outputs)["printed"] if cell.is_code else ""
         if printed:
-            parts.append(f"```text title=\"printed\"\n{printed}\n```")
+            parts.append(f'```text title="printed"\n{printed}\n```')
     heading, rest = "\n\n".join(parts).split("\n", 1)
     return f"{heading}\n\n[This page as a notebook]({name}.ipynb){{ download }}\n{rest}\n"
 

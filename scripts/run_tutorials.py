@@ -8,6 +8,7 @@ uses the posterior of the first one. The site shows the recorded text below each
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -26,6 +27,9 @@ OUTPUTS = FOLDER / "outputs.json"
 NAMES = ("first_posterior", "generate", "abstain")
 NEEDS = {"generate": "first_posterior"}
 """The tutorial whose files another one reads."""
+
+LOGGED = ("{'train_runtime'", "{'eval_loss'")
+"""The beginnings of the lines that transformers' Trainer prints."""
 
 
 class Cell(NamedTuple):
@@ -48,8 +52,11 @@ def cells_of(source: str) -> list[Cell]:
 
 
 def fingerprint(code: str) -> str:
-    """Return a short name of a cell's code, by which an output that is out of date is found."""
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
+    """Return a short name of a cell's code, by which an output that is out of date is found.
+
+    Comments and line breaks do not count.
+    """
+    return hashlib.sha256(ast.unparse(ast.parse(code)).encode()).hexdigest()[:12]
 
 
 def outputs_of(name: str) -> Iterator[dict[str, str]]:
@@ -60,7 +67,7 @@ def outputs_of(name: str) -> Iterator[dict[str, str]]:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(cell.text, f"{name}, cell {number}", "exec"), names)
-            lines = [line for line in printed.getvalue().splitlines() if "train_runtime" not in line]  # times differ
+            lines = [line for line in printed.getvalue().splitlines() if not line.startswith(LOGGED)]
             yield {"code": fingerprint(cell.text), "printed": "\n".join(lines)}
 
 

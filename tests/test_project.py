@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 import hf_bayes
 from hf_bayes import METHODS
+from tests.installed import Installed
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -47,34 +47,18 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_installed_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    python = environment / "bin" / "python"
-    paths = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    site = Path(paths.stdout.strip())
-    zipfile.ZipFile(wheel).extractall(site)
-    # The dependencies that are already here, appended after the wheel's own folder. A .pth line inside that folder is
-    # not followed (site handles .pth of site directories only), so an editable install of the checkout stays out.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    installed = Installed(wheel, tmp_path)
     program = """
 import hf_bayes, importlib.metadata, importlib.resources, sys
 print(hf_bayes.__file__)
 print(importlib.metadata.version("hf-bayes"))
 folder = importlib.resources.files("hf_bayes").joinpath("pipelines", "templates")
 print(len([t for t in folder.iterdir() if t.read_text().strip()]))
-(command,) = importlib.metadata.distribution("hf-bayes").entry_points
+(command,) = importlib.metadata.distribution("hf-bayes").entry_points.select(group="console_scripts")
 print(command.name, command.load()(["--version"]))
 """
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([str(python), "-c", program], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    file, version, templates, *command = done.stdout.split()
-    assert Path(file).is_relative_to(environment)
+    file, version, templates, *command = installed.python(program).split()
+    assert Path(file).is_relative_to(installed.environment)
     assert version == PYPROJECT["project"]["version"]
     assert int(templates) >= 1
     assert command == [version, "hf-bayes", "0"]

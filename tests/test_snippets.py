@@ -279,6 +279,8 @@ SNIPPETS = {
     ("docs/curvature.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/export.md", 0): Snippet(an_exported_posterior, {'"gpt2"': '"base"', '"user/posterior"': '"repository"'}),
     ("docs/evaluate.md", 0): Snippet(labelled_predictions),
+    ("docs/harnesses.md", 0): Snippet(lambda: a_language_model("my-posterior")),
+    ("docs/harnesses.md", 1): Snippet(lambda: a_language_model("my-posterior")),
     ("docs/laplace.md", 0): Snippet(lambda: {**a_run(), "rows": token_rows()}),
     ("docs/laplace.md", 1): Snippet(lambda: {**a_run(), "rows": token_rows(), "heldout_rows": token_rows(4, seed=1)}),
     ("docs/laplace.md", 2): Snippet(a_classifier),
@@ -307,6 +309,7 @@ SNIPPETS = {
     ("docs/trl.md", 0): Snippet(
         chats_of_a_small_model, {"assistant_only_loss": "max_steps=20, assistant_only_loss"}, "trl"
     ),
+    ("docs/trl.md", 1): Snippet(chats_of_a_small_model, {"num_train_epochs=3": "max_steps=4"}, "trl"),
     ("docs/single_pass.md", 0): Snippet(lambda: a_language_model("out")),
     ("docs/uncertainty.md", 0): Snippet(dict),
     ("docs/uncertainty.md", 1): Snippet(posteriors_of_images_and_audio),

@@ -23,41 +23,56 @@ from pydoc_data.topics import topics
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM,
-    PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed,
+    AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, LlamaConfig,
+    LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed,
 )
 
 set_seed(0)
-texts = [" ".join(text.split()) for text in topics.values()]   # chapters of Python's language reference
+# the chapters of Python's language reference
+texts = [" ".join(text.split()) for text in topics.values()]
 
 bpe = Tokenizer(models.BPE())
-bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+bpe.pre_tokenizer, bpe.decoder = (
+    pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
+)
 special = ["<|endoftext|>", "<|pad|>"]
 alphabet = pre_tokenizers.ByteLevel.alphabet()
-bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special, initial_alphabet=alphabet,
-                                                   show_progress=False))
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0], pad_token=special[1])
+bpe.train_from_iterator(texts, trainers.BpeTrainer(
+    vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False,
+))
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=bpe, eos_token=special[0], pad_token=special[1],
+)
 
 
 def rows_of(texts, length=64):
     """Return rows of ``length`` tokens."""
-    ids = [token for text in texts for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]]
-    return Dataset.from_list([{"input_ids": ids[i : i + length]} for i in range(0, len(ids) - length, length)])
+    ids = [
+        token for text in texts for token in tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    ]
+    return Dataset.from_list(
+        [{"input_ids": ids[i : i + length]} for i in range(0, len(ids) - length, length)]
+    )
 
 
 model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=256, initializer_range=0.08, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=256, initializer_range=0.08,
+    bos_token_id=None, eos_token_id=0, pad_token_id=1,
 ))
 collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 about_classes = [text for text in texts if "class" in text[:400]]
 elsewhere = [text for text in texts if text not in about_classes]
-args = TrainingArguments("base", max_steps=250, learning_rate=5e-3, per_device_train_batch_size=8, report_to="none",
-                         logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True)
+args = TrainingArguments(
+    "base", max_steps=250, learning_rate=5e-3, per_device_train_batch_size=8,
+    report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
+)
 Trainer(model, args, train_dataset=rows_of(elsewhere), data_collator=collate).train()
 model.save_pretrained("base")
 tokenizer.save_pretrained("base")
-print(f"{model.num_parameters():,} parameters, {len(about_classes)} chapters for fine-tuning")
+print(
+    f"{model.num_parameters():,} parameters, {len(about_classes)} chapters for fine-tuning"
+)
 base = "base"
 
 # %% [markdown]
@@ -97,7 +112,7 @@ trainer.save_model()
 #
 # ## Five lines later
 #
-# The same script again. The five lines with a comment are changed, and the others are as before. The
+# The same script again. The five lines with a number are changed, and the others are as before. The
 # adapter's weights now get a *posterior*: a distribution over all the weights that fit the data. Here
 # it consists of four fine-tuned adapters, the members of a deep ensemble. `method=SGHMCConfig()` would
 # draw samples of the Bayes posterior instead, and [Which method?](../choose.md) says when to use
@@ -105,21 +120,21 @@ trainer.save_model()
 
 # %%
 from peft import LoraConfig, get_peft_model
-from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig        # 1: the import
+from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig  # 1
 
 set_seed(0)
 lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
 tokenizer = AutoTokenizer.from_pretrained(base)
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
-args = BayesianTrainingArguments(                                                      # 2: the arguments
-    output_dir="posterior",                                                            # 3: another folder
+args = BayesianTrainingArguments(                # 2
+    output_dir="posterior",                      # 3
     learning_rate=1e-2,
     max_steps=100,
     per_device_train_batch_size=8,
     report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
 )
-trainer = BayesianTrainer(                                                             # 4: the trainer
-    method=EnsembleConfig(num_chains=4, init_jitter=0.05),                             # 5: the method
+trainer = BayesianTrainer(                       # 4
+    method=EnsembleConfig(num_chains=4, init_jitter=0.05),  # 5
     model=model,
     args=args,
     train_dataset=rows_of(about_classes),
@@ -155,8 +170,9 @@ for token in record["tokens"][:6]:
 #   change that;
 # - **EU**, epistemic: how far the members disagree. More data would settle it.
 #
-# The members agree where the training text has told them what to expect. Compare the mean EU of a text
-# of the same kind with the mean EU of a text of another kind:
+# The members agree more where the training text has told them what to expect. Compare the mean EU of a
+# text of the same kind with the mean EU of texts of another kind. (Of this tiny model expect a
+# difference, not a proof: [evaluate](../evaluate.md) on many texts.)
 
 # %%
 mine = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_bayes.models.causal_lm import BayesianModelForCausalLM
 from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.token_uncertainty import Scores, TokenRecord, join, record, to_scores
+from hf_bayes.pipelines.prompts import answer_start
 
 Row = tuple[Sequence[int], Sequence[int]]
 """The token ids of a context, which has one or more, and those of the continuation, which has one or more."""
@@ -128,3 +129,29 @@ def _of_row(scores: Scores, row: int, scored: Tensor, member_logprobs: Tensor, i
         is_greedy=is_greedy,
         **per_token,
     )
+
+
+class TokensOfAnswer(NamedTuple):
+    """The ids of an answer's tokens, and their scores."""
+
+    ids: list[int]
+    scores: Continuation
+
+
+def read_answers(generate: Any, prompts: Sequence[str], answers: Sequence[str]) -> list[TokensOfAnswer]:
+    """Return the tokens of answers to prompts; prompt and answer are tokenized as one text, as ``score`` does.
+
+    Args:
+        generate: a ``BayesianTextGenerationPipeline`` with a fast tokenizer.
+    Raises:
+        ValueError: as ``score``, and for another number of prompts than answers.
+    """
+    if len(prompts) != len(answers):
+        raise ValueError(f"each answer has a prompt of its own, got {len(prompts)} prompts and {len(answers)} answers")
+    rows: list[tuple[list[int], list[int]]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        encoded = generate.tokenizer(prompt + answer, return_offsets_mapping=True)
+        first = answer_start(encoded["offset_mapping"], prompt, answer)
+        rows.append((encoded["input_ids"][:first], encoded["input_ids"][first:]))
+    found = read_continuations(generate.model, rows)
+    return [TokensOfAnswer(ids, scores) for (_, ids), scores in zip(rows, found, strict=True)]

@@ -1,0 +1,129 @@
+"""Journeys of a new user, from the built wheel outside the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import serving
+from tests.installed import Installed
+from tests.pipelines.harness_task import write_tasks
+from tests.test_project import wheel  # noqa: F401 - a fixture
+from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TRAINING = ["--max_steps", "4", "--learning_rate", "1e-3", "--window", "24", "--lora_rank", "2", "--use_cpu", "true"]
+SGHMC = ["--method", "sghmc", "--method_args", json.dumps({"num_chains": 2, "prior_std": 0.1})]
+
+SCRIPT = """
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
+from transformers import Trainer, TrainingArguments
+tokenizer = AutoTokenizer.from_pretrained("base")
+rows = Dataset.from_list([dict(tokenizer(line)) for line in open("one.txt")])
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("base"), LoraConfig(r=2, task_type="CAUSAL_LM"))
+args = TrainingArguments("tuned", max_steps=4, learning_rate=1e-3, report_to="none", use_cpu=True)
+trainer = Trainer(model, args=args, train_dataset=rows, processing_class=tokenizer,
+                  data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+trainer.train()
+trainer.save_model()
+"""
+CHANGES = {
+    "from transformers import Trainer, TrainingArguments": (
+        "from hf_bayes import BayesianTrainer, BayesianTrainingArguments, EnsembleConfig"
+    ),
+    'args = TrainingArguments("tuned"': 'args = BayesianTrainingArguments("scripted"',
+    "trainer = Trainer(model,": "trainer = BayesianTrainer(model, EnsembleConfig(num_chains=2),",
+}
+"""The changed lines of the script: three."""
+
+SCORE = """
+import json
+from hf_bayes import pipeline
+print(json.dumps(pipeline(model={place!r}).score("A chain that has not moved.")["uncertainty"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:  # noqa: F811
+    """An environment with the wheel, a base model and two texts in its folder."""
+    installed = Installed(wheel, tmp_path_factory.mktemp("user"))
+    tiny_llama().save_pretrained(installed.folder / "base")
+    tiny_tokenizer().save_pretrained(installed.folder / "base")
+    for name, text in (("one", TEXTS[0]), ("two", TEXTS[1])):
+        (installed.folder / f"{name}.txt").write_text(f"{text}\n" * 20)
+    assert Path(installed.python("import hf_bayes; print(hf_bayes.__file__)")).is_relative_to(installed.environment)
+    return installed
+
+
+@pytest.fixture(scope="module")
+def trained(user: Installed) -> Installed:
+    """The same, with a posterior in the folder "posterior"."""
+    place = ["--model_name_or_path", "base", "--dataset", "one.txt", "--output_dir", "posterior"]
+    user.run("hf-bayes", "train", *place, *TRAINING, *SGHMC)
+    return user
+
+
+def test_two_commands_lead_to_a_heat_map(trained: Installed) -> None:
+    trained.run("hf-bayes", "score", "posterior", "--text", TEXTS[0], "--html", "map.html")
+    page = (trained.folder / "map.html").read_text("utf-8")
+    assert "mitoch" in "".join(page.split())
+    assert "Epistemic uncertainty" in page
+
+
+def test_three_changed_lines_turn_a_script_into_a_posterior(user: Installed) -> None:
+    script = SCRIPT
+    for old, new in CHANGES.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    changed = sum(a != b for a, b in zip(SCRIPT.splitlines(), script.splitlines(), strict=True))
+    assert changed == len(CHANGES) <= 5
+    user.python(SCRIPT)
+    assert (user.folder / "tuned" / "adapter_model.safetensors").exists()
+    user.python(script)
+    assert json.loads(user.python(SCORE.format(place="scripted")))["epistemic"] > 0
+
+
+def test_a_pushed_posterior_answers_from_a_clean_cache(trained: Installed) -> None:
+    with serving() as hub:
+        address = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_test"}
+        push = "from hf_bayes import Posterior; Posterior.from_pretrained('posterior').push_to_hub('user/posterior')"
+        trained.python(push, HF_HOME=str(trained.folder / "author"), **address)
+        assert "manifest.json" in hub.files("user/posterior")
+        there = trained.python(SCORE.format(place="user/posterior"), HF_HOME=str(trained.folder / "reader"), **address)
+    assert json.loads(there) == json.loads(trained.python(SCORE.format(place="posterior")))
+
+
+def test_training_continues_on_a_second_corpus(trained: Installed) -> None:
+    """The first posterior is the prior of the second one."""
+    program = (
+        SCRIPT.replace("one.txt", "two.txt")
+        .replace("from transformers import Trainer, TrainingArguments", next(iter(CHANGES.values())))
+        .replace('TrainingArguments("tuned"', 'BayesianTrainingArguments("second"')
+        .replace("Trainer(model,", "BayesianTrainer(model, EnsembleConfig(num_chains=2), prior='posterior',")
+    )
+    found = trained.python(
+        program + "from hf_bayes import Posterior\nprint('prior:', Posterior.from_pretrained('second').config.prior)"
+    )
+    assert "posterior" in found.split("prior:")[-1]
+
+
+def test_texts_are_learnt_one_after_another_by_a_command(user: Installed) -> None:
+    texts = ["--model_name_or_path", "base", "--episodes", "one.txt", "two.txt", "--output_dir", "continual"]
+    user.run("hf-bayes", "continual", *texts, *TRAINING, "--methods", "laplace_kronecker", "--save_strategy", "no")
+    assert list((user.folder / "continual").rglob("manifest.json"))
+
+
+def test_the_harness_evaluates_the_posterior(trained: Installed) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is no dependency: make test-doors")
+    tasks = ["--tasks", "tiny_choice", "--include_path", write_tasks(trained.folder)]
+    model = ["--model", "hf_bayes", "--model_args", "pretrained=posterior", "--device", "cpu"]
+    printed = trained.run("python", "-m", "hf_bayes.cli.harness", *model, *tasks)
+    assert "epistemic" in printed
+    assert "ece" in printed
+    point = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='lm_eval.models')])"
+    assert "hf_bayes.pipelines.lm_harness:BayesianHarnessLM" in trained.python(point)
