@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.engine import Members
+from hf_bayes.members.stacked import Stacked
 from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
@@ -65,13 +67,8 @@ class SinglePass:
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
         self.rank = rank
-        values, draws, shared = members.layout.unflatten(mean.detach()), {}, 0
-        if structure == "low_rank":
-            draws = draws_of(covariance, members.layout, rank)
-            columns, covariance = leading_columns(covariance, rank)
-            shared = len(columns)
-        parts = parts_of(covariance, members.layout)
-        self.random = [random_module(item, values, parts, 1.0, draws, shared) for item in members.stacked]
+        drawn = rank if structure == "low_rank" else 0
+        self.random = random_modules(members.stacked, members.layout, mean, covariance, drawn)
         self.set_factors(factors or {})
         random = {id(item.module) for item in members.stacked}
         others = [(m, frozen_forward(m)) for m in members.model.modules() if id(m) not in random]
@@ -124,6 +121,25 @@ class SinglePass:
             for stacked in members.stacked:
                 stacked.install()
             members.blocked.install()
+
+
+def random_modules(
+    items: Iterable[Stacked], layout: Layout, mean: Tensor, covariance: Covariance, rank: int
+) -> list[Any]:
+    """Return the replacements of modules with random weights.
+
+    Args:
+        items: the modules.
+        layout: of their random parameters.
+        mean, covariance: of the random parameters.
+        rank: the number of columns of the structure "low_rank"; 0 for the others.
+    Raises:
+        ValueError: naming a module without a rule.
+    """
+    draws = draws_of(covariance, layout, rank) if rank else {}
+    columns, remainder = leading_columns(covariance, rank)
+    values, parts = layout.unflatten(mean.detach()), parts_of(remainder, layout)
+    return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
 
 
 def settings_of(structure: str, *, deterministic_scores: bool = False) -> Any:
