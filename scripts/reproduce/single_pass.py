@@ -67,6 +67,9 @@ KINDS = ("diagonal Laplace", "SWAG"), ("mean field", "K-FAC Laplace")
 LENGTH = 16
 """The number of tokens of a row of the classifier."""
 
+SETTINGS = {"tokens": LENGTH, "members": 64}
+"""The settings of a subject; figures of other settings are made again."""
+
 DIRECTIONS = (2, 1)
 RANKS = (16, 8, 4)
 WAYS = (
@@ -218,7 +221,7 @@ def compared(subject: Subject, posterior: Posterior, found: dict[str, Any], save
     rows: dict[str, Any] = found.setdefault("ways", {})
     kind: Any = MODELS[subject.task]
     model = kind.from_pretrained(
-        posterior, base_model=subject.base(), members=64, prediction="members", check_base=False
+        posterior, base_model=subject.base(), members=SETTINGS["members"], prediction="members", check_base=False
     )
     theta = model.theta.detach().clone()
 
@@ -382,6 +385,9 @@ def experiment(path: Path, tasks: Sequence[str], posteriors_at: Path | None = No
             found = record.setdefault("subjects", {}).setdefault(label, {})
             if is_complete(found, task):
                 continue
+            if found.get("settings") != SETTINGS:  # of an earlier version of this script
+                found.clear()
+                found["settings"] = SETTINGS
             subject = makers[task]()
             posterior = kept(posteriors_at, label, posteriors(subject)[kind])
             compared(subject, posterior, found, save)
@@ -396,15 +402,22 @@ def experiment(path: Path, tasks: Sequence[str], posteriors_at: Path | None = No
 
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
-    ways = set(WAYS) - ({"linearised"} if task == "language model" else set())
-    return ways <= set(found.get("ways", {})) and ("scores" in found or task != "classifier")
+    by_backward = {"linearised", *(way for way in WAYS if way.startswith("backward"))}
+    ways = set(WAYS) - (by_backward if task == "language model" else set())
+    return (
+        found.get("settings") == SETTINGS
+        and ways <= set(found.get("ways", {}))
+        and ("scores" in found or task != "classifier")
+    )
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     lines, costs = [], []
+    found_ways = {way for found in record["subjects"].values() for way in found["ways"]}
+    shown = [way for way in (*WAYS, "16 other members") if way in found_ways]
     for name, found in record["subjects"].items():
-        rows = [found["ways"].get(way) for way in WAYS]
+        rows = [found["ways"].get(way) for way in shown]
         for key in ("held out", "other"):
             lines.append([name, key, *("-" if row is None else _ranks(row, key) for row in rows)])
         both = ["-" if row is None else f"{row['ratio']:.2f} / {row['cost']:.1f}" for row in rows]
@@ -417,8 +430,8 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     shares = [[k, f"{v['linearised']:.3f}", f"{v['low_rank']:.2f}", f"{v['diagonal']:.3f}"]
               for k, v in record["sources"].items()]  # fmt: skip
     return {
-        "ranks": table(["posterior", "text", *WAYS], lines),
-        "costs": table(["posterior", "mean EU", *WAYS], costs),
+        "ranks": table(["posterior", "text", *shown], lines),
+        "costs": table(["posterior", "mean EU", *shown], costs),
         "scores": table(["posterior", "prediction", "NLL", "accuracy", "AURC", "factor"], scores),
         "sources": table(["random weights", "share", "low rank, 16 / linearised", "diagonal / linearised"], shares),
     }
