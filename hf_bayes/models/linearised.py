@@ -35,7 +35,7 @@ RECORD_BUDGET = 1 << 26
 
 @dataclass(frozen=True)
 class Directions:
-    """The directions of the outputs in which a variance is computed; the others get none.
+    """The directions of the outputs in which a variance is computed; the others get the mean of these variances.
 
     Attributes:
         choose: the outputs [B, C] at the mean -> orthonormal directions U [B, C, K].
@@ -111,8 +111,8 @@ def gaussian_outputs(
 
     Args:
         model, gaussian, inputs: the model, the distribution of its parameters, and the batch.
-        directions: for outputs [B, C], U of which the covariance is U (U' J V J' U) U', from K backward passes; None
-            means J V J', from C backward passes.
+        directions: for outputs [B, C], the directions of which variances are computed, by K backward passes; None means
+            J V J', by C backward passes.
     Raises:
         ValueError: for outputs that are neither [B, C] nor [B, T, C].
     """
@@ -166,13 +166,17 @@ def _of_batch(
 def _along(
     directions: Directions, covariance: Covariance, layout: Layout, hooks: LayerHooks, outputs: Tensor, like: Tensor
 ) -> Tensor:
-    """Return U (U' J V J' U) U' [B, C, C]."""
+    """Return U M U' + a (1 - U U') [B, C, C], with M = U' J V J' U and its mean variance a."""
     chosen = directions.choose(outputs.detach())
     reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs))
     reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
     inner = covariance_of_layers(covariance, layout, reads, like)
     chosen = chosen.to(inner)
-    return chosen @ inner @ chosen.mT
+    whole = chosen @ inner @ chosen.mT
+    if directions.number == outputs.shape[1]:
+        return whole
+    others = torch.eye(outputs.shape[1]).to(inner) - chosen @ chosen.mT
+    return whole + inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * others
 
 
 def owner_of(path: str) -> str:

@@ -9,6 +9,7 @@ have posteriors of four kinds. A later call adds only missing subjects.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -18,7 +19,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,22 +60,33 @@ from scripts.reproduce.report import RESULTS, as_text, keep, table
 
 NAME = "single_pass"
 MODULES = ("argparse", "collections", "decimal", "email.message", "logging", "tkinter")
+TASKS = ["classifier", "language model"]
 KINDS = ("diagonal Laplace", "SWAG"), ("mean field", "K-FAC Laplace")
 """The posteriors, in the order of their runs."""
 
+LENGTH = 16
+"""The number of tokens of a row of the classifier."""
+
+SETTINGS = {"tokens": LENGTH, "members": 64}
+"""The settings of a subject; figures of other settings are made again."""
+
+DIRECTIONS = (2, 1)
 RANKS = (16, 8, 4)
-WAYS = ("16 other members", "8 other members", "linearised", *(f"low rank, {rank}" for rank in RANKS), "diagonal")
+WAYS = (
+    "32 other members", "8 other members", "linearised", *(f"backward, {number}" for number in DIRECTIONS),
+    *(f"low rank, {rank}" for rank in RANKS), "diagonal",
+)  # fmt: skip
 
 Batch = dict[str, Tensor]
 
 
 @dataclass
 class Subject:
-    """A trained LoRA, its training rows, and batches of other rows by set."""
+    """A function that trains a LoRA once, its training rows, and batches of other rows by set."""
 
     task: str
     base: Callable[[], Any]
-    lora: Any
+    lora: Callable[[], Any]
     rows: list[dict[str, Any]]
     sets: dict[str, list[Batch]] = field(default_factory=dict)
 
@@ -101,7 +113,7 @@ def classifier() -> Subject:
         return AutoModelForSequenceClassification.from_pretrained(str(encoder()), num_labels=len(MODULES), **off)
 
     def encoded(texts: list[str]) -> list[dict[str, Any]]:
-        found = tokenizer(texts, truncation=True, padding="max_length", max_length=24)
+        found = tokenizer(texts, truncation=True, padding="max_length", max_length=LENGTH)
         pairs = zip(found["input_ids"], found["attention_mask"], strict=True)
         return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs]
 
@@ -109,11 +121,11 @@ def classifier() -> Subject:
     rows = [row | {"labels": label} for row, label in zip(encoded(texts), labels, strict=True)]
     prose = corpora()
     other = [line for name in ("test", "rot13") for line in "\n".join(prose[name]).splitlines() if len(line) > 40]
-    sets = {"held out": rows[::3][:80], "other": encoded(other[:: max(1, len(other) // 40)][:40])}
-    train = [row for index, row in enumerate(rows) if index % 3]
+    sets = {"held out": rows[::2][:104], "other": encoded(other[:: max(1, len(other) // 104)][:104])}
+    train = rows[1::2]
     targets = ["query", "value", "output.dense"]
-    lora = adapted(base(), "SEQ_CLS", targets, [4, 5], train, steps=60)
-    return Subject("sequence_classification", base, lora, train, {k: batches(v, 40) for k, v in sets.items()})
+    lora = functools.cache(lambda: adapted(base(), "SEQ_CLS", targets, [4, 5], train, steps=60))
+    return Subject("sequence_classification", base, lora, train, {k: batches(v, 26) for k, v in sets.items()})
 
 
 def language_model(directory: Path) -> Subject:
@@ -130,7 +142,8 @@ def language_model(directory: Path) -> Subject:
         return [{"input_ids": list(ids), "labels": list(ids)} for ids in found]
 
     train = rows("finetune", 120)
-    lora = adapted(base(), "CAUSAL_LM", ["q_proj", "v_proj", "down_proj"], [1, 2], train, steps=90)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    lora = functools.cache(lambda: adapted(base(), "CAUSAL_LM", targets, [1, 2], train, steps=90))
     sets = {"held out": batches(rows("test", 8), 4), "other": batches(rows("code", 8), 4)}
     return Subject("causal_lm", base, lora, train, sets)
 
@@ -156,10 +169,10 @@ def posteriors(subject: Subject) -> dict[str, Callable[[], Posterior]]:
     """Return name -> function that makes a posterior. Those by training start anew from the same base."""
 
     def laplace(structure: str) -> Posterior:
-        return fit_laplace(subject.lora, subject.rows, LaplaceConfig(structure=structure, prior_std=0.05))
+        return fit_laplace(subject.lora(), subject.rows, LaplaceConfig(structure=structure, prior_std=0.05))
 
     def by_training(method: Any, steps: int) -> Posterior:
-        config = subject.lora.peft_config["default"]
+        config = subject.lora().peft_config["default"]
         with tempfile.TemporaryDirectory() as directory:
             trainer = BayesianTrainer(
                 model=get_peft_model(subject.base(), dataclasses.replace(config, inference_mode=False)),
@@ -204,11 +217,11 @@ def without_labels(batch: Batch) -> Batch:
 
 
 def compared(subject: Subject, posterior: Posterior, found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Add the figures of each missing way to predict to ``found``, against 32 members, and save after each."""
+    """Add the figures of each missing way to predict to ``found``, against 32 and 64 members, and save after each."""
     rows: dict[str, Any] = found.setdefault("ways", {})
     kind: Any = MODELS[subject.task]
     model = kind.from_pretrained(
-        posterior, base_model=subject.base(), members=48, prediction="members", check_base=False
+        posterior, base_model=subject.base(), members=SETTINGS["members"], prediction="members", check_base=False
     )
     theta = model.theta.detach().clone()
 
@@ -216,15 +229,23 @@ def compared(subject: Subject, posterior: Posterior, found: dict[str, Any], save
         return lambda: model.linearise(None).show(some)
 
     ways: dict[str, Callable[[], Any]] = {
-        "16 other members": members(theta[32:]),
+        "32 other members": members(theta[32:]),
         "8 other members": members(theta[32:40]),
-        **{f"low rank, {rank}": functools.partial(model.single_pass, rank=rank) for rank in RANKS},
+        **{
+            f"low rank, {rank}": functools.partial(model.single_pass, structure="low_rank", rank=rank) for rank in RANKS
+        },
         "diagonal": lambda: model.single_pass(structure="diagonal"),
     }
     if subject.task != "causal_lm":
         ways["linearised"] = lambda: model.linearise("monte_carlo")
+        ways |= {
+            f"backward, {number}": functools.partial(model.single_pass, structure="backward", rank=number)
+            for number in DIRECTIONS
+        }
     members(theta[:32])()
     reference = read(model, subject.sets)
+    members(theta)()
+    more = read(model, subject.sets)
     found["eu"] = round(float(torch.cat(list(reference.values())).mean()), 5)
     plain = subject.base().eval()
     batch = without_labels(subject.sets["held out"][0])
@@ -234,7 +255,9 @@ def compared(subject: Subject, posterior: Posterior, found: dict[str, Any], save
         choose()
         own = read(model, subject.sets)
         ranks = {f"rank {key}": round(rank_correlation(reference[key], own[key]), 3) for key in reference}
-        ratio = sum(float(v.sum()) for v in own.values()) / sum(float(v.sum()) for v in reference.values())
+        if "members" not in name:
+            ranks |= {f"rank 64 {key}": round(rank_correlation(more[key], own[key]), 3) for key in reference}
+        ratio = sum(float(v.sum()) for v in own.values()) / sum(float(v.sum()) for v in more.values())
         rows[name] = ranks | {"ratio": round(ratio, 3), "cost": round(cost(model, plain, batch), 2)}
         save()
     model.detach()
@@ -248,7 +271,7 @@ def scored(subject: Subject, posterior: Posterior) -> dict[str, dict[str, float]
     kind: Any = MODELS[subject.task]
     rows = subject.sets["held out"]
     calibrated = fit_variance_factor(
-        posterior, unbatched(rows[:1]), base_model=subject.base(), collate=default_data_collator
+        posterior, unbatched(rows[: len(rows) // 2]), base_model=subject.base(), collate=default_data_collator
     )
     found: dict[str, dict[str, float]] = {}
     for name, given in {"uncalibrated": posterior, "calibrated": calibrated}.items():
@@ -263,7 +286,7 @@ def scored(subject: Subject, posterior: Posterior) -> dict[str, dict[str, float]
             }
         for label, choose in ways.items():
             choose()
-            found[label] = score(model, rows[1:])
+            found[label] = score(model, rows[len(rows) // 2 :])
         model.detach()
     factor = next(iter(calibrated.config.layer_factors.values()))
     found["single pass, calibrated"]["factor"] = round(factor, 3)
@@ -328,8 +351,24 @@ def sources(subject: Subject, posterior: Posterior) -> dict[str, dict[str, float
     return {k: v | {"linearised": round(v["linearised"] / whole_variance, 4)} for k, v in found.items()}
 
 
-def experiment(path: Path) -> dict[str, Any]:
-    """Return the record after the missing figures, each of which is saved when it is there."""
+def kept(directory: Path | None, label: str, make: Callable[[], Posterior]) -> Posterior:
+    """Return the posterior of an earlier call in ``directory``, or make it and keep it there."""
+    if directory is None:
+        return make()
+    own = directory / label.replace(" ", "_").replace(",", "")
+    if not own.exists():
+        make().save_pretrained(own)
+    return Posterior.from_pretrained(own)
+
+
+def experiment(path: Path, tasks: Sequence[str], posteriors_at: Path | None = None) -> dict[str, Any]:
+    """Return the record after the missing figures, each of which is saved when it is there.
+
+    Args:
+        path: the record.
+        tasks: "classifier", "language model" or both.
+        posteriors_at: a folder that keeps the posteriors for later calls; None keeps none.
+    """
     record = json.loads(path.read_text()) if path.exists() else {}
     record.pop("seconds", None)
 
@@ -341,13 +380,16 @@ def experiment(path: Path) -> dict[str, Any]:
             "classifier": functools.cache(classifier),
             "language model": functools.cache(lambda: language_model(Path(directory))),
         }
-        for task, kind in ((task, kind) for some in KINDS for task in makers for kind in some):
+        for task, kind in ((task, kind) for some in KINDS for task in makers if task in tasks for kind in some):
             label = f"{task}, {kind}"
             found = record.setdefault("subjects", {}).setdefault(label, {})
             if is_complete(found, task):
                 continue
+            if found.get("settings") != SETTINGS:  # of an earlier version of this script
+                found.clear()
+                found["settings"] = SETTINGS
             subject = makers[task]()
-            posterior = posteriors(subject)[kind]()
+            posterior = kept(posteriors_at, label, posteriors(subject)[kind])
             compared(subject, posterior, found, save)
             if task == "classifier":
                 found["scores"] = scored(subject, posterior)
@@ -360,17 +402,24 @@ def experiment(path: Path) -> dict[str, Any]:
 
 def is_complete(found: Mapping[str, Any], task: str) -> bool:
     """Check that a subject has all its figures."""
-    ways = set(WAYS) - ({"linearised"} if task == "language model" else set())
-    return ways <= set(found.get("ways", {})) and ("scores" in found or task != "classifier")
+    by_backward = {"linearised", *(way for way in WAYS if way.startswith("backward"))}
+    ways = set(WAYS) - (by_backward if task == "language model" else set())
+    return (
+        found.get("settings") == SETTINGS
+        and ways <= set(found.get("ways", {}))
+        and ("scores" in found or task != "classifier")
+    )
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page."""
     lines, costs = [], []
+    found_ways = {way for found in record["subjects"].values() for way in found["ways"]}
+    shown = [way for way in (*WAYS, "16 other members") if way in found_ways]
     for name, found in record["subjects"].items():
-        rows = [found["ways"].get(way) for way in WAYS]
+        rows = [found["ways"].get(way) for way in shown]
         for key in ("held out", "other"):
-            lines.append([name, key, *("-" if row is None else f"{row[f'rank {key}']:.2f}" for row in rows)])
+            lines.append([name, key, *("-" if row is None else _ranks(row, key) for row in rows)])
         both = ["-" if row is None else f"{row['ratio']:.2f} / {row['cost']:.1f}" for row in rows]
         costs.append([name, f"{found['eu']:.4f}", *both])
     scores = [
@@ -381,19 +430,28 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     shares = [[k, f"{v['linearised']:.3f}", f"{v['low_rank']:.2f}", f"{v['diagonal']:.3f}"]
               for k, v in record["sources"].items()]  # fmt: skip
     return {
-        "ranks": table(["posterior", "text", *WAYS], lines),
-        "costs": table(["posterior", "mean EU", *WAYS], costs),
+        "ranks": table(["posterior", "text", *shown], lines),
+        "costs": table(["posterior", "mean EU", *shown], costs),
         "scores": table(["posterior", "prediction", "NLL", "accuracy", "AURC", "factor"], scores),
         "sources": table(["random weights", "share", "low rank, 16 / linearised", "diagonal / linearised"], shares),
     }
 
 
+def _ranks(row: Mapping[str, Any], key: str) -> str:
+    more = row.get(f"rank 64 {key}")
+    return f"{row[f'rank {key}']:.2f}" + ("" if more is None else f" ({more:.2f})")
+
+
 def main() -> None:
     """Run the missing subjects, and make the page."""
+    parser = argparse.ArgumentParser(description="Compare a single pass with members.")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="the models to compare")
+    parser.add_argument("--posteriors", type=Path, help="a folder that keeps the posteriors for later calls")
+    arguments = parser.parse_args()
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    keep(NAME, lambda: experiment(RESULTS / f"{NAME}.json"))
+    keep(NAME, lambda: experiment(RESULTS / f"{NAME}.json", arguments.tasks, arguments.posteriors))
 
 
 if __name__ == "__main__":

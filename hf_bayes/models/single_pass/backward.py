@@ -7,7 +7,8 @@ second order the epistemic uncertainty is
 
 F has few large eigenvalues l_k: where two classes compete, one. For K of them, a backward pass along u_k gives J' u_k
 of each row, and u_k' J V J' u_l follows from the inputs and the output gradients of layers (``layer_covariance``). No
-draw is involved, and no covariance between units, tokens or layers is dropped. S becomes U (U' S U) U'.
+draw is involved, and no covariance between units, tokens or layers is dropped. In the other directions S is taken to be
+the mean of the variances along u_k, without covariance.
 
 Numbers and several labels have no F that chooses: all outputs count.
 """
@@ -25,6 +26,7 @@ from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import Directions, Outputs, gaussian_outputs, owner_of
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Categorical, widened
@@ -44,13 +46,15 @@ def input_predictor(model: BayesianModel, structure: str | None = None, **option
 
     Args:
         model: the model.
-        structure: "backward", or one of ``driver.STRUCTURES``; None means "low_rank" for taggers, else "backward".
+        structure: "backward", or one of ``driver.STRUCTURES``. None means "low_rank" for taggers and for posteriors
+            with leading columns (SWAG), else "backward".
         options: the settings of the structure.
     Raises:
         ValueError: for a setting that the structure does not have, and as the predictors.
     """
     if structure is None:
-        structure = "low_rank" if model.task == TAGGER else "backward"
+        leading = all(rank_for(covariance) == LEADING for covariance in gaussian_of(model).covariances)
+        structure = "low_rank" if leading or model.task == TAGGER else "backward"
     if structure != "backward":
         return SinglePassPredictor(model, structure=structure, **options)
     if unknown := sorted(set(options) - {"link", "rank"}):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.core.layout import Layout
-from hf_bayes.distributions.covariance import Covariance
+from hf_bayes.distributions.covariance import Covariance, LowRank
 from hf_bayes.members import compat
 from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.later import Later
@@ -24,14 +24,51 @@ from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.tangents import Tangents
 
+RANK = 16
+"""The default number of columns. A pass costs at least as much as so many members."""
+
+LEADING = 4
+"""The default number of columns if the posterior has as many leading columns, which are no draws and have no noise."""
+
 SEED = 0
 """The seed of the draws. They are the same in all passes, so that caches and repeated predictions agree."""
 
 
+def leading_columns(covariance: Covariance, rank: int) -> tuple[Tensor, Covariance]:
+    """Return columns c_j [n, d] that the covariance is known to have, and the covariance without sum_j c_j c_j'.
+
+    A low-rank covariance that is wider along a few directions, as of SWAG, has at most ``rank`` such columns, the
+    widest ones. Other covariances have none.
+    """
+    if not isinstance(covariance, LowRank):
+        return torch.zeros(0, covariance.dim).to(covariance.variance), covariance
+    chosen = covariance.scale.argsort(descending=True)[: min(_num_wide(covariance), rank)]
+    columns = covariance.std * (covariance.basis[:, chosen] * (covariance.scale[chosen] - 1).sqrt()).mT
+    scale = covariance.scale.clone()
+    scale[chosen] = 1.0
+    return columns, LowRank(covariance.std, covariance.basis, scale)
+
+
 def draws_of(covariance: Covariance, layout: Layout, rank: int) -> dict[str, Tensor]:
-    """Return {name: [S, *shape]}, S = ``rank`` draws of N(0, covariance) over sqrt(S), by parameter."""
-    noise = torch.randn(rank, layout.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
-    return layout.unflatten(covariance.root(noise.to(covariance.variance)) / rank**0.5)
+    """Return {name: [S, *shape]}, S = ``rank``, by parameter: the sum of their products estimates the covariance.
+
+    The first n are the leading columns. The others are draws of what remains, over sqrt(S - n). If n = S there are no
+    draws, and the variance of what remains is left out: its noise would disturb the order of inputs more.
+    """
+    columns, remainder = leading_columns(covariance, rank)
+    count = rank - len(columns)
+    noise = torch.randn(count, layout.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    return layout.unflatten(torch.cat([columns, remainder.root(noise.to(columns)) / max(count, 1) ** 0.5]))
+
+
+def rank_for(covariance: Covariance) -> int:
+    """Return the default number of columns."""
+    wide = isinstance(covariance, LowRank) and _num_wide(covariance) >= LEADING
+    return LEADING if wide else RANK
+
+
+def _num_wide(covariance: LowRank) -> int:
+    return int((covariance.scale > 1).sum())
 
 
 def linear_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:
@@ -45,7 +82,7 @@ def linear_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tang
     """
     own = LinearSource(item.law.mean, None, x, item.law, item.factor)
     before = None if noise is None else Later(lambda choose: noise.at(choose).roots)
-    return settings.new(before, Outer(item.law.mean, own, item.draws))
+    return settings.new(before, Outer(item.law.mean, own, item.draws, shared=item.shared))
 
 
 def lora_tangents(item: Any, x: Tensor, noise: Tangents | None, settings: Tangents) -> Tangents:

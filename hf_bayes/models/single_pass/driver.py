@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.engine import Members
+from hf_bayes.members.stacked import Stacked
 from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import Diagonal
-from hf_bayes.models.single_pass.drawn import draws_of
+from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
 from hf_bayes.models.single_pass.installed import frozen_forward, random_module
 from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
@@ -22,9 +24,6 @@ from hf_bayes.models.single_pass.weight_laws import parts_of
 
 STRUCTURES = ("low_rank", "diagonal", "full")
 """The structures of the covariance of hidden states."""
-
-RANK = 16
-"""The number of columns of the structure of low rank. A pass costs at least as much as so many members."""
 
 ATTENTION = (None, "eager", "sdpa")
 """Implementations of attention for which there are rules."""
@@ -38,7 +37,7 @@ class SinglePass:
         mean: [d].
         covariance: of theta. "diagonal" and "full" drop the covariance between different layers.
         structure: "low_rank", "diagonal" (cheaper, without the covariance between units), or "full" for small models.
-        rank: the number of columns of "low_rank".
+        rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         factors: {path of a module: calibration factor of its noise}; 1 where none is given.
     Raises:
@@ -52,12 +51,13 @@ class SinglePass:
         covariance: Covariance,
         *,
         structure: str = "low_rank",
-        rank: int = RANK,
+        rank: int | None = None,
         deterministic_scores: bool = False,
         factors: Mapping[str, float] | None = None,
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
+        rank = rank_for(covariance) if rank is None else rank
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         if (attention := attention_of(members.core.config)) not in ATTENTION:
@@ -66,9 +66,9 @@ class SinglePass:
                 "the base model with attn_implementation='sdpa', or predict by members"
             )
         self.members, self.structure, self.deterministic_scores = members, structure, deterministic_scores
-        values, parts = members.layout.unflatten(mean.detach()), parts_of(covariance, members.layout)
-        draws = draws_of(covariance, members.layout, rank) if structure == "low_rank" else {}
-        self.random = [random_module(item, values, parts, 1.0, draws) for item in members.stacked]
+        self.rank = rank
+        drawn = rank if structure == "low_rank" else 0
+        self.random = random_modules(members.stacked, members.layout, mean, covariance, drawn)
         self.set_factors(factors or {})
         random = {id(item.module) for item in members.stacked}
         others = [(m, frozen_forward(m)) for m in members.model.modules() if id(m) not in random]
@@ -121,6 +121,25 @@ class SinglePass:
             for stacked in members.stacked:
                 stacked.install()
             members.blocked.install()
+
+
+def random_modules(
+    items: Iterable[Stacked], layout: Layout, mean: Tensor, covariance: Covariance, rank: int
+) -> list[Any]:
+    """Return the replacements of modules with random weights.
+
+    Args:
+        items: the modules.
+        layout: of their random parameters.
+        mean, covariance: of the random parameters.
+        rank: the number of columns of the structure "low_rank"; 0 for the others.
+    Raises:
+        ValueError: naming a module without a rule.
+    """
+    draws = draws_of(covariance, layout, rank) if rank else {}
+    columns, remainder = leading_columns(covariance, rank)
+    values, parts = layout.unflatten(mean.detach()), parts_of(remainder, layout)
+    return [random_module(item, values, parts, 1.0, draws, len(columns)) for item in items]
 
 
 def settings_of(structure: str, *, deterministic_scores: bool = False) -> Any:

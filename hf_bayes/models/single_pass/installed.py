@@ -46,12 +46,14 @@ class RandomLinear:
         parts: {name: covariance of the parameter}, of ``weight_laws.parts_of``.
         factor: the calibration factor of the layer's noise.
         draws: {name: [S, *shape] draws of its noise over sqrt(S)}; empty for structures without draws.
+        shared: the number of draws that are leading columns, of which ``parts`` are free.
     """
 
     def __init__(
-        self, item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float, draws: dict[str, Tensor]
-    ) -> None:
-        self.module, names = item.module, item.names
+        self, item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float,
+        draws: dict[str, Tensor], shared: int = 0,
+    ) -> None:  # fmt: skip
+        self.module, names, self.shared = item.module, item.names, shared
         self.path = next(iter(names.values())).rpartition(".")[0]
         self.factor = factor
         own = {key: values[name].to(item.parameter(key)) for key, name in names.items()}
@@ -187,7 +189,12 @@ class RandomLora:
 
 
 def random_module(
-    item: Stacked, values: dict[str, Tensor], parts: dict[str, Any], factor: float, draws: dict[str, Tensor]
+    item: Stacked,
+    values: dict[str, Tensor],
+    parts: dict[str, Any],
+    factor: float,
+    draws: dict[str, Tensor],
+    shared: int = 0,
 ) -> Any:
     """Return the replacement of a module with random weights.
 
@@ -197,7 +204,7 @@ def random_module(
     if isinstance(item, StackedLora):
         return RandomLora(item, values, parts, factor, draws)
     if isinstance(item, (StackedLinear, StackedConv1D)):
-        return RandomLinear(item, values, parts, factor, draws)
+        return RandomLinear(item, values, parts, factor, draws, shared)
     if draws:
         return RandomModule(item, values, factor, draws)
     name = next(iter(item.names.values()))

@@ -1,7 +1,8 @@
 """Outputs y = gain (W x + noise of W) of a linear layer, kept as the columns of its input x until they are asked for.
 
 The covariance of y is W F F' W' and the exact covariance of the noise of W, where F are the columns of x. Only where y
-goes on through the network, the noise of W is sketched by the draws that all layers share.
+goes on through the network, the noise of W is sketched by the draws that all layers share. Leading columns of the
+covariance of all weights (``drawn.leading_columns``) move W together with x: they are columns of y in both cases.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class Outer:
         own: the noise of W and of the bias, with its input; None if the layer is frozen.
         draws: [S, C, n] draws of the noise of W, and [S, C] of the bias, over sqrt(S); None if frozen.
         gain: the outputs have been multiplied by this number.
+        shared: the number of draws, the first ones, that are leading columns. ``own`` does not contain their noise.
     """
 
     weight: Tensor | None
     own: LinearSource | None = None
     draws: tuple[Tensor | None, Tensor | None] = (None, None)
     gain: float | Tensor = 1.0
+    shared: int = 0
 
     def columns(self, inputs: Tensor | None) -> Tensor:
         """Return [S, ..., C], the columns of y; the noise of W is sketched.
@@ -39,16 +42,7 @@ class Outer:
         Args:
             inputs: [S, ..., n] the columns of x; None means 0.
         """
-        parts = [] if inputs is None else [self._behind(inputs)]
-        weight, bias = self.draws
-        if self.own is not None and weight is not None:
-            assert self.own.mean is not None
-            parts.append(drawn_products(self.own.mean.to(weight.dtype), weight) * self.own.factor**0.5)
-        if self.own is not None and bias is not None:
-            assert self.own.mean is not None
-            lead = self.own.mean.shape[:-1]
-            shaped = bias.view(len(bias), *[1] * len(lead), -1) * self.own.factor**0.5
-            parts.append(shaped.expand(len(bias), *lead, -1))
+        parts = [*([] if inputs is None else [self._behind(inputs)]), *self._moved(slice(None))]
         total = sum(parts[1:], parts[0])
         return total if isinstance(self.gain, float) and self.gain == 1 else self.gain * total
 
@@ -78,10 +72,25 @@ class Outer:
     def _behind(self, inputs: Tensor) -> Tensor:
         return inputs if self.weight is None else F.linear(inputs, self.weight.to(inputs.dtype))
 
+    def _moved(self, chosen: slice) -> Iterator[Tensor]:
+        """Yield [s, ..., C], dW x and db for chosen draws."""
+        if self.own is None or self.own.mean is None:
+            return
+        weight, bias = self.draws
+        lead, size = self.own.mean.shape[:-1], self.own.factor**0.5
+        if weight is not None:
+            yield drawn_products(self.own.mean.to(weight.dtype), weight[chosen]) * size
+        if bias is not None:
+            some = bias[chosen] * size
+            yield some.view(len(some), *[1] * len(lead), -1).expand(len(some), *lead, -1)
+
     def _each(self, inputs: Tensor | None) -> Iterator[Tensor]:
-        """Yield W F, a column at a time: all columns of a large vocabulary take too much memory."""
-        for column in () if inputs is None else inputs:
-            yield widened(self._behind(column))
+        """Yield W F, with what leading columns add, a column at a time: all of a vocabulary take too much memory."""
+        for index in range(self.shared if inputs is None else len(inputs)):
+            parts = [] if inputs is None else [self._behind(inputs[index])]
+            if index < self.shared:
+                parts += [part[0] for part in self._moved(slice(index, index + 1))]
+            yield widened(sum(parts[1:], parts[0]))
 
 
 def drawn_products(x: Tensor, draws: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hf_bayes.models import own_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.predictors import Predictive
-from hf_bayes.models.single_pass.driver import RANK, SinglePass, checking_variances, is_sound, naming_modules
+from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
 from hf_bayes.models.single_pass.factors import Factors
 from hf_bayes.models.single_pass.moments import Moments, mean_of
 from hf_bayes.models.single_pass.tangents import Tangents
@@ -54,7 +54,7 @@ class SinglePassPredictor:
     Args:
         link: from Gaussian logits to probabilities; regressions need none.
         structure: the structure of the covariance of hidden states, one of ``driver.STRUCTURES``.
-        rank: the number of columns of the structure "low_rank".
+        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
     Raises:
         ValueError: for an unknown link or structure, a posterior that is not Gaussian, or a module without a rule.
@@ -70,7 +70,7 @@ class SinglePassPredictor:
         link: str = "bridge",
         structure: str = "low_rank",
         deterministic_scores: bool = False,
-        rank: int = RANK,
+        rank: int | None = None,
     ) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
@@ -147,7 +147,7 @@ class SinglePassTokens:
 
     Args:
         structure: "low_rank" or "diagonal", of ``driver.STRUCTURES``.
-        rank: the number of columns of the structure "low_rank".
+        rank: the number of columns of the structure "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
     Raises:
         ValueError: for a posterior that is not one Gaussian, or a module without a rule.
@@ -166,7 +166,7 @@ class SinglePassTokens:
         model: BayesianModel,
         structure: str = "low_rank",
         deterministic_scores: bool = False,
-        rank: int = RANK,
+        rank: int | None = None,
     ) -> None:
         if structure == "full":
             raise ValueError("structure='full' has no language models: choose 'low_rank' or 'diagonal'")
@@ -178,12 +178,12 @@ class SinglePassTokens:
                 "takes one: predict by members, or make one Gaussian of it (posterior.approximation.single())"
             )
         self.mean = gaussian.means
-        # a mean and its columns, or a mean, a variance and the features of tokens
-        self.tensors_per_state = 1 + rank if structure == "low_rank" else 3
         self.single = SinglePass(
             model.members, gaussian.means[0], gaussian.covariances[0], deterministic_scores=deterministic_scores,
             factors=factors_of(model), structure=structure, rank=rank,
         )  # fmt: skip
+        # a mean and its columns, or a mean, a variance and the features of tokens
+        self.tensors_per_state = 1 + self.single.rank if structure == "low_rank" else 3
         with evaluating(model), naming_modules(model.model), self.open(model):
             words = torch.zeros(1, 2, dtype=torch.long, device=model.device)
             states = self.causal.hidden(model, {"input_ids": words, "use_cache": False})

@@ -12,12 +12,16 @@ from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.context import Context
 from hf_bayes.members.stacked import stack
-from hf_bayes.models.single_pass.drawn import draws_of
-from hf_bayes.models.single_pass.driver import RANK, STRUCTURES, naming_modules, random_forward, settings_of
-from hf_bayes.models.single_pass.installed import random_module
+from hf_bayes.models.single_pass.drawn import rank_for
+from hf_bayes.models.single_pass.driver import (
+    STRUCTURES,
+    naming_modules,
+    random_forward,
+    random_modules,
+    settings_of,
+)
 from hf_bayes.models.single_pass.moments import Moments, mean_of
 from hf_bayes.models.single_pass.predictors import output_covariance
-from hf_bayes.models.single_pass.weight_laws import parts_of
 
 LAYERS = (
     nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU,
@@ -35,7 +39,7 @@ def sequential_outputs(
     x: Tensor,
     *,
     structure: str = "low_rank",
-    rank: int = RANK,
+    rank: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the means [B, C] and the covariances [B, C, C] of the outputs at ``x`` [B, n].
 
@@ -45,7 +49,7 @@ def sequential_outputs(
         mean: [d] of the random parameters.
         covariance: of the random parameters.
         structure: of the covariance of hidden states, one of ``driver.STRUCTURES``.
-        rank: the number of columns of "low_rank".
+        rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
     Raises:
         ValueError: naming a module without a rule, before the pass, or for an unknown structure.
     """
@@ -60,10 +64,9 @@ def sequential_outputs(
             )
     parameters = dict(model.named_parameters())
     items = stack(model, {id(parameters[name]): name for name in layout.names}, Context())
-    values, parts = layout.unflatten(mean.detach()), parts_of(covariance, layout)
-    draws = draws_of(covariance, layout, rank) if structure == "low_rank" else {}
+    rank = (rank or rank_for(covariance)) if structure == "low_rank" else 0
     settings = settings_of(structure)
-    random = {id(item.module): random_module(item, values, parts, 1.0, draws) for item in items}
+    random = {id(item.module): item for item in random_modules(items, layout, mean, covariance, rank)}
     hidden: Any = x
     with naming_modules(model):
         for _, module in each:

@@ -61,7 +61,7 @@ def test_the_last_block_of_a_classifier_runs_on_one_token() -> None:
         vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3
     )
     bayesian = attached(BertForSequenceClassification(config).eval(), "attention.self.value|classifier")
-    bayesian.single_pass(rank=4)
+    bayesian.single_pass(structure="low_rank", rank=4)
     sizes = []
     linear = nn.functional.linear
 
