@@ -133,7 +133,7 @@ def measured(rows: Target, gold: Gold, case: Case) -> dict[str, Any]:
         posterior = trained(rows, case, directory).posterior
     assert posterior is not None
     found = {name: posterior.config.diagnostics[name] for name in FIELDS if name in posterior.config.diagnostics}
-    scores = distance(members_of(posterior.approximation), rows, gold)
+    scores = distance(rows.member_logits(members_of(posterior.approximation)).double(), gold)
     return {"measurements": found, **scores, "seconds": round(time.process_time() - clock, 1)}
 
 
