@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_bayes.core.layout import Layout
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.engine import Members
-from hf_bayes.members.stacked import Stacked
+from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.compat import attention_of
 from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
