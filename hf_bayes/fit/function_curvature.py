@@ -164,7 +164,7 @@ def _outer_products(
                 for number in range(estimator.num_vjps(likelihood, logits.shape[-1], ordinals))
             ])  # fmt: skip
             for place, vector in enumerate(vectors):
-                tangent: Any = jvp(lambda flat, inputs=inputs: of_theta(flat, inputs), (point,), (vector,))
+                tangent: Any = jvp(lambda flat, inputs=inputs: of_theta(flat, inputs), (point,), (vector,))[1]
                 moved = tangent.reshape(-1, tangent.shape[-1])[index].to(cotangents)
                 along = (cotangents * moved).sum(2)  # [K, n]
                 of_rows = along.new_zeros(len(along), len(logits)).index_add(1, row, along)
