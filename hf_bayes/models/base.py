@@ -176,8 +176,9 @@ class BayesianModel(HostMethods):
         """Switch to predictions by one forward pass that carries means and variances (docs/single_pass.md).
 
         Args:
-            options: ``structure`` ("low_rank", "diagonal", or "full" for small models that are no language models),
-                ``rank`` of "low_rank", ``deterministic_scores`` (True takes queries and keys at their means), and for
+            options: ``structure`` ("backward" for classifiers and regressions, "low_rank", "diagonal", or "full" for
+                small models that are no language models), ``rank`` of "backward" or "low_rank",
+                ``deterministic_scores`` (True takes queries and keys at their means; not for "backward"), and for
                 classifiers and regressions ``link`` (a name of ``gaussian_links.LINKS``).
         Raises:
             ValueError: for a posterior that is not Gaussian, or a module without a rule, by its name. The model then
