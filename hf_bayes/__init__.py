@@ -81,15 +81,15 @@ if TYPE_CHECKING:
     from hf_bayes.training.cross_fitting import cross_fit_calibration
     from hf_bayes.training.trainer import BayesianTrainer, BayesianTrainerMixin
     from hf_bayes.training.tuning.tune import tune
+    from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
+    from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+    from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+    from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+    from hf_bayes.uncertainty.custom.ordinal import Ordinal
+    from hf_bayes.uncertainty.custom.poisson import Poisson
+    from hf_bayes.uncertainty.custom.registry import register_likelihood
+    from hf_bayes.uncertainty.custom.weighted import Weighted
     from hf_bayes.uncertainty.decomposition import decompose, mixture
-    from hf_bayes.uncertainty.own.base import ClassLogProbs, Moments, OwnLikelihood
-    from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
-    from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-    from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
-    from hf_bayes.uncertainty.own.ordinal import Ordinal
-    from hf_bayes.uncertainty.own.poisson import Poisson
-    from hf_bayes.uncertainty.own.registry import register_likelihood
-    from hf_bayes.uncertainty.own.weighted import Weighted
 
 _MODULES = {
     "METHODS": "methods.registry",
@@ -105,16 +105,16 @@ _MODULES = {
     "BayesianTrainer": "training.trainer",
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
-    "BradleyTerry": "uncertainty.own.bradley_terry",
-    "ClassLogProbs": "uncertainty.own.base",
-    "Heteroscedastic": "uncertainty.own.heteroscedastic",
-    "MixtureDensity": "uncertainty.own.mixture_density",
-    "Moments": "uncertainty.own.base",
-    "Ordinal": "uncertainty.own.ordinal",
-    "OwnLikelihood": "uncertainty.own.base",
-    "Poisson": "uncertainty.own.poisson",
-    "Weighted": "uncertainty.own.weighted",
-    "register_likelihood": "uncertainty.own.registry",
+    "BradleyTerry": "uncertainty.custom.bradley_terry",
+    "ClassLogProbs": "uncertainty.custom.base",
+    "Heteroscedastic": "uncertainty.custom.heteroscedastic",
+    "MixtureDensity": "uncertainty.custom.mixture_density",
+    "Moments": "uncertainty.custom.base",
+    "Ordinal": "uncertainty.custom.ordinal",
+    "CustomLikelihood": "uncertainty.custom.base",
+    "Poisson": "uncertainty.custom.poisson",
+    "Weighted": "uncertainty.custom.weighted",
+    "register_likelihood": "uncertainty.custom.registry",
     "EnsembleConfig": "methods.averaging.ensemble",
     "GPSConfig": "methods.mcmc.gps",
     "HMCConfig": "methods.mcmc.hmc",
@@ -182,6 +182,7 @@ __all__ = [
     "BayesianTrainingArguments",
     "BradleyTerry",
     "ClassLogProbs",
+    "CustomLikelihood",
     "EKFConfig",
     "EnsembleConfig",
     "FullRankVIConfig",
@@ -198,7 +199,6 @@ __all__ = [
     "MixtureDensity",
     "Moments",
     "Ordinal",
-    "OwnLikelihood",
     "PenaltyConfig",
     "Poisson",
     "Posterior",

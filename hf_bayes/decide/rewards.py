@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hf_bayes.core.number_checks import is_count, is_finite_number
 from hf_bayes.models.classification import BayesianClassifier
+from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.likelihoods import name_of
-from hf_bayes.uncertainty.own.bradley_terry import Preferences
 
 CHOICES = ("mean", "lower")
 

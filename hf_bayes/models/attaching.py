@@ -22,7 +22,7 @@ from hf_bayes.models.recognition import task_of
 from hf_bayes.models.refusals import refuse_likelihood
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 MODELS: dict[str, type[BayesianModel]] = {
     kind.task: kind

@@ -31,9 +31,9 @@ from hf_bayes.models.refusals import refuse_likelihood, refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.gaussian_links import PREDICTIONS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianModel(HostMethods):

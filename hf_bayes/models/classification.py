@@ -19,10 +19,10 @@ from hf_bayes.models.prediction_mode import predicts
 from hf_bayes.models.predictors import MemberLogLik, Reader, Readings
 from hf_bayes.models.single_pass.backward import input_predictor
 from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, LikelihoodConfig
+from hf_bayes.uncertainty.custom.registry import likelihood_from
 from hf_bayes.uncertainty.likelihoods import Bernoulli, Categorical, Likelihood, Normal, name_of, refuse_labels
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.base import LikelihoodConfig, OwnLikelihood
-from hf_bayes.uncertainty.own.registry import likelihood_from
 
 
 def problem_of(config: Any) -> str | None:
@@ -99,12 +99,12 @@ class BayesianClassifier(BayesianModel):
         """Return the user's likelihood for the outputs of this head."""
         if not isinstance(config, LikelihoodConfig):
             raise ValueError(
-                f"likelihood must be an OwnLikelihood, such as Heteroscedastic(), got {config!r:.100}: "
+                f"likelihood must be a CustomLikelihood, such as Heteroscedastic(), got {config!r:.100}: "
                 "docs/likelihoods.md has the interface"
             )
         if not config.weighs_head:
             refuse_noise_std(noise_std, f"a head with the likelihood {config.name}")
-        if isinstance(config, OwnLikelihood):
+        if isinstance(config, CustomLikelihood):
             return Adapted(config, self.num_outputs)
         return config.build(self.num_outputs, partial(self._choose_likelihood, noise_std))
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_bayes.models import own_predictives
+from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.linearised import gaussian_outputs, linearisation_of
 from hf_bayes.models.predictors import Predictive, Predictor
@@ -45,7 +45,7 @@ class MemberPredictor:
     def predict(self, model: BayesianModel, inputs: dict[str, Any]) -> Predictive:
         """Return the mixture of the members."""
         logits = self.member_logits(model, inputs)
-        return own_predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
+        return custom_predictives.of_members(logits, model.likelihood, model.spread, model.mixture_temperature)
 
 
 class LinearisedPredictor:
@@ -72,4 +72,4 @@ class LinearisedPredictor:
         """Return the prediction by Gaussian outputs."""
         outputs = gaussian_outputs(model, self.linearisation.gaussian_at(model.theta), inputs)
         link, temperature = self.linearisation.link, model.mixture_temperature
-        return own_predictives.of_gaussian(*outputs, model.likelihood, link, temperature)
+        return custom_predictives.of_gaussian(*outputs, model.likelihood, link, temperature)

@@ -13,7 +13,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.posteriors.config import PosteriorConfig
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.sidecars import Sidecars
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
 def to_posterior(

@@ -6,8 +6,8 @@ from transformers import AutoModelForTokenClassification
 
 from hf_bayes.models.classification import BayesianClassifier, refuse_noise_std
 from hf_bayes.models.refusals import refuse_likelihood
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 class BayesianModelForTokenClassification(BayesianClassifier):

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 
 _LOSS_METHODS = ("compute_loss", "training_step", "train")
 """Methods in which a trainer defines what a step optimises. The mixin's own take their place."""

@@ -24,8 +24,8 @@ from hf_bayes.training.resuming import RunCheckpoints
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.setup import Setup
 from hf_bayes.training.step_lines import shorten_lines
+from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.likelihoods import name_of
-from hf_bayes.uncertainty.own.bradley_terry import Preferences
 
 Part = TypeVar("Part")
 

@@ -23,9 +23,9 @@ from hf_bayes.training.own_choices import given_or_recommended
 from hf_bayes.training.prepared_model import prepared
 from hf_bayes.training.refusals import refuse_other_weights
 from hf_bayes.training.refused_arguments import refuse_arguments
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry, Preferences
 from hf_bayes.uncertainty.likelihoods import Likelihood, name_of
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry, Preferences
 
 
 class Setup(NamedTuple):

@@ -34,7 +34,7 @@ from hf_bayes.training.refused_arguments import refuse_accelerator
 from hf_bayes.training.rows import TrainingRows
 from hf_bayes.training.session import begin, required, take_data
 from hf_bayes.training.setup import Setup, set_up
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 
 
 class BayesianTrainerMixin(PrivateHooks):

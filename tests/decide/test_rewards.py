@@ -11,7 +11,7 @@ from hf_bayes.decide.rewards import RewardModel, best
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.pipelines.classification import BayesianTextClassificationPipeline
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 from tests.tiny_models import TEXTS, tiny_bert, tiny_tokenizer
 
 

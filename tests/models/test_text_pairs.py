@@ -8,7 +8,7 @@ import torch
 from hf_bayes.models.attaching import attach
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.text_pairs import GroupCheck, flattened, grouped, holds_groups
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 from tests.tiny_models import tiny_bert
 
 IDS = torch.randint(3, 300, (3, 2, 5), generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ from transformers import Trainer, default_data_collator
 from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConfig
 from hf_bayes.training import compat
 from hf_bayes.training.host_trainers import likelihood_for
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
-from hf_bayes.uncertainty.own.poisson import Poisson
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.poisson import Poisson
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
 

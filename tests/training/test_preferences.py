@@ -17,8 +17,8 @@ from hf_bayes.models.attaching import attach
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.training.preferences import PairRows
 from hf_bayes.training.trainer import BayesianTrainer
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
-from hf_bayes.uncertainty.own.poisson import Poisson
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.poisson import Poisson
 from tests import runs
 from tests.tiny_models import tiny_bert
 

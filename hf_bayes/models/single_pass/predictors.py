@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.covariance import moved
 from hf_bayes.members.evaluation_mode import evaluating
-from hf_bayes.models import own_predictives
+from hf_bayes.models import custom_predictives
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.predictors import Predictive
@@ -113,7 +113,7 @@ class SinglePassPredictor:
         means, covariances = self.outputs(model, inputs)
         assert self.link is not None
         link, temperature = self.link, model.mixture_temperature
-        return own_predictives.of_gaussian(means, covariances, model.likelihood, link, temperature)
+        return custom_predictives.of_gaussian(means, covariances, model.likelihood, link, temperature)
 
     def _run(self, model: BayesianModel, one: SinglePass, inputs: dict[str, Any]) -> Any:
         if not self._checked:

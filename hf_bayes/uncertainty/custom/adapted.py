@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
 from hf_bayes.uncertainty.likelihoods import IGNORE, widened
-from hf_bayes.uncertainty.own.base import ClassLogProbs, Moments, OwnLikelihood
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Adapted:
     """
 
     predicts_classes: ClassVar[bool] = False
-    config: OwnLikelihood
+    config: CustomLikelihood
     num_outputs: int
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Adapted:
         if self.num_classes is not None:
             return frozenset()
         own = type(self.config)
-        return frozenset(name for name in ("draw", "fisher") if getattr(own, name) is getattr(OwnLikelihood, name))
+        return frozenset(name for name in ("draw", "fisher") if getattr(own, name) is getattr(CustomLikelihood, name))
 
     # -- labels ----------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_count, is_finite_number
-from hf_bayes.uncertainty.own.base import Moments, OwnLikelihood
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
 
 
 @dataclass(frozen=True)
-class Heteroscedastic(OwnLikelihood):
+class Heteroscedastic(CustomLikelihood):
     """Numbers with a mean and a variance of their own for each input; the head has 2 D outputs.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Posterior predictive distributions under a user's likelihood (``uncertainty.own``).
+"""Posterior predictive distributions under a user's likelihood (``uncertainty.custom``).
 
 Numbers have standard deviations, by the law of total variance, with mean f_m and variance v_m of member m:
 
@@ -17,13 +17,13 @@ from hf_bayes.distributed.member_sums import LocalMembers
 from hf_bayes.models import predictives
 from hf_bayes.models.predictives import MemberClasses, MemberPredictive
 from hf_bayes.models.predictors import Predictive
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import ClassLogProbs
+from hf_bayes.uncertainty.custom.bradley_terry import Preferences
+from hf_bayes.uncertainty.custom.weighted import WeightedRows
 from hf_bayes.uncertainty.decomposition import Prediction
 from hf_bayes.uncertainty.gaussian_links import NUM_DRAWS
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, widened
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.base import ClassLogProbs
-from hf_bayes.uncertainty.own.bradley_terry import Preferences
-from hf_bayes.uncertainty.own.weighted import WeightedRows
 
 
 class OwnNumbers(MemberPredictive):

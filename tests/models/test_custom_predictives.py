@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hf_bayes.distributed.member_sums import LocalMembers
-from hf_bayes.models import own_predictives, predictives
+from hf_bayes.models import custom_predictives, predictives
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.weighted import Weighted, WeightedRows
 from hf_bayes.uncertainty.likelihoods import Categorical, Normal
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from hf_bayes.uncertainty.own.weighted import Weighted, WeightedRows
 
 HETEROSCEDASTIC, ORDINAL = Adapted(Heteroscedastic(), 2), Adapted(Ordinal(num_classes=4), 3)
 
@@ -19,7 +19,7 @@ HETEROSCEDASTIC, ORDINAL = Adapted(Heteroscedastic(), 2), Adapted(Ordinal(num_cl
 def test_deviations_follow_the_law_of_total_variance() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 3, 2)
-    found = own_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers())
+    found = custom_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers())
     draws = logits[..., :1] + (1e-6 + logits[..., 1:].exp()).sqrt() * torch.randn(5, 3, 40_000)
     # 200,000 draws: 1 % of a standard deviation is more than 4 standard errors
     assert torch.allclose(found.parts["predictive_std"][:, 0], draws.std((0, 2)), rtol=0.01)
@@ -30,14 +30,14 @@ def test_deviations_follow_the_law_of_total_variance() -> None:
 
 def test_equal_members_have_no_epistemic_deviation() -> None:
     logits = torch.randn(1, 3, 2).expand(4, 3, 2)
-    parts = own_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers()).parts
+    parts = custom_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers()).parts
     # a mean of four equal float32 numbers
     assert float(parts["epistemic_std"].max()) < 1e-6
 
 
 def test_the_loss_is_that_of_the_mixture() -> None:
     logits, labels = torch.randn(5, 3, 2), torch.randn(3)
-    found = own_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers())
+    found = custom_predictives.of_members(logits, HETEROSCEDASTIC, LocalMembers())
     per_member = torch.stack([HETEROSCEDASTIC.config.log_prob(one, labels) for one in logits])
     expected = -per_member.exp().mean(0).log()
     assert torch.allclose(found.statistics(labels)["nll"], expected)
@@ -46,7 +46,7 @@ def test_the_loss_is_that_of_the_mixture() -> None:
 
 def test_ordered_classes_average_probabilities() -> None:
     logits, labels = torch.randn(5, 3, 3), torch.tensor([0, 3, -100])
-    found = own_predictives.of_members(logits, ORDINAL, LocalMembers())
+    found = custom_predictives.of_members(logits, ORDINAL, LocalMembers())
     probs = torch.stack([ORDINAL.config.predict(one)[0] for one in logits]).exp().mean(0)
     assert torch.allclose(found.logits.exp(), probs)
     assert torch.allclose(found.loss(labels), -(probs[0, 0].log() + probs[1, 3].log()) / 2)
@@ -56,7 +56,7 @@ def test_ordered_classes_average_probabilities() -> None:
 def test_gaussian_outputs_give_the_closed_form_of_a_regression() -> None:
     mean = torch.tensor([[[0.3, -1.0]]], dtype=torch.float64)
     covariance = torch.tensor([[[[0.5, 0.0], [0.0, 0.0]]]], dtype=torch.float64)  # the variance is known
-    own = own_predictives.of_gaussian(mean, covariance, HETEROSCEDASTIC, "monte_carlo")
+    own = custom_predictives.of_gaussian(mean, covariance, HETEROSCEDASTIC, "monte_carlo")
     noise_std = float((1e-6 + torch.tensor(-1.0).exp()).sqrt())
     exact = predictives.of_gaussian(mean[..., :1], covariance[..., :1, :1], Normal(noise_std), "monte_carlo")
     labels = torch.tensor([0.7], dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_weights_do_not_judge_predictions() -> None:
     likelihood = WeightedRows(Weighted(), Categorical())
     logits, labels = torch.randn(5, 3, 4), torch.tensor([0, 3, 1])
     joined = torch.stack([labels.float(), torch.tensor([5.0, 0.0, 1.0])], 1)
-    found = own_predictives.of_members(logits, likelihood, LocalMembers())
-    expected = own_predictives.of_members(logits, Categorical(), LocalMembers())
+    found = custom_predictives.of_members(logits, likelihood, LocalMembers())
+    expected = custom_predictives.of_members(logits, Categorical(), LocalMembers())
     assert torch.equal(found.loss(joined), expected.loss(labels))
     assert torch.equal(found.statistics(joined)["nll"], expected.statistics(labels)["nll"])

@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_bayes.uncertainty.own.base import Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.heteroscedastic import check_sizes
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
+from hf_bayes.uncertainty.custom.heteroscedastic import check_sizes
 
 
 @dataclass(frozen=True)
-class Poisson(OwnLikelihood):
+class Poisson(CustomLikelihood):
     """Counts 0, 1, 2, ... with the log of their expectation as output.
 
     Attributes:

@@ -20,12 +20,12 @@ from hf_bayes.methods.laplace.laplace import LaplaceConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.models.classification import BayesianModelForSequenceClassification
 from hf_bayes.training.trainer import BayesianTrainer
-from hf_bayes.uncertainty.own.base import LikelihoodConfig, Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from hf_bayes.uncertainty.own.poisson import Poisson
-from hf_bayes.uncertainty.own.weighted import Weighted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, LikelihoodConfig, Moments
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from hf_bayes.uncertainty.custom.weighted import Weighted
 from tests import runs
 
 
@@ -81,7 +81,7 @@ def rows(count: int = 24, *, size: int = 1, kind: str = "numbers", **columns: An
 
 
 @dataclass(frozen=True)
-class Squared(OwnLikelihood):
+class Squared(CustomLikelihood):
     """Normal noise of standard deviation 1, with nothing but the two functions that are needed."""
 
     name: ClassVar[str] = "squared"
@@ -185,7 +185,7 @@ def test_two_functions_are_enough_for_a_whitened_sampler(tmp_path: Path) -> None
 
 
 @dataclass(frozen=True)
-class Mean(OwnLikelihood):
+class Mean(CustomLikelihood):
     """A likelihood whose terms depend on the whole batch."""
 
     name: ClassVar[str] = "mean"
@@ -206,7 +206,7 @@ def test_terms_that_do_not_add_up_to_n_are_refused(tmp_path: Path) -> None:
 
 def test_a_likelihood_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class Unknown(OwnLikelihood):
+    class Unknown(CustomLikelihood):
         name: ClassVar[str] = "unknown_noise"
 
         def log_prob(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_laplace_names_what_a_likelihood_lacks(tmp_path: Path) -> None:
         (Poisson(num_counts=6), rows(kind="counts"), r"poisson likelihood expects \[8, 6\]"),
         (Weighted(), rows(kind="classes"), "column 'weight'"),
         (Weighted(), rows(kind="classes", weight=[-1.0] * 24), "finite weight >= 0"),
-        ("heteroscedastic", rows(), "likelihood must be an OwnLikelihood"),
+        ("heteroscedastic", rows(), "likelihood must be a CustomLikelihood"),
     ],
 )
 def test_a_likelihood_that_does_not_fit_is_refused(tmp_path: Path, likelihood: Any, data: Any, words: str) -> None:

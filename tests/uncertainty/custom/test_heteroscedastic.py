@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from tests.uncertainty.own.cases import case
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from tests.uncertainty.custom.cases import case
 
 
 @pytest.mark.parametrize("name", ["heteroscedastic", "heteroscedastic of two"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_bayes.uncertainty.own.poisson import Poisson
-from tests.uncertainty.own.cases import case
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from tests.uncertainty.custom.cases import case
 
 
 def test_the_density_is_that_of_torch() -> None:

@@ -17,8 +17,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.uncertainty.own.base import Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.heteroscedastic import check_min_std, check_sizes, standard_normal
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
+from hf_bayes.uncertainty.custom.heteroscedastic import check_min_std, check_sizes, standard_normal
 
 
 class Components(NamedTuple):
@@ -35,7 +35,7 @@ class Components(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MixtureDensity(OwnLikelihood):
+class MixtureDensity(CustomLikelihood):
     """Numbers with a mixture of normal densities for each input; the head has K (1 + 2 D) outputs.
 
     Attributes:

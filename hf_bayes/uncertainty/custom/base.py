@@ -4,7 +4,7 @@ A likelihood is a frozen dataclass. Its fields are its settings, and are saved w
 
     @register_likelihood
     @dataclass(frozen=True)
-    class DoubleExponential(OwnLikelihood):
+    class DoubleExponential(CustomLikelihood):
         name: ClassVar[str] = "double_exponential"
         scale: float = 1.0
 
@@ -14,7 +14,7 @@ A likelihood is a frozen dataclass. Its fields are its settings, and are saved w
         def predict(self, outputs):
             return Moments(outputs, torch.full_like(outputs, 2 * self.scale**2))
 
-Everything else has a default, or is derived by automatic differentiation (``own.adapted``).
+Everything else has a default, or is derived by automatic differentiation (``custom.adapted``).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LikelihoodConfig:
         raise NotImplementedError
 
 
-class OwnLikelihood(LikelihoodConfig, ABC):
+class CustomLikelihood(LikelihoodConfig, ABC):
     """The likelihood of one label for each input. Only ``log_prob`` and ``predict`` have to be written.
 
     Shapes: ``outputs`` [..., C] are the outputs of the model's head, in float32 or better. ``labels`` are [...] for one

@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_bayes.uncertainty.own.base import Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from hf_bayes.uncertainty.own.poisson import Poisson
-from hf_bayes.uncertainty.own.weighted import Weighted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from hf_bayes.uncertainty.custom.weighted import Weighted
 
 
 @dataclass(frozen=True)
-class DoubleExponential(OwnLikelihood):
+class DoubleExponential(CustomLikelihood):
     """Numbers with double exponential noise."""
 
     name: ClassVar[str] = "double_exponential"

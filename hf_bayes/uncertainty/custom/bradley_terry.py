@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
 
 
 @dataclass(frozen=True)

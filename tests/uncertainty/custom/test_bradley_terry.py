@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
 from hf_bayes.uncertainty.likelihoods import Categorical
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
 
 
 def test_the_probability_is_the_sigmoid_of_the_difference() -> None:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.base import OwnLikelihood
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from hf_bayes.uncertainty.own.poisson import Poisson
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.poisson import Poisson
 
-OWN: dict[str, OwnLikelihood] = {
+OWN: dict[str, CustomLikelihood] = {
     "heteroscedastic": Heteroscedastic(),
     "heteroscedastic of two": Heteroscedastic(num_numbers=2),
     "mixture density": MixtureDensity(num_components=3),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
-from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
-from tests.uncertainty.own.cases import case
+from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+from tests.uncertainty.custom.cases import case
 
 
 def test_density_and_moments_are_those_of_the_mixture() -> None:

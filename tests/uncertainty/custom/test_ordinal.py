@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from tests.uncertainty.own.cases import case
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from tests.uncertainty.custom.cases import case
 
 
 def test_probabilities_are_differences_of_sigmoids() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
 from hf_bayes.uncertainty.likelihoods import IGNORE
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.base import ClassLogProbs, Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from tests.uncertainty.own.cases import OWN, case
+from tests.uncertainty.custom.cases import OWN, case
 
 DRAWN = [name for name in OWN if "ordinal" not in name]
 WITH_FISHER = [name for name in OWN if "mixture" not in name]
@@ -94,7 +94,7 @@ def test_labels_of_ordered_classes_may_be_missing() -> None:
 
 
 @dataclass(frozen=True)
-class Squared(OwnLikelihood):
+class Squared(CustomLikelihood):
     """A likelihood with one mistake of each kind, chosen by its field."""
 
     name: ClassVar[str] = "squared"

@@ -9,16 +9,16 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
-from hf_bayes.uncertainty.own.base import Moments, OwnLikelihood
-from hf_bayes.uncertainty.own.poisson import Poisson
-from hf_bayes.uncertainty.own.registry import LIKELIHOODS, likelihood_from, register_likelihood
-from hf_bayes.uncertainty.own.weighted import Weighted
-from tests.uncertainty.own.cases import OWN
-from tests.uncertainty.own.test_base import DoubleExponential
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, Moments
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from hf_bayes.uncertainty.custom.registry import LIKELIHOODS, likelihood_from, register_likelihood
+from hf_bayes.uncertainty.custom.weighted import Weighted
+from tests.uncertainty.custom.cases import OWN
+from tests.uncertainty.custom.test_base import DoubleExponential
 
 
 @pytest.mark.parametrize("own", [*OWN.values(), Weighted(), Weighted(Poisson(), column="w")])
-def test_a_likelihood_survives_json(own: OwnLikelihood) -> None:
+def test_a_likelihood_survives_json(own: CustomLikelihood) -> None:
     assert likelihood_from(json.loads(json.dumps(own.to_dict()))) == own
 
 
@@ -56,7 +56,7 @@ def test_classes_that_cannot_be_stored_are_refused() -> None:
         name: ClassVar[str] = "thawed"
 
     @dataclass(frozen=True)
-    class Taken(OwnLikelihood):
+    class Taken(CustomLikelihood):
         name: ClassVar[str] = "poisson"
 
         def log_prob(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -69,5 +69,5 @@ def test_classes_that_cannot_be_stored_are_refused() -> None:
         register_likelihood(Thawed)
     with pytest.raises(ValueError, match="the name 'poisson' belongs to"):
         register_likelihood(Taken)
-    with pytest.raises(ValueError, match="takes a subclass of OwnLikelihood"):
+    with pytest.raises(ValueError, match="takes a subclass of CustomLikelihood"):
         register_likelihood(int)  # type: ignore[type-var]

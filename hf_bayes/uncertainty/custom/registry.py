@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hf_bayes.uncertainty.own.base import LikelihoodConfig
-from hf_bayes.uncertainty.own.bradley_terry import BradleyTerry
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from hf_bayes.uncertainty.own.mixture_density import MixtureDensity
-from hf_bayes.uncertainty.own.ordinal import Ordinal
-from hf_bayes.uncertainty.own.poisson import Poisson
-from hf_bayes.uncertainty.own.weighted import Weighted
+from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
+from hf_bayes.uncertainty.custom.ordinal import Ordinal
+from hf_bayes.uncertainty.custom.poisson import Poisson
+from hf_bayes.uncertainty.custom.weighted import Weighted
 
 LIKELIHOODS: dict[str, type[LikelihoodConfig]] = {
     kind.name: kind for kind in (BradleyTerry, Heteroscedastic, MixtureDensity, Ordinal, Poisson, Weighted)
@@ -31,7 +31,7 @@ def register_likelihood(kind: Kind) -> Kind:
         ValueError: for a class that is no frozen dataclass, has no name, or takes the name of another class.
     """
     if not (isinstance(kind, type) and issubclass(kind, LikelihoodConfig)):
-        raise ValueError(f"register_likelihood takes a subclass of OwnLikelihood, got {kind!r}")
+        raise ValueError(f"register_likelihood takes a subclass of CustomLikelihood, got {kind!r}")
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(

@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_bayes.core.number_checks import is_finite_number
-from hf_bayes.uncertainty.own.base import ClassLogProbs, OwnLikelihood
-from hf_bayes.uncertainty.own.heteroscedastic import check_sizes
+from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood
+from hf_bayes.uncertainty.custom.heteroscedastic import check_sizes
 
 SMALLEST_GAP = 1e-6
 """The smallest distance between learnt cutpoints, so that no class has probability 0."""
 
 
 @dataclass(frozen=True)
-class Ordinal(OwnLikelihood):
+class Ordinal(CustomLikelihood):
     """Classes 0..K-1 with an order, such as ratings. A larger output means a larger class.
 
     Attributes:

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.base import CustomLikelihood, LikelihoodConfig
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.base import LikelihoodConfig, OwnLikelihood
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class Weighted(LikelihoodConfig):
     """
 
     name: ClassVar[str] = "weighted"
-    of: OwnLikelihood | None = None
+    of: CustomLikelihood | None = None
     column: str = "weight"
 
     def __post_init__(self) -> None:
-        if self.of is not None and not isinstance(self.of, OwnLikelihood):
-            raise ValueError(f"weighted: of must be an OwnLikelihood, or None for the head's own, got {self.of!r:.100}")
+        if self.of is not None and not isinstance(self.of, CustomLikelihood):
+            raise ValueError(
+                f"weighted: of must be a CustomLikelihood, or None for the head's own, got {self.of!r:.100}"
+            )
         if not isinstance(self.column, str) or not self.column:
             raise ValueError(f"weighted: column must be the name of a column of the data, got {self.column!r}")
 

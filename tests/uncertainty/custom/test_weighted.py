@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bayes.uncertainty.custom.adapted import Adapted
+from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
+from hf_bayes.uncertainty.custom.weighted import Weighted, WeightedRows
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood, Normal
-from hf_bayes.uncertainty.own.adapted import Adapted
-from hf_bayes.uncertainty.own.heteroscedastic import Heteroscedastic
-from hf_bayes.uncertainty.own.weighted import Weighted, WeightedRows
 
 HEADS: dict[str, tuple[Likelihood, Tensor]] = {
     "classes": (Categorical(), torch.tensor([2, 0, -100])),
@@ -59,5 +59,5 @@ def test_another_likelihood_can_be_weighted() -> None:
 
 
 def test_anything_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="of must be an OwnLikelihood"):
+    with pytest.raises(ValueError, match="of must be a CustomLikelihood"):
         Weighted(of=Categorical())  # type: ignore[arg-type]
