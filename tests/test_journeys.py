@@ -98,18 +98,16 @@ def test_a_pushed_posterior_answers_from_a_clean_cache(trained: Installed) -> No
     assert json.loads(there) == json.loads(trained.python(SCORE.format(place="posterior")))
 
 
-def test_training_continues_on_a_second_corpus(trained: Installed) -> None:
+def test_training_continues_on_a_second_corpus(user: Installed) -> None:
     """The first posterior is the prior of the second one."""
-    program = (
-        SCRIPT.replace("one.txt", "two.txt")
-        .replace("from transformers import Trainer, TrainingArguments", next(iter(CHANGES.values())))
-        .replace('TrainingArguments("tuned"', 'BayesianTrainingArguments("second"')
-        .replace("Trainer(model,", "BayesianTrainer(model, EnsembleConfig(num_chains=2), prior='posterior',")
-    )
-    found = trained.python(
-        program + "from hf_bayes import Posterior\nprint('prior:', Posterior.from_pretrained('second').config.prior)"
-    )
-    assert "posterior" in found.split("prior:")[-1]
+    first = SCRIPT
+    for old, new in CHANGES.items():
+        first = first.replace(old, new)
+    second = first.replace("one.txt", "two.txt").replace('"scripted"', '"second"')
+    second = second.replace("EnsembleConfig(num_chains=2),", "EnsembleConfig(num_chains=2), prior='scripted',")
+    user.python(first + second)
+    prior = json.loads((user.folder / "second" / "posterior_config.json").read_text())["prior"]
+    assert "scripted" in json.dumps(prior)
 
 
 def test_texts_are_learnt_one_after_another_by_a_command(user: Installed) -> None:
