@@ -139,7 +139,7 @@ def expand_energy(point: EnergyAtPoint, like: Tensor, spec: CurvatureSpec, *, gr
                 f"the {what} of the energy is not finite where a chain ended: there is nothing to expand around. Lower "
                 "learning_rate, or look at the energy there"
             )
-    estimate = GradientEstimate(-first.cpu().expand(2, -1), 1, 1) if gradient else None
+    estimate = GradientEstimate(-first.expand(2, -1), 1, 1) if gradient else None
     return EnergyPassResult(curvature, -float(value), estimate, {})
 
 

@@ -184,6 +184,9 @@ def test_final_variance_is_that_of_the_scheduled_discretisation(
 
 
 KERNELS = ("hmc", "metropolis", "gps", "penalty")
+RULES = [
+    name for name, kind in METHODS.items() if name not in KERNELS and kind().requirements.heldout == "none"
+]  # sample has no held-out rows
 
 
 def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
@@ -192,14 +195,14 @@ def in_a_bowl(config: MethodConfig, **changes: Any) -> Tensor:
     return sample(lambda theta, batch: theta.square().sum(1), torch.ones(2, 3), config, **arguments).draws
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in KERNELS])
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("schedule", [Cyclical(), Cyclical(ramp_up=0.5), RobbinsMonro(offset=10.0), Linear()], ids=str)
 def test_rules_run_under_any_schedule_or_refuse_zero_temperature(name: str, schedule: Schedule) -> None:
     # three parameters, and a flat prior
     needed: dict[str, Any] = {"low_rank_vi": {"rank": 2}, "ekf": {"init_std": 1.0}}
     config = METHODS[name](schedule=schedule, **needed.get(name, {}))
     if (
-        name in ("sgnht", "mean_field", "ivon", "low_rank_vi", "full_rank_vi", "ekf", "laplace", "agps")
+        name in ("sgnht", "mean_field", "ivon", "low_rank_vi", "full_rank_vi", "blob", "ekf", "laplace", "agps")
         and schedule.has_ramp
     ):
         with pytest.raises(ValueError, match=f"starts its cycles at T = 0, but {name}: temperature must be > 0"):

@@ -22,7 +22,20 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Rule
 from hf_bayes.methods.registry import METHODS, build, from_dict
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
-from tests.methods.conformance import MEAN, ROWS, N, Row, cold, gaussian, noisy, problem, rows, run, starts
+from tests.methods.conformance import (
+    MEAN,
+    ROWS,
+    N,
+    Row,
+    cold,
+    gaussian,
+    noisy,
+    on_energies,
+    problem,
+    rows,
+    run,
+    starts,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -123,7 +136,7 @@ def test_samplers_warn_that_zero_temperature_draws_no_samples(row: Row) -> None:
 # -- shapes and types
 
 
-@rows
+@on_energies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("device", DEVICES)
 def test_shapes_dtype_and_device_follow_theta(row: Row, dtype: torch.dtype, device: str) -> None:
@@ -137,7 +150,7 @@ def test_shapes_dtype_and_device_follow_theta(row: Row, dtype: torch.dtype, devi
         assert values.device.type == device, name
 
 
-@rows
+@on_energies
 @pytest.mark.parametrize("warm_start_steps", [0, 2])
 def test_state_is_a_named_tuple_of_tensors_with_members_first(row: Row, warm_start_steps: int) -> None:
     state = run(row, starts(3, 5), warm_start_steps=warm_start_steps).state
@@ -148,7 +161,7 @@ def test_state_is_a_named_tuple_of_tensors_with_members_first(row: Row, warm_sta
     assert state.step.dtype == torch.int64
 
 
-@rows
+@on_energies
 def test_draws_are_finite_and_chains_move(row: Row) -> None:
     result = run(row, starts(3, 5), num_steps=40)
     assert result.draws.isfinite().all()
@@ -158,7 +171,7 @@ def test_draws_are_finite_and_chains_move(row: Row) -> None:
 # -- random numbers
 
 
-@rows
+@on_energies
 def test_same_seed_gives_the_same_draws(row: Row) -> None:
     assert torch.equal(run(row, starts(3, 5), seed=7).draws, run(row, starts(3, 5), seed=7).draws)
 
@@ -169,7 +182,7 @@ def test_another_seed_gives_other_draws_in_every_chain(row: Row) -> None:
     assert (one.draws != two.draws).flatten(1).any(1).all()
 
 
-@rows
+@on_energies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_of_a_chain_do_not_depend_on_the_number_of_chains(row: Row, dtype: torch.dtype) -> None:
     many = run(row, starts(5, 7, dtype)).draws
@@ -202,7 +215,7 @@ def test_chains_are_independent(row: Row, monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_correlation(row) > limit
 
 
-@rows
+@on_energies
 def test_global_random_state_is_neither_used_nor_moved(row: Row) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
