@@ -60,7 +60,7 @@ def config(name: str = "sghmc", **fields: Any) -> Any:
         ("sghmc", {}),
         ("sghmc", {"learning_rate": None}),
         ("sgld", {}),
-        ("sgld", {"learning_rate": None, "gradient_accumulation_steps": 2}),
+        ("sgld", {"learning_rate": None, "gradient_accumulation_steps": 2, "max_steps": 50}),
         ("baoab", {"learning_rate": None}),
         ("sgnht", {}),
     ],
