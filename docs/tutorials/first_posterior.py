@@ -1,9 +1,9 @@
 # %% [markdown]
 # # From a fine-tuning script to uncertainty on your own text
 #
-# This tutorial begins with an ordinary fine-tuning script for `transformers`. It changes five lines,
-# and ends with the uncertainty of every token of a text that you write yourself. It takes ten minutes
-# to read, and less than a minute to run on two CPU cores.
+# This tutorial begins with an ordinary fine-tuning script for `transformers`. It changes five
+# lines, and ends with the uncertainty of every token of a text that you write yourself. It takes
+# ten minutes to read, and a few minutes to run on two CPU cores.
 #
 # ## A base model
 #
@@ -13,9 +13,9 @@
 # base = "Qwen/Qwen2.5-0.5B"
 # ```
 #
-# So that everything here runs anywhere, we make a tiny Llama. Its weights are random at first, and it
-# learns a little English from the documentation that comes with Python. It will never write well, but
-# it shows everything that a large model shows.
+# So that everything here runs anywhere, we make a tiny Llama. Its weights are random at first, and
+# it learns a little English from the documentation that comes with Python. It will never write
+# well, but it shows everything that a large model shows.
 
 # %%
 from pydoc_data.topics import topics
@@ -107,16 +107,16 @@ trainer.train()
 trainer.save_model()
 
 # %% [markdown]
-# It ends in one adapter. The adapter gives a probability for each next token, and no sign of how well
-# the data determine this probability.
+# It ends in one adapter. The adapter gives a probability for each next token, and no sign of how
+# well the data determine this probability.
 #
 # ## Five lines later
 #
 # The same script again. The five lines with a number are changed, and the others are as before. The
-# adapter's weights now get a *posterior*: a distribution over all the weights that fit the data. Here
-# it consists of four fine-tuned adapters, the members of a deep ensemble. `method=SGHMCConfig()` would
-# draw samples of the Bayes posterior instead, and [Which method?](../choose.md) says when to use
-# which.
+# adapter's weights now get a *posterior*: a distribution over all the weights that fit the data.
+# Here it consists of four fine-tuned adapters, the members of a deep ensemble.
+# `method=SGHMCConfig()` would draw samples of the Bayes posterior instead, and [Which
+# method?](../choose.md) says when to use which.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -146,8 +146,8 @@ trainer.save_model()
 
 # %% [markdown]
 # The folder `posterior` holds all members, the tokenizer, a model card, and a record of how it was
-# made. `trainer.push_to_hub()` would publish exactly this folder. Each member is also a plain adapter
-# that peft loads without hf_bayes.
+# made. `trainer.push_to_hub()` would publish exactly this folder. Each member is also a plain
+# adapter that peft loads without hf_bayes.
 #
 # ## Your own text
 #
@@ -166,12 +166,12 @@ for token in record["tokens"][:6]:
 # Every token has three uncertainties in nats:
 #
 # - **TU**, total: how unsure the prediction at this place is;
-# - **AU**, aleatoric: how unsure each member is by itself. Many words fit here, and more data will not
-#   change that;
+# - **AU**, aleatoric: how unsure each member is by itself. Many words fit here, and more data will
+#   not change that;
 # - **EU**, epistemic: how far the members disagree. More data would settle it.
 #
-# The members agree more where the training text has told them what to expect. Compare the mean EU of a
-# text of the same kind with the mean EU of texts of another kind. (Of this tiny model expect a
+# The members agree more where the training text has told them what to expect. Compare the mean EU
+# of a text of the same kind with the mean EU of texts of another kind. (Of this tiny model expect a
 # difference, not a proof: [evaluate](../evaluate.md) on many texts.)
 
 # %%
@@ -199,7 +199,7 @@ print("open heat-map.html in a browser")
 #
 # - [Classify, and abstain](abstain.md): what to do with an uncertainty.
 # - [Generate text with token uncertainty](generate.md): the same posterior, writing.
-# - [Which method?](../choose.md) and [training without settings](../automatic.md): better posteriors
-#   than this small ensemble.
-# - [What the numbers mean](../uncertainty.md#when-epistemic-uncertainty-is-meaningless), and when they
-#   mean nothing.
+# - [Which method?](../choose.md) and [training without settings](../automatic.md): better
+#   posteriors than this small ensemble.
+# - [What the numbers mean](../uncertainty.md#when-epistemic-uncertainty-is-meaningless), and when
+#   they mean nothing.

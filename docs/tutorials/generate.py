@@ -7,8 +7,8 @@
 #
 # ## Generate
 #
-# `pipeline` takes what transformers' own pipeline takes: one prompt or many, chats, sampling or beams.
-# A record has three more keys: `tokens`, `uncertainty` and `num_members`.
+# `pipeline` takes what transformers' own pipeline takes: one prompt or many, chats, sampling or
+# beams. A record has three more keys: `tokens`, `uncertainty` and `num_members`.
 
 # %%
 from transformers import set_seed
@@ -23,13 +23,14 @@ for token in record["tokens"][:5]:
     print(f"{token['token']!r:12} TU {token['total']:.2f}   EU {token['epistemic']:.3f}")
 
 # %% [markdown]
-# The tokens are drawn from the average of the members' probabilities. `top_k` changes which token is
-# drawn. The uncertainties are always those of the average itself, before `top_k` and temperatures.
+# The tokens are drawn from the average of the members' probabilities. `top_k` changes which token
+# is drawn. The uncertainties are always those of the average itself, before `top_k` and
+# temperatures.
 #
 # ## While it writes
 #
-# `stream` yields each token's record as soon as the token is drawn. A program can stop where the members
-# begin to disagree:
+# `stream` yields each token's record as soon as the token is drawn. A program can stop where the
+# members begin to disagree:
 
 # %%
 written = []
@@ -41,14 +42,15 @@ for token in generate.stream("The", max_new_tokens=20, do_sample=True, top_k=20)
 print(repr("".join(written)))
 
 # %% [markdown]
-# Which limit is right depends on the model and the text. [Decisions](../decide.md#answer-or-abstain)
-# shows how to fit one to answers of which you know the errors.
+# Which limit is right depends on the model and the text.
+# [Decisions](../decide.md#answer-or-abstain) shows how to fit one to answers of which you know the
+# errors.
 #
 # ## Whole answers
 #
-# A text under several members has two log-probabilities. `sequence_logprob` averages the probabilities
-# of the whole text over the members; use it to compare answers. `sequence_logprob_tokenwise` adds up the
-# tokens' log-probabilities; use it for perplexity.
+# A text under several members has two log-probabilities. `sequence_logprob` averages the
+# probabilities of the whole text over the members; use it to compare answers.
+# `sequence_logprob_tokenwise` adds up the tokens' log-probabilities; use it for perplexity.
 
 # %%
 answers = [" creates a new class object.", " eats an apple pie."]
@@ -60,8 +62,8 @@ for record in generate.score(answers, prompt="A class definition"):
 # %% [markdown]
 # ## In your own code
 #
-# Without a pipeline, the model is one ordinary causal language model. Its logits are the logarithm of
-# the average of its members' probabilities:
+# Without a pipeline, the model is one ordinary causal language model. Its logits are the logarithm
+# of the average of its members' probabilities:
 
 # %%
 from transformers import AutoTokenizer
@@ -79,8 +81,8 @@ print(tuple(out.epistemic.shape))
 # %% [markdown]
 # ## A picture
 #
-# `to_html` colours the tokens, and `print_record` does the same in a terminal. On the command line, two
-# commands lead to the picture:
+# `to_html` colours the tokens, and `print_record` does the same in a terminal. On the command line,
+# two commands lead to the picture:
 #
 # ```text
 # hf-bayes generate posterior --prompt "A class" --html heat-map.html
