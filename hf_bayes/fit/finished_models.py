@@ -1,4 +1,4 @@
-"""What fits to finished models share: the model that is given, its rows, and batches of them."""
+"""The parts that all fits to finished models share: the given model, its rows, and batches of rows."""
 
 from __future__ import annotations
 

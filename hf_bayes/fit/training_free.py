@@ -1,4 +1,4 @@
-"""``fit_training_free``: a finished LoRA adapter and held-out rows -> a posterior, without a gradient."""
+"""Make a posterior of a finished LoRA adapter from held-out rows, without a gradient."""
 
 from __future__ import annotations
 

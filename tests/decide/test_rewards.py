@@ -54,8 +54,13 @@ def test_the_bound_avoids_what_members_disagree_on() -> None:
     rewards = torch.tensor([[1.0, 4.0, 0.0], [1.0, -1.5, 0.0], [1.0, 1.5, 0.0]])
     assert best(rewards, by="mean", bound=1.0) == 1
     assert best(rewards, by="lower", bound=1.0) == 0
-    # a constant of a member changes nothing
-    assert best(rewards + torch.tensor([[100.0], [0.0], [-50.0]]), by="lower", bound=1.0) == 0
+
+
+def test_a_constant_of_a_member_does_not_change_the_best() -> None:
+    rewards = torch.tensor([[1.0, 2.2], [3.0, 1.4]])
+    for constants in ([0.0, 0.0], [-10.0, 10.0], [10.0, -10.0]):
+        # without centring, the standard deviations 11 and 9.6 of the second case would choose the second candidate
+        assert best(rewards + torch.tensor(constants)[:, None], by="lower", bound=1.0) == 0
 
 
 def test_best_of_n_returns_a_candidate(model: BayesianModelForSequenceClassification) -> None:

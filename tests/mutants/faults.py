@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.calibration import CALIBRATION
 from tests.mutants.fault import Fault
+from tests.mutants.models_and_fits import MODELS_AND_FITS
 from tests.mutants.own_choices import OWN_CHOICES
 from tests.mutants.recommended import RECOMMENDED
 
@@ -322,5 +323,6 @@ FAULTS = (
     *OWN_CHOICES,
     *RECOMMENDED,
     *CALIBRATION,
+    *MODELS_AND_FITS,
 )
 # fmt: on

@@ -29,7 +29,7 @@ class BayesianiseArguments:
 
     adapter: str = field(metadata={"help": "Folder or Hub id of a finished LoRA adapter, or of a posterior."})
     heldout: str | None = field(
-        default=None, metadata={"help": "File of rows with labels that were not used in training. It is needed."}
+        default=None, metadata={"help": "File of rows with labels that were not used in training. Required."}
     )
     output_dir: str = field(default="posterior", metadata={"help": "Folder of the posterior."})
     base_model: str | None = field(default=None, metadata={"help": "Folder or id of the base model, if it has moved."})

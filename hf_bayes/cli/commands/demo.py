@@ -13,7 +13,7 @@ from hf_bayes.pipelines.demo_page import demo_page, launch_options, require_grad
 
 @dataclass
 class PageArguments:
-    """The page."""
+    """The posteriors that the page shows, and its address."""
 
     _argument_group_name = "page"
 
@@ -21,7 +21,7 @@ class PageArguments:
         default=None, metadata={"help": "A second posterior to show beside the first, on the same prompts."}
     )
     host: str = field(
-        default="127.0.0.1", metadata={"help": "Address of the page. 0.0.0.0: other computers can open it."}
+        default="127.0.0.1", metadata={"help": "Address of the page. With 0.0.0.0, other computers can open the page."}
     )
     port: int = field(default=7860, metadata={"help": "Port of the page."})
 

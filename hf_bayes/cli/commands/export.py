@@ -39,7 +39,7 @@ class ExportArguments:
     )
     card: bool = field(
         default=False,
-        metadata={"help": "Write the model card of a posterior directory anew. Its author's fields stay."},
+        metadata={"help": "Write a posterior's model card anew. License, languages, data sets and tags stay."},
     )
     results: str | None = field(
         default=None, metadata={"help": "results.json of hf-bayes evaluate, for the card (with --card)."}
@@ -71,7 +71,7 @@ class ExportArguments:
         (target,) = given
         single = target in ("model", "adapter")
         if single and (self.member is None) != self.mean:
-            raise ValueError(f"--{target} is one network: give --member K or --mean true, one of them")
+            raise ValueError(f"--{target} is one network: give --member K or --mean, one of them")
         belongs = {"member": single, "mean": single, "members": target == "custom_generate",
                    "repo_id": target in ("custom_generate", "card"), "compare": target == "space",
                    "base_model": target in ("model", "card"), "results": target == "card",

@@ -32,7 +32,7 @@ def test_a_member_is_a_model_or_an_adapter_that_says_the_same(posterior: str, tm
     [
         ([], "give one of --custom_generate, --model, --adapter, --space, --card, got 0"),
         (["--model", "a", "--adapter", "b"], "got 2"),
-        (["--model", "a"], "--model is one network: give --member K or --mean true"),
+        (["--model", "a"], "--model is one network: give --member K or --mean"),
         (["--adapter", "a", "--member", "0", "--mean", "true"], "--adapter is one network"),
         (["--space", "a", "--member", "0"], "--member does not go with --space"),
         (["--adapter", "a", "--member", "7"], "has no member 7, expected 0 to 1"),
