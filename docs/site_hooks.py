@@ -18,17 +18,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.run_tutorials import FOLDER, NAMES, OUTPUTS, cells_of
 
+TUTORIAL = re.compile(r"\]\(((?:\.\./)*tutorials/\w+)\.py(#[^)]*)?\)")
 LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)\s]*)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the text of a page without links out of the folder of the documentation."""
+    """Return the text of a page without links out of the folder of the documentation, and with pages of tutorials."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def inside(match: re.Match[str]) -> str:
         return match[1] if posixpath.normpath(posixpath.join(folder, match[2])).startswith("..") else match[0]
 
-    return LINK.sub(inside, markdown)
+    return TUTORIAL.sub(r"](\1.md\2)", LINK.sub(inside, markdown))
 
 
 def tutorial(name: str) -> str:

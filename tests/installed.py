@@ -23,12 +23,12 @@ class Installed:
         folders = [path for path in sys.path if path.endswith("site-packages")]
         (Path(site) / "dependencies.pth").write_text("\n".join(folders) + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin" / "python"), "install", "-q"]
-        subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+        # with a checkout on PYTHONPATH, pip would take its metadata for an installed package
+        subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, env=_without_checkout())
 
     def run(self, *command: str, **settings: str) -> str:
         """Run a program of the environment, with these environment variables, and return what it prints."""
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        clean |= {"OMP_NUM_THREADS": "1", **settings}
+        clean = _without_checkout() | {"OMP_NUM_THREADS": "1", **settings}
         program = [str(self.environment / "bin" / command[0]), *command[1:]]
         done = subprocess.run(program, cwd=self.folder, env=clean, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -37,3 +37,7 @@ class Installed:
     def python(self, program: str, **settings: str) -> str:
         """Run a program in Python."""
         return self.run("python", "-c", program, **settings)
+
+
+def _without_checkout() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -54,7 +54,9 @@ def test_the_reference_has_every_public_name_once() -> None:
         ("README.md", "[here](../README.md)", "here"),
         ("results/golds.md", "[here](../choose.md#a)", "[here](../choose.md#a)"),
         ("results/golds.md", "[here](../../README.md)", "here"),
+        ("README.md", "[here](tutorials/generate.py)", "[here](tutorials/generate.md)"),
+        ("results/golds.md", "[here](../tutorials/generate.py#a)", "[here](../tutorials/generate.md#a)"),
     ],
 )
-def test_links_out_of_the_documentation_become_text(page: str, text: str, expected: str) -> None:
+def test_links_lead_to_pages_or_become_text(page: str, text: str, expected: str) -> None:
     assert on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri=page))) == expected
