@@ -11,9 +11,11 @@ distribution) and on ROT13 (far), on which nothing is chosen. A new process load
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +194,9 @@ def main() -> None:
     """Compare ways to fine-tune, and generate from the last posterior in a new process."""
     (args,) = parse_arguments(Arguments)
     start, console = time.perf_counter(), Console(width=120)
+    # the rows of plain fine-tuning have one member, as their names say
+    warnings.filterwarnings("ignore", message=".*1 member: (its )?epistemic uncertainty")
+    logging.getLogger("hf_bayes.training.compat").addFilter(lambda record: "has 1 member" not in record.getMessage())
     with quiet_libraries(), hidden_bars(), without_messages():
         if args.show:
             return show(args.show, args.output_dir)
