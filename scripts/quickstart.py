@@ -196,7 +196,7 @@ def main() -> None:
     start, console = time.perf_counter(), Console(width=120)
     # the rows of plain fine-tuning have one member, as their names say
     warnings.filterwarnings("ignore", message=".*1 member: (its )?epistemic uncertainty")
-    logging.getLogger("hf_bayes.training.compat").addFilter(lambda record: "has 1 member" not in record.getMessage())
+    logging.getLogger("hf_bayes.training.trainer").addFilter(lambda record: "has 1 member" not in record.getMessage())
     with quiet_libraries(), hidden_bars(), without_messages():
         if args.show:
             return show(args.show, args.output_dir)
