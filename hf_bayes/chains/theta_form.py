@@ -21,7 +21,7 @@ Theta = TypeVar("Theta", Tensor, dict[str, Tensor], default=Tensor)
 """The type of theta: a tensor, or a dictionary of named tensors."""
 
 Aux = Tensor | Mapping[str, Tensor]
-"""What an energy returns beside its value: a tensor [M, ...], or named ones."""
+"""The further output of an energy: a tensor [M, ...], or named ones."""
 
 Energy = Callable[[Theta, Any], Tensor | tuple[Tensor, Aux]]
 """(theta, batch) -> U [M] in nats, or (U, aux); batch is None when ``batches`` is None."""

@@ -101,7 +101,7 @@ class Diagnostics(Measurements):
 
     @property
     def epistemic_size(self) -> Literal["right", "too large", "too small"] | None:
-        """The size of epistemic uncertainty, as the spread of the draws tells; None if it was not measured.
+        """The size of epistemic uncertainty, from the spread of the draws; None if it was not measured.
 
         Draws that are too few for R-hat and ESS may have the right spread: it is one number for all of them.
         """

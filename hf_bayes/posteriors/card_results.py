@@ -102,7 +102,7 @@ def _split(key: str) -> tuple[str, str | None]:
 
 
 def _result(task: str, kind: str, data: str, metric: str, value: float, *, part: str | None) -> EvalResult:
-    """Return an entry. The Hub joins entries of one kind of data, unless ``part`` tells them apart."""
+    """Return an entry. The Hub joins entries of one kind of data, unless they differ in ``part``."""
     by = metric.removeprefix("auroc_")
     name = NAMES.get(metric, f"AUROC of telling these inputs apart by {by} uncertainty")
     return EvalResult(

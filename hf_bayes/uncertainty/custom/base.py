@@ -66,7 +66,7 @@ class LikelihoodConfig:
     """True if the likelihood changes the head's own, which then needs its own settings (``noise_std``)."""
 
     instead_of_pipeline: ClassVar[str] = "call the model itself, which returns predictions and uncertainties"
-    """What to use in place of a pipeline, in words."""
+    """The advice in place of a pipeline, in words."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name and the fields."""
