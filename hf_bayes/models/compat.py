@@ -24,13 +24,11 @@ class Hook(NamedTuple):
         owner: the host class, by its full name.
         name: of the method.
         parameters: their names, without ``self``. None if the host looks the method up and has none of its own.
-        is_new: the oldest supported version does not have it.
     """
 
     owner: str
     name: str
     parameters: tuple[str, ...] | None
-    is_new: bool = False
 
 
 _MODEL, _GENERATION = "transformers.PreTrainedModel", "transformers.GenerationMixin"
@@ -81,7 +79,7 @@ HOOKS = (
     Hook(_GENERATION, "_validate_model_kwargs", ("model_kwargs",)),
     Hook(_PIPELINE, "_sanitize_parameters", ("pipeline_parameters",)),
     Hook(_PIPELINE, "_forward", ("input_tensors", "forward_parameters")),
-    Hook(_PIPELINE, "_prepare_generate_kwargs", ("generate_kwargs", "overrides"), is_new=True),
+    Hook(_PIPELINE, "_prepare_generate_kwargs", ("generate_kwargs", "overrides")),
 )
 """Methods that our classes override. Some of them call the host's own method."""
 

@@ -6,7 +6,6 @@ A record is transformers' own, {"input_text", "generated_text"}, with the keys "
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +29,8 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
 
     def _forward(self, model_inputs: Any, generate_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
         prompt, ids = model_inputs.pop("text"), model_inputs["input_ids"]
-        output = self.model.generate(**model_inputs, **self._settings(dict(generate_kwargs or {})))
+        settings = self._prepare_generate_kwargs(dict(generate_kwargs or {}), return_dict_in_generate=True)
+        output = self.model.generate(**model_inputs, **settings)
 
         def by_prompt(values: Tensor) -> Tensor:
             """Return [rows, ...] as [prompts, sequences of each, ...] if there are several sequences of a prompt."""
@@ -41,26 +41,23 @@ class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline)
         scores = {name: by_prompt(output[name]) for name in Scores._fields}
         return {"generated_sequence": by_prompt(output.sequences), "prompt_text": prompt, "input_ids": ids, **scores}
 
-    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``generate``."""
-        if hasattr(self, "_prepare_generate_kwargs"):
-            prepared: dict[str, Any] = self._prepare_generate_kwargs(given, return_dict_in_generate=True)
-            return prepared
-        config: Any = copy.copy(given.get("generation_config", self.generation_config))  # type: ignore[attr-defined]  # transformers 5.17
-        config.return_dict_in_generate = True
-        return {**given, "generation_config": config}
-
     def postprocess(self, model_outputs: dict[str, Any], *args: Any, **kwargs: Any) -> list[Record]:
-        rest = {name: value for name, value in model_outputs.items() if name not in Scores._fields}
-        records: list[Record] = super().postprocess(rest, *args, **kwargs)
-        nested = model_outputs["generated_sequence"].ndim == 3
-
-        def flat(values: Tensor) -> Tensor:
-            return values.flatten(0, 1) if nested else values
-
-        scores = {name: flat(model_outputs[name]) for name in Scores._fields}
-        new = flat(model_outputs["generated_sequence"])[:, -scores["logprobs"].shape[-1] :]
+        outputs = _one_row_a_sequence(model_outputs)
+        scores = {name: outputs.pop(name) for name in Scores._fields}
+        records: list[Record] = super().postprocess(outputs, *args, **kwargs)
+        new = outputs["generated_sequence"][:, -scores["logprobs"].shape[-1] :]
         for row, record in enumerate(records):
             own = {name: value[row] for name, value in scores.items()}
             record.update(scored(self.tokenizer, new[row], own, ()))
         return records
+
+
+def _one_row_a_sequence(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Return outputs [prompts, sequences of each, ...] as [rows, ...], each prompt once for each of its sequences."""
+    nested = outputs["generated_sequence"]
+    if nested.ndim == 2:
+        return dict(outputs)
+    count, texts = nested.shape[1], outputs["prompt_text"]
+    flat = {name: outputs[name].flatten(0, 1) for name in ("generated_sequence", *Scores._fields)}
+    texts = [text for text in (texts if isinstance(texts, list) else [texts]) for _ in range(count)]
+    return {**outputs, **flat, "prompt_text": texts, "input_ids": outputs["input_ids"].repeat_interleave(count, 0)}

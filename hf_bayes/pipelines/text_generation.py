@@ -20,7 +20,6 @@ the threshold that is stored with the posterior (``decide.abstention``), or an `
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from queue import SimpleQueue
@@ -94,10 +93,6 @@ class BayesianTextGenerationPipeline(BayesianPipeline, TextGenerationPipeline):
         return prepared
 
     def _forward(self, model_inputs: dict[str, Any], **generate_kwargs: Any) -> dict[str, Any]:
-        if not hasattr(TextGenerationPipeline, "_prepare_generate_kwargs"):  # transformers 5.17 has no such hook
-            config: Any = copy.copy(generate_kwargs.get("generation_config", self.generation_config))  # type: ignore[attr-defined]
-            config.return_dict_in_generate = True
-            generate_kwargs["generation_config"] = config
         outputs: dict[str, Any] = super()._forward(model_inputs, **generate_kwargs)
         outputs.update(outputs.pop("additional_outputs", {}))  # there, the scores are inside
         outputs.pop("beam_indices", None)

@@ -23,7 +23,7 @@ from hf_bayes.posteriors.model_card import CUSTOM_GENERATE, write_card
 from hf_bayes.posteriors.posterior import Posterior
 
 _TEMPLATE = Path(__file__).parent / "templates" / "generate.py.jinja"
-_REQUIREMENTS = "torch\nsafetensors\ntransformers>=5.17\n"
+_REQUIREMENTS = "torch\nsafetensors\ntransformers>=5.20\n"
 _USE = "Use it with hf_bayes, or export one member with --member or --mean"
 
 
