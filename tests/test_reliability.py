@@ -55,7 +55,7 @@ def commands(target: str) -> list[list[str]]:
     recipe = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)
     assert recipe is not None
     lines = (line.strip().replace("$(WORKERS)", "2") for line in recipe[1].splitlines())
-    return [shlex.split(line)[2:] for line in lines if line.startswith("$(BIN)/python -m ")]
+    return [shlex.split(line)[2:] for line in lines if re.match(r"\S+/python -m ", line)]
 
 
 def collected(words: list[str]) -> list[str]:
