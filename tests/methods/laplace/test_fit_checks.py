@@ -31,6 +31,6 @@ def test_a_fit_that_the_problem_rules_out_is_refused(
         check_fits(given, "laplace", fit_prior=fit_prior, fit_noise=fit_noise)
 
 
-def test_what_is_not_fitted_is_not_refused() -> None:
+def test_a_fit_that_the_problem_allows_passes() -> None:
     check_fits(problem(POSTERIOR, None), "laplace", fit_prior=None, fit_noise=False)
     check_fits(problem(FlatPrior()), "laplace", fit_prior=None, fit_noise=True)
