@@ -184,7 +184,7 @@ for kind, text in mine.items():
     print(f"{kind:24} mean EU {generate.score(text)['uncertainty']['epistemic']:.3f} nats")
 
 # %% [markdown]
-# As a picture, with one colour for each token:
+# The next cell draws the text with one colour for each token:
 
 # %%
 from pathlib import Path

@@ -12,7 +12,12 @@ from hf_bayes.diagnostics.convergence import MAX_RHAT, MIN_ESS, rhat_by_chance
 from hf_bayes.diagnostics.measurements import Measurements
 from hf_bayes.diagnostics.plausibility import has_strayed
 from hf_bayes.diagnostics.ruled_spread import MAX_SPREAD_ERROR, SPREAD_TOLERANCE
-from hf_bayes.diagnostics.temperatures import KINETIC_TOLERANCE, kinetic_temperature_interval, widened_interval
+from hf_bayes.diagnostics.temperature_checks import (
+    check_configurational,
+    check_kinetic,
+    check_kinetic_of_tensors,
+    check_kinetic_ruled,
+)
 
 UNKNOWN = "convergence not"
 """The beginning of every complaint that reports missing knowledge and no fault."""
@@ -20,13 +25,6 @@ UNKNOWN = "convergence not"
 MIN_DISTANCE = 1e-4
 """Prior standard deviations (RMS over coordinates) below which a chain counts as not moved. Even if a million tokens
 each carry a nat per squared prior std about every coordinate, the posterior std is 1e-3."""
-
-OUTSIDE_BY_CHANCE = 0.005
-"""The probability below which chance does not explain how many tensors are outside their intervals."""
-
-CONFIGURATIONAL_FACTOR = 2.0
-"""The configurational temperature may be wrong by this factor: it scatters in short runs, and its variance is
-unknown."""
 
 ACCEPTANCE_RANGE = (0.1, 0.99)
 """The range of a useful mean acceptance. Below it nearly all proposals are refused; above it steps are too small."""
@@ -42,10 +40,6 @@ error of the posterior's width cannot be seen with few draws."""
 MAX_CAPPED = 0.05
 """The largest tolerated share of an adaptive proposal's coordinates at its cap. Above it the width of the draws is
 determined by the cap and not by the data."""
-
-RULED_FACTOR = 1.25
-"""The factor above the allowed heating at which the directions that the data rule count as too hot. Epistemic
-uncertainty grows by about as much."""
 
 MIN_NOISE_RATIO = 1.0
 """The smallest tolerated ratio of the injected variance to the variance of the minibatch gradient. Below it a chain is
@@ -71,10 +65,10 @@ class Diagnostics(Measurements):
             self._check_corrected_noise,
             self._check_proposal_cap,
             self._check_divergences,
-            self._check_kinetic_temperature,
-            self._check_kinetic_temperature_ruled,
-            self._check_kinetic_temperature_of_tensors,
-            self._check_configurational_temperature,
+            lambda: check_kinetic(self),
+            lambda: check_kinetic_ruled(self),
+            lambda: check_kinetic_of_tensors(self),
+            lambda: check_configurational(self),
             self._check_ruled_spread,
             self._check_gradient_noise,
             self._check_rhat,
@@ -194,77 +188,6 @@ class Diagnostics(Measurements):
             return None
         share = "" if not self.num_moves else f" ({total / (self.num_moves * self.num_chains):.1%} of moves)"
         return f"{total} divergent moves{share}: smaller step size or higher target_acceptance"
-
-    def _check_kinetic_temperature(self) -> str | None:
-        law = self.kinetic_temperature_law
-        if self.kinetic_temperature is None or not law:  # at T = 0 momenta have no law
-            return None
-        low, high = widened_interval(self.dim, law, KINETIC_TOLERANCE)
-        outside = [value for value in self.kinetic_temperature if not low <= value <= high]
-        if not outside:
-            return None
-        worst = max(outside, key=lambda value: abs(value - law))
-        if worst > law:
-            cause = "gradient noise heats: larger batch or lower learning rate"
-        elif self.ramped:
-            cause = "the momenta lag behind the temperature's ramp: shorter ramp_up or longer cycles"
-        else:
-            cause = "the momenta have not warmed up or are rounded away: longer burn-in"
-        return (
-            f"kinetic temperature {worst:.3g} where {law:.3g} is expected "
-            f"({len(outside)} of {self.num_chains} chains): {cause}"
-        )
-
-    def _check_kinetic_temperature_ruled(self) -> str | None:
-        law = self.kinetic_temperature_law
-        if self.kinetic_temperature_ruled is None or not law:
-            return None
-        allowed = (1 + self.heating) * law
-        hot = [value for value in self.kinetic_temperature_ruled if value > RULED_FACTOR * allowed]
-        if not hot:
-            return None
-        return (
-            f"kinetic temperature {max(hot):.3g} along the directions that the data rule, where {allowed:.3g} is "
-            f"allowed ({len(hot)} of {self.num_chains} chains): their epistemic uncertainty is too large by about as "
-            "much; larger batch, or lower heating"
-        )
-
-    def _check_kinetic_temperature_of_tensors(self) -> str | None:
-        """Compare the number of tensors outside their 99 % interval with its law by chance, Binomial(tensors, 1 %)."""
-        from scipy.stats import binom
-
-        if self.kinetic_share is None or self._check_kinetic_temperature() is not None:
-            return None
-        outside = round(sum(1 - share for share in self.kinetic_share) * self.num_tensors)
-        trials = self.num_chains * self.num_tensors
-        if binom.sf(outside - 1, trials, 0.01) >= OUTSIDE_BY_CHANCE:
-            return None
-        return (
-            f"the kinetic temperature of {outside} of {trials} tensors is not that of their law, {trials / 100:.2g} by "
-            "chance: larger batch or lower learning rate if they are hot, longer burn-in if they are cold"
-        )
-
-    def _check_configurational_temperature(self) -> str | None:
-        """Compare the mean over chains of theta . grad U / d with its expectation T.
-
-        For a single state of a Gaussian law it is distributed as T chi^2(d) / d.
-        """
-        values, expected = self.configurational_temperature, self.temperature
-        if not values or not expected or not all(map(math.isfinite, values)):
-            return None
-        mean = statistics.fmean(values)
-        low, high = kinetic_temperature_interval(self.dim, expected)
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        within = min(low, expected / CONFIGURATIONAL_FACTOR) <= mean <= max(high, expected * CONFIGURATIONAL_FACTOR)
-        if within or abs(mean - expected) <= 4 * error:
-            return None
-        if mean > expected:
-            cause = "the positions are far from their law, or gradient noise heats them: longer burn-in, larger batch"
-        elif self.ramped:
-            cause = "the positions lag behind the temperature's ramp: shorter ramp_up, longer cycles"
-        else:
-            cause = "the positions are on their way from their start: longer burn-in, larger learning rate"
-        return f"configurational temperature {mean:.3g} where {expected:.3g} is expected: {cause}"
 
     def _check_ruled_spread(self) -> str | None:
         """Compare the configurational temperature along the directions that the data rule with T."""

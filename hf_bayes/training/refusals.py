@@ -166,15 +166,12 @@ def refuse_other_settings(found: Sequence[Mapping[str, Any]]) -> None:
 
 def refuse_other_rows(found: Sequence[Mapping[str, Any]]) -> None:
     """Require equal data (``found``) in all processes, because they select rows by number."""
-    for rank, rows in enumerate(found):
-        for name in rows:
-            if rows[name] != found[0][name]:
-                raise ValueError(
-                    f"process {rank} has another train_dataset than process 0 ({name}: got {rows[name]}, expected "
-                    f"{found[0][name]}): their chains would be of two posteriors. Give every process all rows in the "
-                    "same order (do not shard by hand, and give split and shuffle a seed), or set private_rows=True "
-                    "where each is to keep its own"
-                )
+    _refuse_unequal(
+        found,
+        "train_dataset",
+        ": their chains would be of two posteriors. Give every process all rows in the same order (do not shard by "
+        "hand, and give split and shuffle a seed), or set private_rows=True where each is to keep its own",
+    )
 
 
 def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
@@ -192,12 +189,20 @@ def refuse_other_weights(model: BayesianModel, mesh: ChainMesh) -> None:
 
 def refuse_other_heldout_rows(found: Sequence[Mapping[str, Any]]) -> None:
     """Require equal held-out rows (``found``) in all processes, because each reads a part of them by number."""
+    _refuse_unequal(
+        found,
+        "eval_dataset",
+        ", and a run that fits by held-out rows shares the work on them. Give every process all of these rows in the "
+        "same order (do not shard by hand, and give split and shuffle a seed)",
+    )
+
+
+def _refuse_unequal(found: Sequence[Mapping[str, Any]], dataset: str, consequence: str) -> None:
+    """Require that the rows of ``dataset`` (``found``) are those of process 0 in every process."""
     for rank, rows in enumerate(found):
         for name in rows:
             if rows[name] != found[0][name]:
                 raise ValueError(
-                    f"process {rank} has another eval_dataset than process 0 ({name}: got {rows[name]}, expected "
-                    f"{found[0][name]}), and a run that fits by held-out rows shares the work on them. Give every "
-                    "process all of these rows in the same order (do not shard by hand, and give split and shuffle a "
-                    "seed)"
+                    f"process {rank} has another {dataset} than process 0 ({name}: got {rows[name]}, expected "
+                    f"{found[0][name]}){consequence}"
                 )

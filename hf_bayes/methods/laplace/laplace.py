@@ -35,7 +35,6 @@ from hf_bayes.core.types import (
 )
 from hf_bayes.distributions.approximations import Draws, Gaussian
 from hf_bayes.distributions.covariance import Covariance, LowRank
-from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.averaging.map import BETA_1, MAPState, begin, descend
 from hf_bayes.methods.laplace.distance_to_map import (
     diagonal_warning,
@@ -45,6 +44,7 @@ from hf_bayes.methods.laplace.distance_to_map import (
 )
 from hf_bayes.methods.laplace.estimators import ESTIMATORS
 from hf_bayes.methods.laplace.evidence import SCOPES, Expansion, groups, maximise
+from hf_bayes.methods.laplace.fit_checks import check_fits
 from hf_bayes.methods.laplace.gradient_estimate import GradientEstimate
 from hf_bayes.methods.laplace.heldout_prior import fit_by_heldout, groups_by_expression
 from hf_bayes.methods.laplace.noise_std import with_fitted_noise
@@ -194,7 +194,7 @@ class LaplaceConfig(MethodConfig):
         return CurvatureSpec(**{field: getattr(self, field) for field in fields})
 
     def build(self, problem: Problem) -> Rule[MAPState]:
-        self._check_prior(problem)
+        check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
         # at once, since the pass comes only after all updates
         self.spec.check_size(sum(problem.sizes), problem.most_terms, problem.root_columns)
         self.spec.check_likelihood(problem.lacks)
@@ -231,7 +231,7 @@ class LaplaceConfig(MethodConfig):
         Raises:
             ValueError: for a prior or noise that cannot be fitted, or if H + tau is not positive definite.
         """
-        self._check_prior(problem)
+        check_fits(problem, self.name, fit_prior=self.fit_prior, fit_noise=self.fit_noise)
         results: list[PassResult] = [data_pass(row, self.spec, gradient=self.check_gradient) for row in theta]
         noise_std, fitted, more = None, None, {}
         if self.fit_noise:
@@ -256,28 +256,6 @@ class LaplaceConfig(MethodConfig):
             covariances.append(covariance)
             notes.append(note | more)
         return FinalPassResult(Gaussian(theta, tuple(covariances)), {"laplace": notes}, noise_std)
-
-    def _check_prior(self, problem: Problem) -> None:
-        if self.fit_prior is not None and isinstance(problem.prior, FlatPrior):
-            raise ValueError(
-                f"{self.name}: fit_prior={self.fit_prior!r} needs a prior apart from the energy, to replace its "
-                "precision: give prior= and leave -log p(theta) out of the energy"
-            )
-        if self.fit_noise and problem.noise_std is None:
-            raise ValueError(
-                f"{self.name}: fit_noise=True is for regressions: this likelihood has no noise_std. Leave it out"
-            )
-        if not isinstance(problem.prior, Gaussian):
-            return
-        if self.fit_prior is not None:
-            raise ValueError(
-                f"{self.name}: fit_prior={self.fit_prior!r} would replace the posterior that is the prior: leave it out"
-            )
-        if self.fit_noise:
-            raise ValueError(
-                f"{self.name}: fit_noise=True and a posterior as the prior do not go together: that posterior was "
-                "computed with the noise of its own data. Give noise_std, or leave prior= out"
-            )
 
     def _by_heldout(
         self, theta: Tensor, results: Sequence[PassResult], data_pass: DataPass, problem: Problem

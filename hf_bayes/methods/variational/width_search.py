@@ -12,8 +12,8 @@ FACTOR = 4.0
 """The ratio of two widths of the search, until one of them passes and one fails."""
 
 INDIFFERENT = 1e-4
-"""A difference in nats per term that passes, however small its standard error: it matters to nobody. So a width that is
-small enough passes with any number of rows."""
+"""A difference in nats per term that passes, however small its standard error. So a width that is small enough
+passes with any number of rows."""
 
 
 class WidthCheck(NamedTuple):

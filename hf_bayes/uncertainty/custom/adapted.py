@@ -71,7 +71,7 @@ class Adapted:
 
     @property
     def lacks(self) -> frozenset[str]:
-        """What curvature may need and the likelihood does not have: "draw", "fisher"."""
+        """The needs of curvature that the likelihood does not meet: "draw", "fisher"."""
         if self.num_classes is not None:
             return frozenset()
         own = type(self.config)

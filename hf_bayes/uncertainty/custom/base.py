@@ -95,7 +95,7 @@ class CustomLikelihood(LikelihoodConfig, ABC):
     support: ClassVar[str] = "the finite numbers"
     """The permitted labels, in words."""
     advice: ClassVar[str] = ""
-    """What to do if the log-likelihood becomes NaN or infinite in training: a sentence that names a setting."""
+    """The remedy if the log-likelihood becomes NaN or infinite in training: a sentence that names a setting."""
 
     @property
     def num_outputs(self) -> int | None:

@@ -47,7 +47,7 @@ class Weighted(LikelihoodConfig):
 
     @property
     def advice(self) -> str:
-        """What to do if the log-likelihood is not finite."""
+        """The remedy if the log-likelihood is not finite."""
         return "" if self.of is None else self.of.advice
 
     @property

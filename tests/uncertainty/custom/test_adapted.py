@@ -1,4 +1,4 @@
-"""What is derived from a user's likelihood, against finite differences and sums over all labels."""
+"""The quantities derived from a user's likelihood, against finite differences and sums over all labels."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import dataclasses
+
+from tests.diagnostics.good_run import GOOD
+
+
+def test_a_small_kinetic_error_is_not_reported_at_any_size() -> None:
+    warm = [1.05 * 2 / 1.9] * 4
+    assert dataclasses.replace(GOOD, dim=1_000_000, kinetic_temperature=warm).verdict == "converged"
+    # with ten coordinates even twice the expected temperature is within chance
+    assert dataclasses.replace(GOOD, dim=10, kinetic_temperature=[2.0] * 4).verdict == "converged"
+
+
+def test_tensor_and_position_temperatures_may_vary_by_chance() -> None:
+    for outside, expected in ((3, "converged"), (5, "the kinetic temperature of 5 of 80")):  # P: 4.7 %, 0.1 %
+        share = [1 - outside / 20, 1.0, 1.0, 1.0]
+        found = dataclasses.replace(GOOD, kinetic_share=share, num_tensors=20).verdict
+        assert found.startswith(expected)
+    for change in (
+        {"configurational_temperature": [1.9] * 4},
+        {"configurational_temperature": [1.0, 1.0, 1.0, 30.0]},  # one chain out of four does not determine the mean
+        {"configurational_temperature": [0.2] * 4, "dim": 3, "kinetic_temperature": None},
+    ):
+        assert dataclasses.replace(GOOD, temperature=1.0, **change).verdict == "converged"
+
+
+def test_heat_where_the_data_rule_counts_beyond_what_was_allowed() -> None:
+    ruled = {"kinetic_temperature_law": 1.0, "heating": 0.1}
+    assert dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.37] * 4).verdict == "converged"
+    verdict = dataclasses.replace(GOOD, **ruled, kinetic_temperature_ruled=[1.38, 1.1, 1.1, 1.1]).verdict
+    assert verdict.startswith(
+        "kinetic temperature 1.38 along the directions that the data rule, where 1.1 is allowed (1 of 4 chains): "
+        "their epistemic uncertainty is too large by about as much"
+    )
+
+
+def test_cold_chains_under_a_ramp_are_told_to_shorten_it() -> None:
+    cold = dataclasses.replace(GOOD, kinetic_temperature=[0.5] * 4, ramped=True)
+    cold = dataclasses.replace(cold, temperature=1.0, configurational_temperature=[0.3] * 4)
+    kinetic, configurational = cold.verdict.split("; ")
+    assert kinetic.endswith("lag behind the temperature's ramp: shorter ramp_up or longer cycles")
+    assert "shorter ramp_up, longer cycles" in configurational
