@@ -78,8 +78,8 @@ def push_directory(
 ) -> CommitInfo:
     """Upload a saved posterior: the files of its manifest (tokenizer and processor among them), and its model card.
 
-    The card's picture, evaluation and results on benchmarks go with it. No other file in the directory is uploaded: no checkpoints, optimizers
-    or ``training_args.bin``, which is a pickle and may hold a token.
+    The card's picture, evaluation and results on benchmarks go with it. No other file in the directory is uploaded: no
+    checkpoints, optimizers or ``training_args.bin``, which is a pickle and may hold a token.
 
     Returns:
         The commit, a text with its address.

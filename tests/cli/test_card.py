@@ -38,5 +38,5 @@ def test_what_is_no_result_and_no_directory_is_refused(directory: str, tmp_path:
         rewrite_card(directory, results=str(tmp_path / "other.json"))
     with pytest.raises(ValueError, match="--card writes into a posterior directory, got 'user/x'"):
         rewrite_card("user/x")
-    with pytest.raises(ValueError, match="--benchmark names the benchmark of --results: give results.json"):
+    with pytest.raises(ValueError, match=r"--benchmark names the benchmark of --results: give results.json"):
         rewrite_card(directory, benchmark="user/set:default:nll")

@@ -31,7 +31,7 @@ def test_a_metric_that_was_not_measured_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["user/set", "set:default:accuracy", "a/b:../c:accuracy", "a/b:c:d:e", "a/b::accuracy"])
+@pytest.mark.parametrize("text", ["user/set", "set:task:accuracy", "a/b:../c:accuracy", "a/b:c:d:e", "a/b::accuracy"])
 def test_a_benchmark_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="dataset:task:metric, such as user/set:default:accuracy"):
         Benchmark.parse(text)

@@ -78,8 +78,8 @@ class ExportArguments:
             raise ValueError(f"--{target} is one network: give --member K or --mean, one of them")
         belongs = {"member": single, "mean": single, "members": target == "custom_generate",
                    "repo_id": target in ("custom_generate", "card"), "compare": target == "space",
-                   "base_model": target in ("model", "card"), "results": target == "card", "benchmark": target == "card",
-                   "text": target == "card"}  # fmt: skip
+                   "base_model": target in ("model", "card"), "results": target == "card",
+                   "benchmark": target == "card", "text": target == "card"}  # fmt: skip
         for name, fits in belongs.items():
             if not fits and getattr(self, name) is not None and getattr(self, name) is not False:
                 raise ValueError(f"--{name} does not go with --{target}: leave it out")
