@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
 from hf_bayes.core.number_checks import is_number
+from hf_bayes.posteriors.card_results import NAMES
 from hf_bayes.posteriors.compat import is_repo_id
 
 FOLDER = ".eval_results"
@@ -63,7 +64,7 @@ def write_benchmark_result(directory: Path, benchmark: Benchmark, evaluation: Ma
     """
     value = evaluation.get(benchmark.metric)
     if not is_number(value):
-        known = ", ".join(sorted(name for name, found in evaluation.items() if is_number(found)))
+        known = ", ".join(name for name in NAMES if is_number(evaluation.get(name)))
         raise ValueError(f"the results have no figure {benchmark.metric!r} for {benchmark.dataset}: use one of {known}")
     noted = [f"{name} {evaluation[name]:.4g}" for name in _NOTED if is_number(evaluation.get(name))]
     members = [f"mixture of {evaluation['members']} members"] if is_number(evaluation.get("members")) else []
