@@ -72,6 +72,7 @@ def test_constraints_pin_every_dependency() -> None:
         *project["dependencies"],
         *project["optional-dependencies"]["test"],
         *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["demo"],
     ]
     missing = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in wanted} - names - {project["name"]}
     assert not missing

@@ -317,6 +317,7 @@ SNIPPETS = {
     ("docs/uncertainty.md", 3): Snippet(dict),
     ("docs/variational.md", 0): Snippet(dict, {"num_steps=2_000": "num_steps=60"}),
     ("docs/variational.md", 1): Snippet(lambda: {**a_run(), "args": short_arguments()}),
+    ("docs/variational.md", 2): Snippet(a_run),
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hf_bayes.cli.posterior_arguments import PosteriorArguments
 from hf_bayes.pipelines.picture import to_picture
+from hf_bayes.posteriors.benchmark_results import Benchmark, write_benchmark_result
 from hf_bayes.posteriors.card_results import EVALUATION, PICTURE, evaluation_rows
 from hf_bayes.posteriors.model_card import known_fields, write_card
 from hf_bayes.posteriors.posterior import Posterior
@@ -17,6 +18,7 @@ def rewrite_card(
     directory: str,
     *,
     results: str | None = None,
+    benchmark: str | None = None,
     text: str | None = None,
     repo_id: str | None = None,
     base_model: str | None = None,
@@ -25,6 +27,8 @@ def rewrite_card(
 
     Args:
         results: results.json of ``hf-bayes evaluate``; a copy stands beside the card as ``evaluation.json``.
+        benchmark: "dataset:task:metric", the Hub's benchmark that the results are about; its file of evaluation results
+            stands in ``.eval_results``.
         text: a text that the posterior scores for the heat map ``heat_map.png``.
         repo_id: the repository in the examples.
         base_model: another path or name of the base model, for the heat map.
@@ -37,10 +41,15 @@ def rewrite_card(
     if not root.is_dir():
         raise ValueError(f"--card writes into a posterior directory, got {directory!r:.200}: give a directory")
     Posterior.from_pretrained(root)  # a damaged posterior gets no new card
+    ranked = None if benchmark is None else Benchmark.parse(benchmark)
+    if ranked is not None and results is None:
+        raise ValueError("--benchmark names the benchmark of --results: give results.json of hf-bayes evaluate, too")
     if results is not None:
         found = decode_json(Path(results).read_bytes(), where=results)
         if not evaluation_rows(found):
             raise ValueError(f"{results} has no figures: give results.json of hf-bayes evaluate")
+        if ranked is not None:
+            write_benchmark_result(root, ranked, found)
         (root / EVALUATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if text is not None:
         score = PosteriorArguments(posterior=directory, base_model=base_model).text_pipeline("export --text").score

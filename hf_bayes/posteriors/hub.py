@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_bayes.core.text_safety import visible_line
 from hf_bayes.posteriors import sidecars, storage
+from hf_bayes.posteriors.benchmark_results import FOLDER as BENCHMARKS
 from hf_bayes.posteriors.card_results import EVALUATION, PICTURE
 from hf_bayes.posteriors.compat import ADAPTER, ADAPTER_CONFIG, CHECKPOINT_FOLDERS, is_repo_id
 from hf_bayes.posteriors.config import CONFIG
@@ -77,8 +78,8 @@ def push_directory(
 ) -> CommitInfo:
     """Upload a saved posterior: the files of its manifest (tokenizer and processor among them), and its model card.
 
-    The card's picture and evaluation go with it. No other file in the directory is uploaded: no checkpoints, optimizers
-    or ``training_args.bin``, which is a pickle and may hold a token.
+    The card's picture, evaluation and results on benchmarks go with it. No other file in the directory is uploaded: no
+    checkpoints, optimizers or ``training_args.bin``, which is a pickle and may hold a token.
 
     Returns:
         The commit, a text with its address.
@@ -89,6 +90,7 @@ def push_directory(
     storage.recover(root)
     contents = storage.read_directory(root, format=storage.POSTERIOR, raw=sidecars.is_sidecar)
     beside = [name for name in (CARD, PICTURE, EVALUATION) if (root / name).exists()]
+    beside += [f"{BENCHMARKS}/{file.name}" for file in sorted((root / BENCHMARKS).glob("*.yaml"))]
     names = [*contents, storage.MANIFEST, *beside]
     for name in names:
         if not name.endswith(".safetensors") and _TOKEN.search((root / name).read_bytes()):

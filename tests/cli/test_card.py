@@ -22,7 +22,9 @@ def directory(posterior: str, tmp_path: Path) -> str:  # noqa: F811
 def test_a_card_gets_results_and_a_heat_map(directory: str, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     results.write_text(json.dumps({"nll": 2.5, "auroc": {"code": {"epistemic": 0.75}}}))
-    rewrite_card(directory, results=str(results), text="The mitochondrion is the powerhouse.", repo_id="user/x")
+    rewrite_card(directory, results=str(results), text="The mitochondrion is the powerhouse.", repo_id="user/x",
+                 benchmark="user/set:default:nll")  # fmt: skip
+    assert (Path(directory) / ".eval_results" / "user-set-default.yaml").exists()
     card = ModelCard.load(Path(directory) / "README.md")
     assert card.data.license == "mit"
     assert {result.metric_value for result in card.data.eval_results} >= {2.5, 0.75}
@@ -36,3 +38,5 @@ def test_what_is_no_result_and_no_directory_is_refused(directory: str, tmp_path:
         rewrite_card(directory, results=str(tmp_path / "other.json"))
     with pytest.raises(ValueError, match="--card writes into a posterior directory, got 'user/x'"):
         rewrite_card("user/x")
+    with pytest.raises(ValueError, match=r"--benchmark names the benchmark of --results: give results.json"):
+        rewrite_card(directory, benchmark="user/set:default:nll")

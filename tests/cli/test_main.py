@@ -37,7 +37,7 @@ def test_the_help_of_all_commands_imports_no_torch() -> None:
         (["trian"], "hf-bayes: there is no command 'trian', expected one of train, classify,"),
         (["diagnose"], "hf-bayes diagnose: the following arguments are required: --posterior"),
         (["diagnose", "out", "--figure", "x.png"], "hf-bayes diagnose: '--figure' is no argument of this command"),
-        (["diagnose", "missing.yaml"], "hf-bayes diagnose: [Errno 2] No such file or directory: 'missing.yaml'"),
+        (["diagnose", "missing.yaml"], "hf-bayes diagnose: missing.yaml: no such file or directory"),
     ],
 )
 def test_wrong_input_ends_in_a_sentence_and_status_2(

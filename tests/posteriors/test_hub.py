@@ -12,6 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 import hf_bayes
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.posteriors import hub
+from hf_bayes.posteriors.benchmark_results import Benchmark, write_benchmark_result
 from hf_bayes.posteriors.posterior import Posterior
 from tests import runs
 from tests.faults.posteriors import config, draws, equal, gaussian
@@ -150,6 +151,15 @@ def test_edited_card_is_pushed_and_still_loads(pushed: dict[str, Any], tmp_path:
     hub.push_directory(tmp_path, "user/x")
     assert pushed["files"]["README.md"] == b"# By hand\n"
     assert equal(Posterior.from_pretrained(tmp_path), draws(2))
+
+
+def test_results_on_benchmarks_are_pushed(pushed: dict[str, Any], tmp_path: Path) -> None:
+    draws(2).save_pretrained(tmp_path)
+    file = write_benchmark_result(tmp_path, Benchmark.parse("user/set:default:accuracy"), {"accuracy": 0.75})
+    (file.parent / "notes.txt").write_text("not for the Hub")
+    hub.push_directory(tmp_path, "user/x")
+    found = {name for name in pushed["files"] if name.startswith(".eval_results")}
+    assert found == {".eval_results/user-set-default.yaml"}
 
 
 def test_push_after_a_killed_save_sends_the_committed_posterior(pushed: dict[str, Any], tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class ExportArguments:
     results: str | None = field(
         default=None, metadata={"help": "results.json of hf-bayes evaluate, for the card (with --card)."}
     )
+    benchmark: str | None = field(
+        default=None,
+        metadata={"help": "The Hub's benchmark of --results, as dataset:task:metric, for its leaderboard."},
+    )
     text: str | None = field(
         default=None, metadata={"help": "A text for the card's heat map, if the posterior is a language model's."}
     )
@@ -75,7 +79,7 @@ class ExportArguments:
         belongs = {"member": single, "mean": single, "members": target == "custom_generate",
                    "repo_id": target in ("custom_generate", "card"), "compare": target == "space",
                    "base_model": target in ("model", "card"), "results": target == "card",
-                   "text": target == "card"}  # fmt: skip
+                   "benchmark": target == "card", "text": target == "card"}  # fmt: skip
         for name, fits in belongs.items():
             if not fits and getattr(self, name) is not None and getattr(self, name) is not False:
                 raise ValueError(f"--{name} does not go with --{target}: leave it out")
@@ -95,8 +99,8 @@ def export(args: ExportArguments) -> None:
         OSError: if there is no posterior, or a folder cannot be written.
     """
     if args.card:
-        rewrite_card(args.posterior, results=args.results, text=args.text, repo_id=args.repo_id,
-                     base_model=args.base_model)  # fmt: skip
+        rewrite_card(args.posterior, results=args.results, benchmark=args.benchmark, text=args.text,
+                     repo_id=args.repo_id, base_model=args.base_model)  # fmt: skip
         print(f"card: {args.posterior}")
         return
     name, folder = next((name, getattr(args, name)) for name in _WORK if getattr(args, name) is not None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tests.cli.commands.running import run
 
 ROOT = Path(__file__).parents[3]
 PROMPT = "The mito"
+CELL = re.compile(r"<td[^>]*data-part=[\"']?epistemic[^>]*>([^<]*)</td>")
 
 
 def test_a_port_that_is_none_is_refused(posterior: str) -> None:
@@ -90,6 +92,19 @@ def require_browser() -> None:
     for program in ("chromium", "chromedriver"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install chromium chromium-driver")
+
+
+def test_the_server_streams_the_uncertainty_of_a_prompt(posterior: str) -> None:
+    client = pytest.importorskip("gradio_client", reason="gradio is not installed: pip install 'gradio>=6'")
+    expected = pipeline(model=posterior)(PROMPT, max_new_tokens=5, do_sample=False)[0]["tokens"]
+    with serving(posterior) as address:
+        page = client.Client(address, verbose=False)
+        job = page.submit(PROMPT, "epistemic", 0.5, 5, False, 1.0, api_name="/generate")
+        last = job.result(timeout=120)
+        steps = job.outputs()
+        page.close()
+    assert CELL.findall(str(last)) == [f"{token['epistemic']:.3f}" for token in expected]
+    assert [len(CELL.findall(str(step))) for step in steps][: len(expected)] == list(range(1, len(expected) + 1))
 
 
 @pytest.mark.slow
