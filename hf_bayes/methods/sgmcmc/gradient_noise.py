@@ -43,8 +43,8 @@ class LangevinConfig(MethodConfig):
             "kronecker". None takes "kronecker" where its bases hold at most ``MAX_BASIS`` numbers a chain.
         mirrored: in a run without a learning rate, chain 2k + 1 takes minus the noise of chain 2k. Where U is nearly
             quadratic the two chains are mirror images, and the errors of their mean nearly cancel. Each chain has the
-            law that it would have alone. Even functions, such as a variance, have the error of half as many chains. None
-            does it from ``MIRRORED_CHAINS`` chains on.
+            law that it would have alone. Even functions, such as a variance, have the error of half as many chains.
+            None: from ``MIRRORED_CHAINS`` chains on.
         ladder: settings of which held-out rows choose one during burn-in, as {"temperature": [1, 0.3, 0.1]},
             {"prior_scale": [0.25, 1, 4]}, or both with lists of one length (``methods.ladder``). ``prior_scale`` is a
             factor of the prior's standard deviations. Chains begin with the settings in turn.

@@ -210,7 +210,7 @@ def test_a_start_without_an_energy_is_refused() -> None:
     [
         ({"temperature": 0.0}, 'no T = 0 limit worth having. Use method="map"'),
         ({"proposal_std": 0.0}, "proposal_std must be a finite number > 0, got 0.0"),
-        ({"adapt_scale": 1}, "adapt_scale must be True or False, got 1"),
+        ({"adapt_scale": 1}, "adapt_scale must be true or false, got 1"),
         ({"target_acceptance": 1.0}, "target_acceptance must be a finite number > 0 and < 1, got 1.0"),
     ],
 )
