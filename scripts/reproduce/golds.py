@@ -73,9 +73,7 @@ ROWS = {
     "SGLD, 1000 passes": sampler(SGLDConfig, 1000),
     "BAOAB, 1000 passes": sampler(BAOABConfig, 1000),
     "SGNHT, 1000 passes": sampler(SGNHTConfig, 1000),
-    **{
-        f"SGHMC, {passes} passes, {APART}": sampler(SGHMCConfig, passes, mirrored=False) for passes in (250, 500, 1000)
-    },
+    **{f"SGHMC, {passes} passes, {APART}": sampler(SGHMCConfig, passes, mirrored=False) for passes in (250, 500, 1000)},
 }
 
 
@@ -94,6 +92,18 @@ ROWS |= {
 }
 
 LORA_BATCH = 16
+
+
+def lora_sampler(epochs: int, **settings: Any) -> Row:
+    """Return the row of SGHMC on the LoRA, with so many passes of a chain."""
+    return Row(
+        lambda draws: SGHMCConfig(num_chains=LORA_CHAINS, draws_per_chain=draws, **settings),
+        LORA_CHAINS * epochs,
+        0.3,
+        batch=LORA_BATCH,
+    )
+
+
 LORA_ROWS = {
     "MAP": Row(lambda draws: MAPConfig(num_chains=1), LORA_EPOCHS, batch=LORA_BATCH),
     "deep ensemble": Row(
@@ -105,14 +115,12 @@ LORA_ROWS = {
         for name, structure in {"diagonal": "diagonal", "K-FAC": "kronecker", "full": "full"}.items()
     },
     **{
-        f"SGHMC, {epochs} epochs, {APART}": Row(
-            lambda draws: SGHMCConfig(num_chains=LORA_CHAINS, draws_per_chain=draws, mirrored=False),
-            LORA_CHAINS * epochs,
-            0.3,
-            batch=LORA_BATCH,
-        )
+        f"SGHMC, {epochs} epochs, {APART}": lora_sampler(epochs, mirrored=False)
         for epochs in (LORA_EPOCHS, 5 * LORA_EPOCHS)
     },
+    "SGHMC, 20 epochs": lora_sampler(LORA_EPOCHS),
+    "SGHMC, 20 epochs, heating 0.3": lora_sampler(LORA_EPOCHS, heating=0.3),
+    "SGHMC, 20 epochs, heating 0.03": lora_sampler(LORA_EPOCHS, heating=0.03),
 }
 
 
