@@ -41,6 +41,8 @@ class Requirements:
         heldout_setting: the setting that makes the method need held-out rows, as error messages quote it.
         least_heldout: the smallest number of held-out rows, see ``least_rows``.
         compares_chains: chains are compared with each other during the run, so one process needs all of them.
+        mirrored_chains: a run that finds its own step size gives every second chain the opposite noise of the chain
+            before it.
         draws_are_chain_states: the stored draws are states that the chains visited.
         ends_at_map: the first member (or the mean) of the posterior is itself a MAP estimate.
         predicts_linearised: the Gaussian belongs to a linearised model, whose predictions are better than the
@@ -65,6 +67,7 @@ class Requirements:
     heldout_setting: str = ""
     least_heldout: int = 2
     compares_chains: bool = False
+    mirrored_chains: bool = False
     draws_are_chain_states: bool = True
     ends_at_map: bool = False
     predicts_linearised: bool = False

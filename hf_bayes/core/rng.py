@@ -15,6 +15,10 @@ MAX_SEED = 2**64 - 1
 """The largest seed of a ``torch.Generator``."""
 
 
+class MirroredGenerator(torch.Generator):
+    """A generator whose standard normals (``randn``) have the opposite sign."""
+
+
 def require_seed(seed: Any, *, name: str = "seed", largest: int = MAX_SEED) -> None:
     """Raise a ValueError unless generators accept this seed."""
     if not is_integral(seed) or not 0 <= int(seed) <= largest:
@@ -36,10 +40,17 @@ def generator(*key: object, device: torch.device | str = "cpu") -> torch.Generat
 
 
 def chain_generators(
-    seed: int, num_chains: int, *, chains: range | None = None, device: torch.device | str = "cpu"
+    seed: int,
+    num_chains: int,
+    *,
+    chains: range | None = None,
+    device: torch.device | str = "cpu",
+    mirrored: bool = False,
 ) -> list[torch.Generator]:
     """Return one generator for each of ``chains`` (None: all), seeded by (seed, chain).
 
+    Args:
+        mirrored: every chain with an odd number gets minus the standard normals of the chain before it.
     Raises:
         ValueError: if two of all chains would draw the same numbers. A generator of the CPU (a Mersenne twister) keeps
             32 bits of its seed, and two of K chains share these bits with probability K^2 / 2^33.
@@ -52,7 +63,13 @@ def chain_generators(
                 f"seed {seed} gives chains {other} and {chain} of {num_chains} the same random numbers, so they would "
                 "be one chain twice: choose another seed"
             )
-    return [generator(seed, "chain", chain, device=device) for chain in chains or range(num_chains)]
+    return [_of_chain(seed, chain, device, mirrored=mirrored) for chain in chains or range(num_chains)]
+
+
+def _of_chain(seed: int, chain: int, device: torch.device | str, *, mirrored: bool) -> torch.Generator:
+    if mirrored and chain % 2 == 1:
+        return MirroredGenerator(device=device).manual_seed(seed_of(seed, "chain", chain - 1))
+    return generator(seed, "chain", chain, device=device)
 
 
 def spare_generators(rngs: Rngs) -> list[torch.Generator]:
@@ -62,9 +79,12 @@ def spare_generators(rngs: Rngs) -> list[torch.Generator]:
 
 def randn(rngs: Rngs, like: Tensor) -> Tensor:
     """Return standard normals [M, ...] of the shape, dtype and device of ``like``; row m uses generator m alone."""
-    return torch.stack(
-        [torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device) for rng in rngs]
-    )
+    return torch.stack([_randn(rng, like) for rng in rngs])
+
+
+def _randn(rng: torch.Generator, like: Tensor) -> Tensor:
+    drawn = torch.randn(like.shape[1:], generator=rng, dtype=like.dtype, device=like.device)
+    return -drawn if isinstance(rng, MirroredGenerator) else drawn
 
 
 def rand(rngs: Rngs, like: Tensor) -> Tensor:

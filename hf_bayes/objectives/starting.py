@@ -124,7 +124,8 @@ def start_run(
     built = build(settings.method, problem)
     needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
-    rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device)
+    mirrored = problem.own_step_size and settings.method.requirements.mirrored_chains
+    rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device, mirrored=mirrored)
     options = {"chains": mesh.chains, "watch_noise": objective.measures_noise}
     run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, **options)
     return StartedRun(run, objective, prior, settings)

@@ -2,7 +2,7 @@
 
     python -m scripts.reproduce.golds                  # runs missing in docs/results/golds.json
     python -m scripts.reproduce.golds sections12       # only on these targets
-    python -m scripts.reproduce.golds lora -- MAP "SGHMC, 20 epochs"        # and only these rows
+    python -m scripts.reproduce.golds lora -- MAP "deep ensemble"           # and only these rows
 
 Every method has its own settings, and a budget in passes of one chain over the data. All runs are kept, and a later
 call makes only missing ones. Targets without a gold are left out.
@@ -29,6 +29,7 @@ from hf_bayes import (
     SGNHTConfig,
 )
 from hf_bayes.core.config import MethodConfig
+from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from scripts.reproduce.gold_chains import GOLDS, load
 from scripts.reproduce.gold_lora import lora_target
 from scripts.reproduce.gold_runs import AnyTarget, Row, least_variation, measured
@@ -39,14 +40,20 @@ NAME = "golds"
 NUM_CHAINS = 32
 CONTROL_VARIATE = 1.75
 """Gradients of an update, on average, where three quarters of the updates take two."""
+APART = "independent chains"
+"""The rows without mirrored pairs of chains."""
 LORA_CHAINS = 16
 LORA_EPOCHS = 20
 """Passes of a chain on the LoRA target."""
 
 
-def sampler(kind: type[MethodConfig], passes: float) -> Row:
-    """Return the row of a sampler with nothing set but the number of members."""
-    return Row(lambda draws: kind(num_chains=NUM_CHAINS, draws_per_chain=draws), passes, 0.3, CONTROL_VARIATE)
+def sampler(kind: type[LangevinConfig], passes: float, **settings: Any) -> Row:
+    """Return the row of a sampler with nothing set but the number of members, unless ``settings`` says otherwise."""
+
+    def config(draws: int) -> MethodConfig:
+        return kind(num_chains=NUM_CHAINS, draws_per_chain=draws, **settings)
+
+    return Row(config, passes, 0.3, CONTROL_VARIATE)
 
 
 def laplace(structure: str, passes: float = 30, **batch: int) -> Row:
@@ -66,7 +73,7 @@ ROWS = {
     "SGLD, 1000 passes": sampler(SGLDConfig, 1000),
     "BAOAB, 1000 passes": sampler(BAOABConfig, 1000),
     "SGNHT, 1000 passes": sampler(SGNHTConfig, 1000),
-    **{f"SGHMC, {passes} passes": sampler(SGHMCConfig, passes) for passes in (250, 500, 1000)},
+    **{f"SGHMC, {passes} passes, {APART}": sampler(SGHMCConfig, passes, mirrored=False) for passes in (250, 500, 1000)},
 }
 
 
@@ -80,10 +87,23 @@ def within(passes: float, **settings: Any) -> Row:
 
 ROWS |= {
     "SGHMC, 16 chains, 1000 passes in all": within(990),  # the range test takes some, too
-    "SGHMC, 16 chains, 1000 passes in all, heating 0.2": within(990, heating=0.2),
+    f"SGHMC, 16 chains, 1000 passes in all, {APART}": within(990, mirrored=False),
+    f"SGHMC, 16 chains, 1000 passes in all, heating 0.2, {APART}": within(990, heating=0.2, mirrored=False),
 }
 
 LORA_BATCH = 16
+
+
+def lora_sampler(epochs: int, **settings: Any) -> Row:
+    """Return the row of SGHMC on the LoRA, with so many passes of a chain."""
+    return Row(
+        lambda draws: SGHMCConfig(num_chains=LORA_CHAINS, draws_per_chain=draws, **settings),
+        LORA_CHAINS * epochs,
+        0.3,
+        batch=LORA_BATCH,
+    )
+
+
 LORA_ROWS = {
     "MAP": Row(lambda draws: MAPConfig(num_chains=1), LORA_EPOCHS, batch=LORA_BATCH),
     "deep ensemble": Row(
@@ -95,14 +115,12 @@ LORA_ROWS = {
         for name, structure in {"diagonal": "diagonal", "K-FAC": "kronecker", "full": "full"}.items()
     },
     **{
-        f"SGHMC, {epochs} epochs": Row(
-            lambda draws: SGHMCConfig(num_chains=LORA_CHAINS, draws_per_chain=draws),
-            LORA_CHAINS * epochs,
-            0.3,
-            batch=LORA_BATCH,
-        )
+        f"SGHMC, {epochs} epochs, {APART}": lora_sampler(epochs, mirrored=False)
         for epochs in (LORA_EPOCHS, 5 * LORA_EPOCHS)
     },
+    "SGHMC, 20 epochs": lora_sampler(LORA_EPOCHS),
+    "SGHMC, 20 epochs, heating 0.3": lora_sampler(LORA_EPOCHS, heating=0.3),
+    "SGHMC, 20 epochs, heating 0.03": lora_sampler(LORA_EPOCHS, heating=0.03),
 }
 
 

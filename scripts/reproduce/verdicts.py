@@ -68,8 +68,8 @@ class Case(NamedTuple):
     batch: int = 64
 
 
-CHAINS: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 25}
-SHORT: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 8}
+CHAINS: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 25, "mirrored": False}
+SHORT: dict[str, Any] = {"num_chains": 16, "draws_per_chain": 8, "mirrored": False}
 HAND_SET: dict[str, Any] = {"num_chains": 4, "draws_per_chain": 25, "warm_start_steps": 240}
 
 CASES = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.sampling import sample
-from hf_bayes.core.rng import MAX_SEED, chain_generators, generator, require_seed
+from hf_bayes.core.rng import MAX_SEED, chain_generators, generator, rand, randn, require_seed
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from tests import runs
 
@@ -91,3 +91,15 @@ def test_a_seed_that_generators_do_not_take_is_refused(seed: Any) -> None:
     torch.Generator().manual_seed(MAX_SEED)
     with pytest.raises(ValueError, match=r"seed must be an integer from 0 to 2\*\*64 - 1"):
         require_seed(seed)
+
+
+def test_every_second_mirrored_chain_has_the_opposite_normals() -> None:
+    like = torch.zeros(3, 5)
+    noise = randn(chain_generators(7, 3, mirrored=True), like)
+    assert torch.equal(noise[1], -noise[0])
+    assert torch.equal(noise[::2], randn(chain_generators(7, 3), like)[::2])  # the others are as they were
+    assert torch.equal(noise[1:2], randn(chain_generators(7, 3, chains=range(1, 2), mirrored=True), like[:1]))
+
+
+def test_uniforms_of_mirrored_chains_stay_between_0_and_1() -> None:
+    assert bool((rand(chain_generators(7, 2, mirrored=True), torch.zeros(2)) >= 0).all())

@@ -3,9 +3,11 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+import pytest
 import torch
 
 from hf_bayes import SGHMCConfig, attach
+from hf_bayes.core.rng import MirroredGenerator
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.starting import start_run
@@ -32,3 +34,13 @@ def test_a_loop_without_a_trainer_runs_the_trainers_chains(tmp_path: Path) -> No
     )  # fmt: skip
     posterior.save_pretrained(tmp_path / "posterior")
     assert Posterior.from_pretrained(tmp_path / "posterior").config.num_members == 4
+
+
+@pytest.mark.parametrize(("learning_rate", "expected"), [(None, [False, True] * 4), (1e-2, [False] * 8)])
+def test_a_run_with_its_own_step_size_mirrors_chains(
+    tmp_path: Path, learning_rate: float | None, expected: list[bool]
+) -> None:
+    method, rows = SGHMCConfig(num_chains=8, draws_per_chain=1), runs.token_rows(10)
+    trainer = runs.trainer(tmp_path, method, train=rows, learning_rate=learning_rate, max_steps=40)
+    rngs = runs.started(trainer).run.rngs
+    assert [isinstance(rng, MirroredGenerator) for rng in rngs] == expected

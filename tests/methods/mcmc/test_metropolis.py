@@ -105,6 +105,51 @@ def test_the_adaptation_check_catches_no_adaptation() -> None:
     assert (result.info["step_size"] == 0.5).all()
 
 
+STDS = torch.logspace(-2, 2, 6, dtype=torch.float64)
+"""Standard deviations that differ by four powers of ten."""
+
+
+def stretched(config: MetropolisConfig) -> Tensor:
+    """Return the mean squares [6] of draws of N(0, diag(STDS^2)) in units of their exact values."""
+
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        return 0.5 * (theta / STDS).square().sum(1)
+
+    start = torch.zeros(64, 6, dtype=torch.float64)
+    draws = sample(energy, start, config, num_steps=6000, burn_in=4000).draws
+    return (draws / STDS).square().mean((0, 1))
+
+
+@pytest.mark.statistics
+def test_scales_are_learnt_without_a_learning_rate() -> None:
+    # 64 chains with 2000 / (3 * 6) independent draws each: a standard error of sqrt(2 / 7100) = 1.7 %; six of them
+    assert (stretched(MetropolisConfig()) - 1).abs().max() < 0.1
+
+
+@pytest.mark.statistics
+def test_the_check_of_scales_catches_one_scale_for_all() -> None:
+    assert (stretched(MetropolisConfig(adapt_scale=False)) - 1).abs().max() > 0.5
+
+
+def test_scales_and_step_are_frozen_after_burn_in() -> None:
+    kernel, rngs, evaluate = (
+        MetropolisConfig().build(problem(num_steps=300, burn_in=200)),
+        chain_rngs(3),
+        evaluator(gaussian),
+    )
+    state = kernel.init(starts(3), evaluate, rngs)
+    frozen = None
+    for done in range(1, 301):
+        state, _ = kernel.step(state, evaluate, rngs)
+        if done == 200:
+            frozen = (state.scale, state.log_std, state.mean, state.squares)
+            assert (state.scale != 1).all()
+    assert frozen is not None
+    assert all(
+        torch.equal(*pair) for pair in zip(frozen, (state.scale, state.log_std, state.mean, state.squares), strict=True)
+    )
+
+
 def test_the_proposal_std_is_the_learning_rate_unless_given() -> None:
     for config, expected in ((MetropolisConfig(), 0.3), (MetropolisConfig(proposal_std=0.7), 0.7)):
         result = sample(gaussian, starts(2), config, num_steps=3, learning_rate=0.3)
@@ -165,6 +210,7 @@ def test_a_start_without_an_energy_is_refused() -> None:
     [
         ({"temperature": 0.0}, 'no T = 0 limit worth having. Use method="map"'),
         ({"proposal_std": 0.0}, "proposal_std must be a finite number > 0, got 0.0"),
+        ({"adapt_scale": 1}, "adapt_scale must be true or false, got 1"),
         ({"target_acceptance": 1.0}, "target_acceptance must be a finite number > 0 and < 1, got 1.0"),
     ],
 )

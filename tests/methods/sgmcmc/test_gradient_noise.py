@@ -14,6 +14,7 @@ from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Evaluation, Problem, Rule
 from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.gradient_noise import MIRRORED_CHAINS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sghmc_euler import SGHMCEulerConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
@@ -170,3 +171,16 @@ def test_one_gradient_an_update_has_no_measurable_noise(tmp_path: Any) -> None:
         sample(lambda theta, batch: theta.sum(1), torch.ones(1, 1), config, num_steps=2, learning_rate=0.1)
     with pytest.raises(ValueError, match="measure_gradient_noise must be true or false, got 'yes'"):
         SGLDConfig(measure_gradient_noise="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_chains", "given", "expected"),
+    [(4, None, False), (MIRRORED_CHAINS, None, True), (2, True, True), (32, False, False)],
+)
+def test_pairs_of_chains_are_mirrored_from_eight_on(num_chains: int, given: bool | None, expected: bool) -> None:
+    assert SGHMCConfig(num_chains=num_chains, mirrored=given).requirements.mirrored_chains is expected
+
+
+def test_mirrored_must_be_a_flag() -> None:
+    with pytest.raises(ValueError, match="mirrored must be true or false, got 1"):
+        SGHMCConfig(mirrored=1)  # type: ignore[arg-type]

@@ -104,6 +104,19 @@ def test_all_directions_have_the_posteriors_variance(sampler: type[LangevinConfi
 
 
 @pytest.mark.statistics
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_mirrored_chains_cancel_the_error_of_their_mean(mirrored: bool) -> None:
+    run = run_of(SGHMCConfig(), GaussianData(0.0, range(4), common=False), steps=400)
+    run.rngs = list(chain_generators(0, 4, mirrored=mirrored))
+    for _ in range(400):
+        run.update([None], 1.0)
+    draws = torch.stack(run.draws, 1)
+    error = float((draws[0] + draws[1]).square().mean() / draws[:2].square().mean())
+    # images around 0 have the sum 0, up to rounding; of two independent chains the ratio is 2
+    assert error < 1e-12 if mirrored else error > 1
+
+
+@pytest.mark.statistics
 def test_without_the_transposed_root_the_variances_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin."""
     monkeypatch.setattr(whitening.DiagonalRoots, "transposed", lambda self, packed, vectors: packed.square() * vectors)
