@@ -187,7 +187,9 @@ class CausalMembers:
         """
         with torch.no_grad(), self.members.bind(theta):
             hidden, output = self.head.hidden(inputs)
-            found = _Terms(self.head.per_member(hidden, labels.shape[0]), labels.reshape(1, -1), labels.shape, len(theta))
+            found = _Terms(
+                self.head.per_member(hidden, labels.shape[0]), labels.reshape(1, -1), labels.shape, len(theta)
+            )
             return self._sums(found, output)
 
     def log_lik_of_texts(

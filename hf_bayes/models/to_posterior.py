@@ -66,7 +66,8 @@ def to_posterior(
             num_data=num_data,
             data_unit=data_unit,
             base_model=description,
-            head=base_model.describe_head(model.core, noise_std) | ({} if own is None else {own.stored_as: own.to_dict()}),
+            head=base_model.describe_head(model.core, noise_std)
+            | ({} if own is None else {own.stored_as: own.to_dict()}),
             prediction="linearised" if method.requirements.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,

@@ -93,9 +93,9 @@ def test_a_prediction_is_the_mean_of_the_members_choices() -> None:
     bayesian, batch = preferring(), pairs()
     reference = separate(bayesian, bayesian.reference)
     with torch.no_grad():
-        rewards = torch.stack([
-            BETA * (answers(separate(bayesian, row), batch) - answers(reference, batch)) for row in bayesian.theta
-        ])
+        rewards = torch.stack(
+            [BETA * (answers(separate(bayesian, row), batch) - answers(reference, batch)) for row in bayesian.theta]
+        )
         found, logits = bayesian.evaluate_batch(batch, keep_logits=True)
     probs = rewards.softmax(-1).mean(0)
     assert logits is not None
