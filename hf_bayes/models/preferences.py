@@ -109,7 +109,7 @@ class BayesianModelForPreferences(BayesianModelForCausalLM):
         return found
 
     def _texts(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Return the model's inputs for single texts, and the labels [2 B, T] of their positions: the answers' tokens."""
+        """Return the model's inputs for single texts, and their labels [2 B, T], the tokens of answers."""
         texts = flattened(inputs)
         answers = texts.get("completion_mask")
         if not holds_groups(inputs) or answers is None:

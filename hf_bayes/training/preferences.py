@@ -52,7 +52,7 @@ class PairRows:
         if not isinstance(ids, Tensor):
             raise ValueError(
                 f"preferences need pairs of texts, got a batch with {sorted(batch)}: give rows with chosen_ids and "
-                "rejected_ids to TRL's RewardTrainer, or input_ids [2, tokens] with a label 0 or 1 "
+                "rejected_ids to TRL's RewardTrainer or DPOTrainer, or input_ids [2, tokens] with a label 0 or 1 "
                 "(docs/rewards.md)"
             )
         if ids.ndim == 3:
