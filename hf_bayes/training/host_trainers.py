@@ -55,9 +55,9 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
         if own and not _minimises_likelihood(host):
             raise ValueError(
                 f"{host.__name__} ({host.__module__}) defines a loss of its own ({', '.join(own)}), whose likelihood "
-                "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer, "
-                "or SFTTrainer, RewardTrainer or DPOTrainer of TRL. A class of yours that changes no loss goes before the "
-                "mixin BayesianTrainerMixin"
+                "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer "
+                "or TRL's SFTTrainer, RewardTrainer or DPOTrainer. A class of yours that changes no loss goes before "
+                "the mixin BayesianTrainerMixin"
             )
 
 
