@@ -40,7 +40,7 @@ class StandIn(nn.Module):
         self._of = (model,)  # in a tuple, so that it is no submodule
         self.config = model.config
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the weights that determine the reference log-probabilities, because TRL stores these in a cache."""
         model = self._of[0]
         return {**model.core.state_dict(), "reference": model.reference}

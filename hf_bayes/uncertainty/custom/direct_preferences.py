@@ -49,7 +49,7 @@ class DirectPreferences(LikelihoodConfig):
             )
 
     def build(self, num_outputs: int, of_head: Callable[[], Likelihood]) -> Likelihood:
-        """Raise: only language models have answers. ``BayesianModelForPreferences`` makes its likelihood itself."""
+        """Raise a ValueError: heads have no answers. Language models use ``of_rewards``."""
         raise ValueError(
             "the likelihood direct_preferences is of the answers of a causal language model, got a model with "
             f"{num_outputs} outputs: for a reward model take BradleyTerry() (docs/rewards.md)"
