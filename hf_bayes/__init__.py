@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from hf_bayes.training.tuning.tune import tune
     from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood, Moments
     from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+    from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
     from hf_bayes.uncertainty.custom.heteroscedastic import Heteroscedastic
     from hf_bayes.uncertainty.custom.mixture_density import MixtureDensity
     from hf_bayes.uncertainty.custom.ordinal import Ordinal
@@ -106,6 +107,7 @@ _MODULES = {
     "BayesianTrainerMixin": "training.trainer",
     "BayesianTrainingArguments": "training.arguments",
     "BradleyTerry": "uncertainty.custom.bradley_terry",
+    "DirectPreferences": "uncertainty.custom.direct_preferences",
     "ClassLogProbs": "uncertainty.custom.base",
     "Heteroscedastic": "uncertainty.custom.heteroscedastic",
     "MixtureDensity": "uncertainty.custom.mixture_density",
@@ -183,6 +185,7 @@ __all__ = [
     "BradleyTerry",
     "ClassLogProbs",
     "CustomLikelihood",
+    "DirectPreferences",
     "EKFConfig",
     "EnsembleConfig",
     "FullRankVIConfig",

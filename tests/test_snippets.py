@@ -245,6 +245,12 @@ def preferences_of_a_small_model() -> Namespace:
     return {"preferences": Dataset.from_list(pairs)}
 
 
+def a_policy() -> Namespace:
+    """A posterior of a language model in "my-policy", and a prompt."""
+    names = a_language_model("my-policy")
+    return {**names, "prompt": {"input_ids": torch.arange(3, 8)[None]}}
+
+
 def a_reward_model() -> Namespace:
     """A posterior of it in "my-rewards", and texts."""
     ids = [token_rows(2, length=6, seed=seed) for seed in range(8)]
@@ -286,6 +292,8 @@ SNIPPETS = {
     ("docs/laplace.md", 2): Snippet(a_classifier),
     ("docs/laplace.md", 3): Snippet(lambda: a_language_model("out")),
     ("docs/likelihoods.md", 0): Snippet(rows_with_numbers, {"num_train_epochs=3": "max_steps=20"}),
+    ("docs/dpo.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=20"}, "trl"),
+    ("docs/dpo.md", 1): Snippet(a_policy),
     ("docs/rewards.md", 0): Snippet(preferences_of_a_small_model, {"num_train_epochs=1": "max_steps=20"}, "trl"),
     ("docs/rewards.md", 1): Snippet(a_reward_model),
     ("docs/models.md", 0): Snippet(lambda: {**a_language_model("my-posterior"), "peft_model": with_lora(tiny_llama())}),

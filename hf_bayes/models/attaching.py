@@ -18,11 +18,13 @@ from hf_bayes.models.classification import (
 )
 from hf_bayes.models.image_classification import BayesianModelForImageClassification
 from hf_bayes.models.image_text import BayesianModelForImageTextToText
+from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.models.recognition import task_of
 from hf_bayes.models.refusals import refuse_likelihood
 from hf_bayes.models.token_classification import BayesianModelForTokenClassification
 from hf_bayes.posteriors.posterior import require_members
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
+from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
 
 MODELS: dict[str, type[BayesianModel]] = {
     kind.task: kind
@@ -75,6 +77,9 @@ def attach(
     if theta is None:
         require_members(num_members)
         theta = initial(model, layout).expand(num_members, -1).clone()
+    if isinstance(likelihood, DirectPreferences) and kind is BayesianModelForCausalLM:
+        refuse_noise_std(noise_std, "a language model")
+        return BayesianModelForPreferences(model, layout, theta, config=likelihood, trunk=trunk)
     if issubclass(kind, BayesianClassifier):
         return kind(model, layout, theta, trunk=trunk, noise_std=noise_std, likelihood=likelihood)
     refuse_noise_std(noise_std, "a language model")

@@ -58,6 +58,9 @@ class BayesianModel(HostMethods):
     """The auto class of transformers that loads the base model."""
     shifts_labels: ClassVar[bool] = False
     """True if the label of a position is the next token."""
+    predicts_its_terms: ClassVar[bool] = True
+    """False if a loaded posterior predicts something else than the likelihood terms of training, such as tokens after
+    training on preferences."""
     linearises: ClassVar[bool] = False
     """True if a loaded Laplace approximation predicts linearised. That would cost taggers and language models too much:
     a backward pass for each label at each position, and the cache of ``generate``."""

@@ -113,14 +113,11 @@ def fingerprint_weights(model: nn.Module, layout: Layout) -> str:
     return fingerprint_tensors(_base_parameters(model, layout))
 
 
-def describe_head(
-    core: PreTrainedModel, noise_std: float | None, likelihood: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def describe_head(core: PreTrainedModel, noise_std: float | None) -> dict[str, Any]:
     """Return the ``head`` entry of a posterior: the settings with which its base model is loaded and quantised.
 
     Args:
         noise_std: of a regression.
-        likelihood: the name and the fields of a user's likelihood.
     """
     head = {name: value for name in _HEAD if (value := getattr(core.config, name, None)) is not None}
     if not core.can_generate():
@@ -128,8 +125,7 @@ def describe_head(
     quantization = getattr(core.config, "quantization_config", None)
     if quantization is not None:
         head["quantization_config"] = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    own = {"noise_std": noise_std, "likelihood": likelihood}
-    return head | {name: value for name, value in own.items() if value is not None}
+    return head if noise_std is None else head | {"noise_std": noise_std}
 
 
 def head_settings(head: dict[str, Any]) -> dict[str, Any]:

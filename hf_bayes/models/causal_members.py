@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,13 @@ from hf_bayes.members.head import ChunkedHead
 from hf_bayes.members.inputs import num_positions_of, num_rows_of, shape_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.predictors import MemberLogLik
-from hf_bayes.uncertainty.likelihoods import Likelihood
+from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
 
 HIDDEN_BYTES = 16 << 20
 """Bytes of hidden states that are always allowed, however small the model is: shorter passes would cost time."""
+
+
+_TOKENS = Categorical()
 
 
 class HiddenStates(NamedTuple):
@@ -35,6 +38,27 @@ class HiddenStates(NamedTuple):
     output: Any
     cache: Any
     num_rows: int
+
+
+class _Terms:
+    """The positions of a batch that have a label for any member.
+
+    Args:
+        hidden: [M or 1, B * T, h].
+        labels: [M or 1, B * T].
+        shape: (B, T).
+        members: M.
+    Attributes:
+        hidden: [M or 1, n, h].
+        labels: [M, n].
+        rows: [n], the row of each position.
+        num_rows: B.
+    """
+
+    def __init__(self, hidden: Tensor, labels: Tensor, shape: tuple[int, ...], members: int) -> None:
+        wanted = _TOKENS.is_term(labels).any(0).nonzero()[:, 0]
+        self.hidden, self.labels = hidden[:, wanted], labels[:, wanted].expand(members, -1)
+        self.rows, self.num_rows = wanted // shape[1], shape[0]
 
 
 class CausalMembers:
@@ -154,6 +178,75 @@ class CausalMembers:
             log_lik = self.head.log_lik(hidden[:, wanted], output, places, log_prob)
             self.members.check_all_read()
         return MemberLogLik(-log_lik, is_term.sum(1))
+
+    def text_log_probs(self, theta: Tensor, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Return [m, B] float64: the log-probability of each row's labels, summed over its tokens, without a gradient.
+
+        Args:
+            labels: [B, T], the next token of every position; -100 for none.
+        """
+        with torch.no_grad(), self.members.bind(theta):
+            hidden, output = self.head.hidden(inputs)
+            found = _Terms(
+                self.head.per_member(hidden, labels.shape[0]), labels.reshape(1, -1), labels.shape, len(theta)
+            )
+            return self._sums(found, output)
+
+    def log_lik_of_texts(
+        self,
+        theta: Tensor,
+        inputs: dict[str, Any],
+        labels: Tensor,
+        of_texts: Callable[[Tensor], Tensor],
+        *,
+        folded: bool,
+    ) -> Tensor:
+        """Return [m], a function of the log-probabilities of whole texts, differentiable in ``theta`` [m, d].
+
+        The head runs twice on a few positions at a time: first for the log-probabilities L, and then for their
+        gradient, with the weights that the function's derivatives in L give to the tokens.
+
+        Args:
+            labels: [B, T] (or [m * B, T] if folded), the next token of every position; -100 for none.
+            of_texts: L [m, B] -> [m], differentiable, separately for each member.
+        """
+        members = len(theta)
+        with self.members.bind(theta):
+            hidden, output = self.head.hidden(inputs, folded=folded)
+            rows = labels.shape[0] // members if folded else labels.shape[0]
+            shape = (rows, labels.shape[1])
+            found = _Terms(
+                self.head.per_member(hidden, rows), labels.reshape(members if folded else 1, -1), shape, members
+            )
+            with torch.no_grad():
+                sums = self._sums(found, output)
+            with torch.enable_grad():
+                leaf = sums.requires_grad_()
+                value = of_texts(leaf)
+                (slopes,) = torch.autograd.grad(value.sum(), leaf)
+            result = value.detach().to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+            if torch.is_grad_enabled():
+                places = torch.arange(found.labels.shape[1], device=labels.device).expand(members, -1)
+                weights = slopes[:, found.rows]
+
+                def weighted(logits: Tensor, places: Tensor) -> Tensor:
+                    log_prob = _TOKENS.log_prob(logits, found.labels.gather(1, places))
+                    return log_prob * weights.gather(1, places).to(log_prob.dtype)
+
+                linear = self.head.log_lik(found.hidden, output, places, weighted)
+                result = result + (linear - linear.detach())
+            self.members.check_all_read()
+        return result
+
+    def _sums(self, terms: _Terms, output: Any) -> Tensor:
+        """Return [m, B], the sums over each row's terms."""
+        sums = terms.hidden.new_zeros(len(terms.labels), terms.num_rows, dtype=torch.float64)
+        for start, stop in self.head.chunks(terms.hidden, terms.labels):
+            log_prob = _TOKENS.log_prob(
+                self.head.logits(terms.hidden[:, start:stop], output), terms.labels[:, start:stop]
+            )
+            sums.index_add_(1, terms.rows[start:stop], log_prob.double())
+        return sums
 
     def _pass(self, theta: Tensor, inputs: dict[str, Any], cache: Any) -> tuple[Tensor, Any]:
         own = {} if cache is None else {"past_key_values": cache}

@@ -45,6 +45,7 @@ def to_posterior(
     likelihood = model.likelihood
     noise_std = getattr(getattr(likelihood, "inner", likelihood), "noise_std", None)
     own: LikelihoodConfig | None = getattr(likelihood, "config", None)
+    stored = {} if own is None else {own.stored_as: own.to_dict()}
     return Posterior(
         approximation=approximation,  # type: ignore[arg-type]
         adapter_config=base_model.adapter_config(model.model),
@@ -66,7 +67,7 @@ def to_posterior(
             num_data=num_data,
             data_unit=data_unit,
             base_model=description,
-            head=base_model.describe_head(model.core, noise_std, None if own is None else own.to_dict()),
+            head=base_model.describe_head(model.core, noise_std) | stored,
             prediction="linearised" if method.requirements.predicts_linearised and model.linearises else "members",
             seed=seed,
             diagnostics=diagnostics,

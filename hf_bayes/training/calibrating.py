@@ -30,6 +30,8 @@ def reason_against(host: TrainerHost, model: BayesianModel) -> str | None:
         return "calibrate=False"
     if isinstance(model.likelihood, Normal) or getattr(model.likelihood, "num_classes", 0) is None:
         return "the labels are numbers"
+    if not model.predicts_its_terms:
+        return "the rows are preferences, whose temperature is not that of the tokens which the posterior predicts"
     if host.args.private_rows:
         return "private_rows keeps the rows of every process apart"
     if host.eval_dataset is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,22 @@ from transformers import PreTrainedConfig
 
 from hf_bayes.uncertainty.custom.base import LikelihoodConfig
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
 
 _LOSS_METHODS = ("compute_loss", "training_step", "train")
 """Methods in which a trainer defines what a step optimises. The mixin's own take their place."""
-_OF_TRL = ("SFTTrainer", "RewardTrainer")
+_OF_TRL = ("SFTTrainer", "RewardTrainer", "DPOTrainer")
 """The trainers of TRL whose loss is the negative log-likelihood of their rows."""
+_OF_DPO: dict[str, tuple[Any, str]] = {
+    "loss_type": (["sigmoid"], "no other loss is the negative log-likelihood of a preference that TRL's steps follow"),
+    "loss_weights": (None, "a weighted likelihood is none; set the temperature of the method"),
+    "f_divergence_type": ("reverse_kl", "rewards of another divergence are not supported"),
+    "ld_alpha": (None, "answers have a probability only with all of their tokens"),
+    "label_smoothing": (0.0, "smoothed labels have no likelihood, and TRL's sigmoid loss does not read it"),
+    "use_weighting": (False, "weights that depend on the weights of the model make the loss no log-likelihood"),
+    "sync_ref_model": (False, "a reference that follows the chains would change their target in every update"),
+}
+"""Arguments of DPOConfig that change the likelihood -> the value that is supported, and why no other is."""
 _TEMPLATE_FILES = (".jinja", ".j2")
 _TAKEN_OVER = {"pad_token_id", "bos_token_id", "eos_token_id", "use_cache"}
 """Fields of a model's config that a trainer sets and that stay: special tokens are the tokenizer's."""
@@ -25,7 +36,8 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
     """Raise if a class after the mixin defines a loss of its own, which the mixin would silently replace.
 
     transformers' trainers and TRL's SFTTrainer minimise the negative log-likelihood of labels, as the mixin does, and
-    TRL's RewardTrainer that of preferences. A loss of a policy or a teacher is another one, under any name.
+    TRL's RewardTrainer and DPOTrainer that of preferences. A loss of a policy or a teacher is another one, under any
+    name.
 
     Args:
         trainer: the class that is being made.
@@ -44,17 +56,23 @@ def refuse_foreign_loss(trainer: type, mixin: type) -> None:
             raise ValueError(
                 f"{host.__name__} ({host.__module__}) defines a loss of its own ({', '.join(own)}), whose likelihood "
                 "is not supported: the posterior would be of the labels' likelihood instead. Use transformers' Trainer "
-                "or TRL's SFTTrainer or RewardTrainer. A class of yours that changes no loss goes before the mixin "
-                "BayesianTrainerMixin"
+                "or TRL's SFTTrainer, RewardTrainer or DPOTrainer. A class of yours that changes no loss goes before "
+                "the mixin BayesianTrainerMixin"
             )
 
 
-def likelihood_for(trainer: type, given: LikelihoodConfig | None, args: Any) -> LikelihoodConfig | None:
-    """Return the likelihood of a trainer: the user's, or for TRL's RewardTrainer that of preferences.
+def likelihood_for(
+    trainer: type, given: LikelihoodConfig | None, args: Any, kwargs: Mapping[str, Any] | None = None
+) -> LikelihoodConfig | None:
+    """Return the likelihood of a trainer: the user's, or for TRL's RewardTrainer and DPOTrainer that of preferences.
 
+    Args:
+        kwargs: the other arguments for the host trainer's ``__init__``.
     Raises:
-        ValueError: for another likelihood with RewardTrainer, and for a part of its loss that is no likelihood.
+        ValueError: for another likelihood with these trainers, and for a part of their loss that is no likelihood.
     """
+    if is_dpo(trainer):
+        return _direct_preferences(given, args, kwargs or {})
     if not any(_name_of(kind) == ("trl", "RewardTrainer") for kind in trainer.__mro__):
         return given
     if given is not None and not isinstance(given, BradleyTerry):
@@ -71,10 +89,33 @@ def likelihood_for(trainer: type, given: LikelihoodConfig | None, args: Any) -> 
     return given or BradleyTerry()
 
 
+def is_dpo(trainer: type) -> bool:
+    """Return whether a class is TRL's DPOTrainer, or derived from it."""
+    return any(_name_of(kind) == ("trl", "DPOTrainer") for kind in trainer.__mro__)
+
+
+def _direct_preferences(given: LikelihoodConfig | None, args: Any, kwargs: Mapping[str, Any]) -> DirectPreferences:
+    """Return the likelihood of DPOTrainer's arguments."""
+    if given is not None:
+        raise ValueError(
+            f"likelihood={given!r:.100} is given to TRL's DPOTrainer, whose likelihood follows from its arguments "
+            "(beta): leave it out"
+        )
+    for name, (expected, why) in _OF_DPO.items():
+        value = getattr(args, name, expected)
+        if value != expected:
+            raise ValueError(f"{name}={value!r} is refused with DPO, expected {expected!r}: {why} (docs/dpo.md)")
+    reference = kwargs.get("ref_model")
+    if reference is None:
+        return DirectPreferences(beta=args.beta)
+    name = getattr(getattr(reference, "config", None), "name_or_path", "")
+    return DirectPreferences(beta=args.beta, reference=name or type(reference).__name__)
+
+
 def refuse_loss_settings(args: Any) -> None:
-    """Raise for settings of TRL's SFTConfig that ask for another loss, or that come too late for an attached model."""
+    """Raise for settings of TRL's configs that ask for another loss, or that come too late for an attached model."""
     loss, coefficient = getattr(args, "loss_type", "nll"), getattr(args, "router_aux_loss_coef", None)
-    if loss not in ("nll", "chunked_nll"):
+    if loss not in ("nll", "chunked_nll") and not isinstance(loss, list):  # DPO has a list, see likelihood_for
         raise ValueError(f"loss_type={loss!r} is refused, expected 'nll': no other loss is a log-likelihood")
     if coefficient:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from transformers import TrainerState
@@ -56,7 +57,7 @@ def take_data(host: TrainerHost, setup: Setup) -> TrainingRows | None:
     if columns:
         host.wrap_collator(lambda collate: LabelColumns(collate, columns, name_of(model.likelihood)))
     if isinstance(model.likelihood, Preferences):
-        host.wrap_collator(PairRows)
+        host.wrap_collator(partial(PairRows, precomputed=getattr(host.args, "precompute_ref_log_probs", False)))
     rows = None if host.train_dataset is None else TrainingRows(host, model, method, setup.mesh)
     method, needs = (method, method.requirements) if rows is None else (rows.method, rows.requirements)
     require_all_chains(method, setup.mesh)

@@ -16,6 +16,7 @@ from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models.attaching import attach, refuse_frozen_adapter
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.inherited_prior import Inherited, inherit
+from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.posteriors.storage import check_writable
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.host_trainers import config_kept
@@ -106,6 +107,8 @@ def set_up(
         inherited = None if prior is None else inherit(prior, bayesian, method, data_unit=args.data_unit)
         if inherited is not None:
             start = inherited.gaussian.mean.to(start)
+        if isinstance(bayesian, BayesianModelForPreferences):
+            bayesian.reference = start.clone()
         origin = initial_members(bayesian.layout, start, method, seed=args.seed, chains=mesh.chains)
         place_chains(bayesian, origin)
         bayesian.members_per_pass = args.members_per_pass

@@ -24,6 +24,7 @@ from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.training.active_run import ActiveRun
 from hf_bayes.training.arguments import BayesianTrainingArguments
 from hf_bayes.training.compat import TrainerHost, without_data_parallel
+from hf_bayes.training.dpo_compat import reference_given
 from hf_bayes.training.evaluation import Step
 from hf_bayes.training.host_trainers import likelihood_for, refuse_foreign_loss
 from hf_bayes.training.learning_rate import schedule
@@ -77,7 +78,7 @@ class BayesianTrainerMixin(PrivateHooks):
         **kwargs: Any,
     ) -> None:
         refuse_foreign_loss(type(self), BayesianTrainerMixin)
-        likelihood = likelihood_for(type(self), likelihood, args)
+        likelihood = likelihood_for(type(self), likelihood, args, kwargs)
         self.rows: TrainingRows | None = None
         self.active: ActiveRun | None = None
         with set_up(
@@ -86,7 +87,8 @@ class BayesianTrainerMixin(PrivateHooks):
         ) as setup:  # fmt: skip
             self.setup: Setup = setup
             self.outcome = Outcome(setup)
-            super().__init__(model=setup.model, args=args, **kwargs)
+            with reference_given(self, setup.model, kwargs):
+                super().__init__(model=setup.model, args=args, **kwargs)
             self.rows = take_data(TrainerHost(self), setup)
 
     # -- what users read -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hf_bayes import BayesianTrainer, BayesianTrainerMixin, MAPConfig, SGHMCConf
 from hf_bayes.training import compat
 from hf_bayes.training.host_trainers import likelihood_for
 from hf_bayes.uncertainty.custom.bradley_terry import BradleyTerry
+from hf_bayes.uncertainty.custom.direct_preferences import DirectPreferences
 from hf_bayes.uncertainty.custom.poisson import Poisson
 from tests import runs
 from tests.tiny_models import tiny_llama, with_lora
@@ -150,3 +151,15 @@ def test_rewards_have_the_likelihood_of_preferences() -> None:
         likelihood_for(reward_host(), Poisson(), args)
     with pytest.raises(ValueError, match=r"center_rewards_coefficient=0\.1 is refused"):
         likelihood_for(reward_host(), None, SimpleNamespace(center_rewards_coefficient=0.1))
+
+
+def test_dpo_has_the_likelihood_of_its_arguments() -> None:
+    host = type("DPOTrainer", (OwnLoss,), {"__module__": "trl.trainer.dpo_trainer", "compute_loss": None})
+    args = SimpleNamespace(beta=0.3, loss_type=["sigmoid"])
+    assert likelihood_for(host, None, args) == DirectPreferences(beta=0.3)
+    named = SimpleNamespace(config=SimpleNamespace(name_or_path="other"))
+    assert likelihood_for(host, None, args, {"ref_model": named}) == DirectPreferences(beta=0.3, reference="other")
+    with pytest.raises(ValueError, match=r"whose likelihood follows from its arguments \(beta\): leave it out"):
+        likelihood_for(host, DirectPreferences(), args)
+    with pytest.raises(ValueError, match=r"loss_type=\['hinge'\] is refused with DPO"):
+        likelihood_for(host, None, SimpleNamespace(beta=0.3, loss_type=["hinge"]))

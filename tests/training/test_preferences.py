@@ -36,6 +36,15 @@ def test_the_texts_of_a_pair_become_one_row() -> None:
     assert batch["labels"].tolist() == [0, 0]
 
 
+def test_reference_columns_are_read_only_where_they_were_computed() -> None:
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {**halves(rows), "ref_chosen_logps": torch.tensor([1.0]), "ref_rejected_logps": torch.tensor([2.0])}
+
+    rows = [([1, 2], [3, 4])]
+    assert PairRows(collate, precomputed=True)(rows)["ref_logps"].tolist() == [[1.0, 2.0]]
+    assert PairRows(collate)(rows).keys() == {"input_ids", "attention_mask", "labels"}
+
+
 def test_rows_of_two_texts_pass_unchanged() -> None:
     given = {"input_ids": torch.ones(3, 2, 4, dtype=torch.long), "labels": torch.tensor([0, 1, 0])}
     assert PairRows(lambda rows: given)([0, 1, 2]) == given

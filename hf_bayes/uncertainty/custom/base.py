@@ -60,6 +60,8 @@ class LikelihoodConfig:
     """
 
     name: ClassVar[str]
+    stored_as: ClassVar[str] = "likelihood"
+    """The key of ``PosteriorConfig.head`` for the settings. A loaded posterior predicts by those under "likelihood"."""
     columns: ClassVar[tuple[str, ...]] = ()
     """The columns of the data that follow the labels in the likelihood's label tensor."""
     weighs_head: ClassVar[bool] = False

@@ -55,7 +55,7 @@ class Preferences:
     predicts_classes: ClassVar[bool] = False
     lacks: ClassVar[frozenset[str]] = frozenset({"all"})
     texts_per_row: ClassVar[int] = 2
-    config: BradleyTerry
+    config: LikelihoodConfig
 
     @property
     def name(self) -> str:
