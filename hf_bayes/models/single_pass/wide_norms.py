@@ -2,15 +2,13 @@
 
 Let y = g x / s with s^2 = mean_i x_i^2 + eps, for x ~ N(m, V) of D units; LayerNorm subtracts the mean of the units
 first. The derivative at m grows as 1 / |m|, so a small hidden state seems to have an outcome far wider than a norm can
-have. The true variance lies between two bounds, where J is the derivative at x:
+have. With the derivative J at x, Cov y <= E[J V J'] (the Poincare inequality of Gaussians). So the scale is
 
-    E[J] V E[J]'  <=  Cov y  <=  E[J V J'].
+    r^2 = E[1 / s^2] = (1 + c) / E[s^2],    c = Var[s^2] / E[s^2]^2,
 
-Their mean is exact for functions of second degree. The first bound has the factor E[1 / s]^2, and the second one has
-E[1 / s^2]. To second order in c = Var[s^2] / E[s^2]^2, their mean is
+to second order in s^2 - E[s^2], where
 
-    r^2 = (1 + 7 c / 8) / E[s^2],    E[s^2] = mean_i (m_i^2 + V_ii) + eps,
-    Var[s^2] = (4 m' V m + 2 tr V^2) / D^2.
+    E[s^2] = mean_i (m_i^2 + V_ii) + eps,    Var[s^2] = (4 m' V m + 2 tr V^2) / D^2.
 
 The tangents are dy = g r (dx - n mean(n dx)) with n = r m. For a narrow x these are the derivatives at m.
 """
@@ -50,4 +48,4 @@ def expected_rate(mean: Tensor, columns: Tensor, eps: float) -> Tensor:
     pairs = "s...d,t...d->...st" if len(columns) <= width else "s...d,s...e->...de"
     trace = torch.einsum(pairs, columns, columns).square().sum((-2, -1))
     noise = 4 * torch.linalg.vecdot(columns, mean).square().sum(0) + 2 * trace
-    return ((1 + 7 / 8 * noise / (width * second).square()) / second).sqrt()[..., None]
+    return ((1 + noise / (width * second).square()) / second).sqrt()[..., None]
