@@ -441,13 +441,17 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     shares = [[k, f"{v['linearised']:.3f}", f"{v['low_rank']:.2f}", f"{v['diagonal']:.3f}"]
               for k, v in record["sources"].items()]  # fmt: skip
     return {
-        "many": table(*ranks_table(record)),
-        "cross-fitted": table(*scores_table(record)),
+        "many": _filled(*ranks_table(record)),
+        "cross-fitted": _filled(*scores_table(record)),
         "ranks": table(["posterior", "text", *shown], lines),
         "costs": table(["posterior", "mean EU", *shown], costs),
         "scores": table(["posterior", "prediction", "NLL", "accuracy", "AURC", "factor"], scores),
         "sources": table(["random weights", "share", "low rank, 16 / linearised", "diagonal / linearised"], shares),
     }
+
+
+def _filled(heads: list[str], lines: list[list[str]]) -> str:
+    return table(heads, lines) if lines else "No run is kept yet."
 
 
 def _ranks(row: Mapping[str, Any], key: str) -> str:

@@ -10,6 +10,7 @@ weights gives the variances and means to compare with. Costs and memory are of B
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
@@ -167,6 +168,7 @@ def memory() -> dict[str, Any]:
 def peak(call: Callable[[], Any]) -> float:
     """Return how many MB the resident memory rises during a call, the second one."""
     call()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier call has freed would not count
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     call()
@@ -182,28 +184,30 @@ def _status(name: str) -> float:
 
 
 def blocks(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tables of the page."""
-    lines = [
-        [family, *(f"{found[str(v)][key]:.2f}" for v in VARIANCES for key in ("low rank", "mean"))]
-        + [f"{found[str(VARIANCES[-1])][key]:.2f}" for key in ("low rank, 16", "diagonal")]
-        for family, found in record["accuracy"].items()
-    ]
-    heads = [f"{what}, {v:.0e}".replace("e-0", "e-") for v in VARIANCES for what in ("variance", "mean")]
-    last = [f"{what}, 1e-2" for what in ("rank 16", "diagonal")]
-    spent = [
-        [f"{row['width']}, {row['blocks']}", row["random"], *(f"{row[name]:.1f}" for name in WAYS)]
-        for row in record["costs"]
-    ]
-    sizes = record["memory"]
-    whole = sizes["weights"] + sizes["plain"]
-    used = [
-        [name, f"{sizes[name]:.0f}", f"{(sizes['weights'] + sizes[name]) / whole:.1f}"] for name in ("plain", *WAYS)
-    ]
-    return {
-        "accuracy": table(["model", *heads, *last], lines),
-        "costs": table(["width, blocks", "random blocks", *WAYS], spent),
-        "memory": table(["prediction", "MB beside the weights", "weights and call, over plain"], used),
-    }
+    """Return the tables of the parts that the record has."""
+    found = {}
+    if "accuracy" in record:
+        heads = [f"{what}, {v:.0e}".replace("e-0", "e-") for v in VARIANCES for what in ("variance", "mean")]
+        lines = [
+            [family, *(f"{row[str(v)][key]:.2f}" for v in VARIANCES for key in ("low rank", "mean"))]
+            + [f"{row[str(VARIANCES[-1])][key]:.2f}" for key in ("low rank, 16", "diagonal")]
+            for family, row in record["accuracy"].items()
+        ]
+        found["accuracy"] = table(["model", *heads, "rank 16, 1e-2", "diagonal, 1e-2"], lines)
+    if "costs" in record:
+        lines = [
+            [f"{row['width']}, {row['blocks']}", row["random"], *(f"{row[name]:.1f}" for name in WAYS)]
+            for row in record["costs"]
+        ]
+        found["costs"] = table(["width, blocks", "random blocks", *WAYS], lines)
+    if "memory" in record:
+        sizes = record["memory"]
+        whole = sizes["weights"] + sizes["plain"]
+        lines = [
+            [name, f"{sizes[name]:.0f}", f"{(sizes['weights'] + sizes[name]) / whole:.1f}"] for name in ("plain", *WAYS)
+        ]
+        found["memory"] = table(["prediction", "MB beside the weights", "weights and call, over plain"], lines)
+    return found
 
 
 PARTS: dict[str, Callable[[], Any]] = {"accuracy": accuracy, "costs": costs, "memory": memory}
@@ -212,12 +216,12 @@ PARTS: dict[str, Callable[[], Any]] = {"accuracy": accuracy, "costs": costs, "me
 def main() -> None:
     """Measure the chosen parts, and make the tables of the page."""
     parser = argparse.ArgumentParser(description="Measure a single pass of models that were not trained.")
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS), help="what to measure")
+    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=[], help="what to measure")
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    for part in parser.parse_args().parts:
+    for part in parser.parse_args().parts or PARTS:
         record[part] = PARTS[part]()
         RECORD.write_text(as_text(record | {"machine": machine("cpu")}))
     text = PAGE.read_text()

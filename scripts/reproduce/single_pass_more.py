@@ -78,9 +78,7 @@ def against_many(
         choose()
         add(name, model)
     model.detach()
-    distilled = kind.from_pretrained(
-        student, base_model=subject.base(), prediction="distilled", check_base=False
-    )
+    distilled = kind.from_pretrained(student, base_model=subject.base(), prediction="distilled", check_base=False)
     add("student", distilled)
     distilled.detach()
     return found
@@ -119,9 +117,7 @@ def cross_fitted(subject: Any, posterior: Posterior, student: Posterior) -> dict
     parts = []
     for fitted, tested in (halves, halves[::-1]):
         single = [{k: v[i] for k, v in batch.items()} for batch in fitted for i in range(len(batch["labels"]))]
-        calibrated = fit_variance_factor(
-            posterior, single, base_model=subject.base(), collate=default_data_collator
-        )
+        calibrated = fit_variance_factor(posterior, single, base_model=subject.base(), collate=default_data_collator)
         model = load(calibrated, members=1)
         model.single_pass()
         parts.insert(0, per_term(model, tested))  # the first half is tested last

@@ -102,9 +102,7 @@ class Tangents:
 
     def by_norm(self, mean: Tensor, gain: Tensor | None, eps: float, *, centred: bool) -> Tangents:
         """Return the spread behind a LayerNorm (``centred``) or an RMSNorm, for an input with this mean."""
-        return self.new(
-            Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred))
-        )
+        return self.new(Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred)))
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
