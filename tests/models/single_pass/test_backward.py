@@ -96,6 +96,8 @@ def test_a_variance_that_is_not_finite_names_its_layer() -> None:
     std = torch.full((layout.dim,), 1e-3)
     parts = {name: part * (1e21 if "layer.1" in name else 1) for name, part in layout.unflatten(std).items()}
     wide = Diagonal(layout.flatten(parts) * 10)  # variances 1e38, finite in float32
-    with attached(model, r"layer\.\d\.output\.dense", covariance=wide) as bayesian:
-        with pytest.raises(ValueError, match=r"layer\.1\.output\.dense.*not finite"):
-            BackwardPredictor(bayesian).outputs(bayesian, inputs_of(model))
+    with (
+        attached(model, r"layer\.\d\.output\.dense", covariance=wide) as bayesian,
+        pytest.raises(ValueError, match=r"layer\.1\.output\.dense.*not finite in a single pass"),
+    ):
+        BackwardPredictor(bayesian).outputs(bayesian, inputs_of(model))
