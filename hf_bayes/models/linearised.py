@@ -173,9 +173,9 @@ def _along(
     inner = covariance_of_layers(covariance, layout, reads, like)
     if not bool(inner.isfinite().all()):
         raise ValueError(
-            f"{_widest(covariance, layout, reads)}: variances of the outputs from its weights are not finite in a single "
-            "pass: the model or its posterior has diverged, or the posterior is too wide for float32. Predict by "
-            "members, or fit a smaller posterior (a larger prior precision)"
+            f"{_widest(covariance, layout, reads)}: variances of the outputs from its weights are not finite in a "
+            "single pass: the model or its posterior has diverged, or the posterior is too wide for float32. Predict "
+            "by members, or fit a smaller posterior (a larger prior precision)"
         )
     chosen = chosen.to(inner)
     whole = chosen @ inner @ chosen.mT
