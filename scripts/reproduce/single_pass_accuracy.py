@@ -61,11 +61,12 @@ def compared(family: str, variance: float) -> dict[str, float]:
     with attached(model, subspace, variance) as bayesian:
         mean, wanted = members_of(bayesian, inputs)
         gaussian = bayesian.posterior.approximation
-        for label, options in {
+        settings: dict[str, dict[str, Any]] = {
             "low rank": {"structure": "low_rank", "rank": RANK},
             "low rank, 16": {"structure": "low_rank", "rank": 16},
             "diagonal": {"structure": "diagonal"},
-        }.items():
+        }
+        for label, options in settings.items():
             one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], **options)
             with one.open():
                 logits = bayesian.members.forward(inputs).logits
@@ -100,8 +101,9 @@ def classifier(width: int, num_blocks: int, random: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=1000, hidden_size=width, num_hidden_layers=num_blocks, num_attention_heads=width // 32,
-        intermediate_size=4 * width, num_labels=6,
+        intermediate_size=4 * width,
     )  # fmt: skip
+    config.num_labels = 6
     plain = BertForSequenceClassification(config).eval()
     base = BertForSequenceClassification(config).eval()
     chosen = range(num_blocks) if random == "all" else [num_blocks - 2, num_blocks - 1]

@@ -53,9 +53,7 @@ def against_many(
     )
     theta = model.theta.detach().clone()
     members = {"64 other members": theta[MANY:], "32 other members": theta[MANY : MANY + 32]}
-    ways: dict[str, Callable[[], Any]] = {
-        name: lambda some=some: model.linearise(None).show(some) for name, some in members.items()
-    }
+    ways: dict[str, Callable[[], Any]] = {name: functools.partial(shown, model, some) for name, some in members.items()}
     if is_causal:
         ways |= {f"low rank, {n}": functools.partial(model.single_pass, rank=n) for n in (16, 4)}
     else:
@@ -84,6 +82,11 @@ def against_many(
     return found
 
 
+def shown(model: Any, theta: Tensor) -> None:
+    """Let the model predict by these members."""
+    model.linearise(None).show(theta)
+
+
 def student_of(subject: Any, posterior: Posterior) -> Posterior:
     """Return the posterior with a student of 32 members, from rows without labels."""
     rows = [{k: v for k, v in row.items() if k != "labels"} for row in subject.rows] + list(subject.unlabelled)
@@ -105,16 +108,18 @@ def cross_fitted(subject: Any, posterior: Posterior, student: Posterior) -> dict
     load = functools.partial(kind.from_pretrained, base_model=subject.base(), check_base=False)
     model = load(posterior, members=32)
     theta = model.theta.detach().clone()
+    approximation: Any = posterior.approximation
+    means: Tensor = approximation.means
     terms = {}
     for name, choose in {
-        "mean network": lambda: model.linearise(None).show(posterior.approximation.means.to(theta)),
+        "mean network": lambda: model.linearise(None).show(means.to(theta)),
         "32 members": lambda: model.linearise(None).show(theta),
         "single pass": model.single_pass,
     }.items():
         choose()
         terms[name] = per_term(model, rows)
     model.detach()
-    parts = []
+    parts: list[dict[str, Any]] = []
     for fitted, tested in (halves, halves[::-1]):
         single = [{k: v[i] for k, v in batch.items()} for batch in fitted for i in range(len(batch["labels"]))]
         calibrated = fit_variance_factor(posterior, single, base_model=subject.base(), collate=default_data_collator)
