@@ -171,12 +171,30 @@ def _along(
     reads = _reads(hooks, outputs, chosen.permute(2, 0, 1).to(outputs))
     reads = [read._replace(g=directions.factor(read.layer) ** 0.5 * read.g) for read in reads]
     inner = covariance_of_layers(covariance, layout, reads, like)
+    if not bool(inner.isfinite().all()):
+        raise ValueError(
+            f"{_widest(covariance, layout, reads)}: variances of the outputs from its weights are not finite in a "
+            "single pass: the model or its posterior has diverged, or the posterior is too wide for float32. Predict "
+            "by members, or fit a smaller posterior (a larger prior precision)"
+        )
     chosen = chosen.to(inner)
     whole = chosen @ inner @ chosen.mT
     if directions.number == outputs.shape[1]:
         return whole
     others = torch.eye(outputs.shape[1]).to(inner) - chosen @ chosen.mT
     return whole + inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * others
+
+
+def _widest(covariance: Covariance, layout: Layout, reads: list[LayerReads]) -> str:
+    """Return the path of the layer with the largest bound of its part of the variance; NaN counts as infinite."""
+    variances = layout.unflatten(covariance.variance.double())
+
+    def bound(read: LayerReads) -> float:
+        own = max(float(variances[name].abs().max()) for name in read.layer.names.values())
+        size = own * float(read.g.abs().max()) ** 2 * max(float(read.x.abs().max()), 1.0) ** 2
+        return size if size == size else float("inf")
+
+    return max(reads, key=bound).layer.path
 
 
 def owner_of(path: str) -> str:

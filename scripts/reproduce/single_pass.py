@@ -57,6 +57,7 @@ from scripts.quickstart_base import pretrain_base, train_tokenizer, windows
 from scripts.quickstart_corpora import corpora
 from scripts.reproduce.encoder_table import encoder
 from scripts.reproduce.report import RESULTS, as_text, keep, table
+from scripts.reproduce.single_pass_more import against_many, cross_fitted, ranks_table, scores_table, student_of
 
 NAME = "single_pass"
 MODULES = ("argparse", "collections", "decimal", "email.message", "logging", "tkinter")
@@ -89,6 +90,8 @@ class Subject:
     lora: Callable[[], Any]
     rows: list[dict[str, Any]]
     sets: dict[str, list[Batch]] = field(default_factory=dict)
+    unlabelled: list[dict[str, Any]] = field(default_factory=list)
+    """More rows for a student."""
 
 
 def docstrings() -> tuple[list[str], list[int]]:
@@ -125,7 +128,9 @@ def classifier() -> Subject:
     train = rows[1::2]
     targets = ["query", "value", "output.dense"]
     lora = functools.cache(lambda: adapted(base(), "SEQ_CLS", targets, [4, 5], train, steps=60))
-    return Subject("sequence_classification", base, lora, train, {k: batches(v, 26) for k, v in sets.items()})
+    more = encoded([line for line in "\n".join(prose["pretrain"]).splitlines() if len(line) > 40][::50][:300])
+    found = {k: batches(v, 26) for k, v in sets.items()}
+    return Subject("sequence_classification", base, lora, train, found, unlabelled=more)
 
 
 def language_model(directory: Path) -> Subject:
@@ -390,8 +395,13 @@ def experiment(path: Path, tasks: Sequence[str], posteriors_at: Path | None = No
                 found["settings"] = SETTINGS
             subject = makers[task]()
             posterior = kept(posteriors_at, label, posteriors(subject)[kind])
+            if "many" not in found:
+                student = student_of(subject, posterior)
+                found["many"] = against_many(subject, posterior, student, read=read, cost=cost)
+                found["cross-fitted"] = cross_fitted(subject, posterior, student)
+                save()
             compared(subject, posterior, found, save)
-            if task == "classifier":
+            if task == "classifier" and "scores" not in found:
                 found["scores"] = scored(subject, posterior)
             if "sources" not in record:
                 record["sources"] = sources(subject, posterior)
@@ -406,6 +416,7 @@ def is_complete(found: Mapping[str, Any], task: str) -> bool:
     ways = set(WAYS) - (by_backward if task == "language model" else set())
     return (
         found.get("settings") == SETTINGS
+        and "many" in found
         and ways <= set(found.get("ways", {}))
         and ("scores" in found or task != "classifier")
     )
@@ -430,11 +441,17 @@ def blocks(record: Mapping[str, Any]) -> dict[str, str]:
     shares = [[k, f"{v['linearised']:.3f}", f"{v['low_rank']:.2f}", f"{v['diagonal']:.3f}"]
               for k, v in record["sources"].items()]  # fmt: skip
     return {
+        "many": _filled(*ranks_table(record)),
+        "cross-fitted": _filled(*scores_table(record)),
         "ranks": table(["posterior", "text", *shown], lines),
         "costs": table(["posterior", "mean EU", *shown], costs),
         "scores": table(["posterior", "prediction", "NLL", "accuracy", "AURC", "factor"], scores),
         "sources": table(["random weights", "share", "low rank, 16 / linearised", "diagonal / linearised"], shares),
     }
+
+
+def _filled(heads: list[str], lines: list[list[str]]) -> str:
+    return table(heads, lines) if lines else "No run is kept yet."
 
 
 def _ranks(row: Mapping[str, Any], key: str) -> str:

@@ -36,7 +36,7 @@ class SinglePass:
         members: the member engine of the model.
         mean: [d].
         covariance: of theta. "diagonal" and "full" drop the covariance between different layers.
-        structure: "low_rank", "diagonal" (cheaper, without the covariance between units), or "full" for small models.
+        structure: "low_rank", "diagonal" (without the covariance between units), or "full" for small models.
         rank: the number of columns of "low_rank"; None means ``drawn.rank_for``.
         deterministic_scores: True to take queries and keys at their means, as the paper does (eq. 59).
         factors: {path of a module: calibration factor of its noise}; 1 where none is given.

@@ -219,10 +219,9 @@ def random_module(
 
 def frozen_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward of a frozen module during a single pass; None if the module keeps its own."""
-    name = type(module).__name__
     if isinstance(module, Conv1D):
         return lambda x: _through(module, x, _conv1d)
-    if name.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+    if _is_family_rms_norm(module):
         return lambda x: _through(module, x, _family_rms_norm)
     if type(module).__module__ == "transformers.activations":
         return lambda x: _through(module, x, _activation)
@@ -249,7 +248,10 @@ def _tangents_through(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
         return spread.new(Later(lambda choose: spread.at(choose).roots), Outer(module.weight.detach().mT))
     if type(module).__module__ == "transformers.activations":
         return spread.by_element(lambda value: forward(module, value), mean)
-    return spread.by_row(lambda value: forward(module, value), mean)
+    if not _is_family_rms_norm(module):
+        return spread.by_row(lambda value: forward(module, value), mean)
+    eps = _eps_of(module)
+    return spread.by_norm(mean, gain_of(module, eps, mean), eps, centred=False)
 
 
 def _conv1d(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
@@ -258,10 +260,18 @@ def _conv1d(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
 
 
 def _family_rms_norm(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0)
+    eps = _eps_of(module)
     wide = mean.to(spread.variance.dtype)
     gain = gain_of(module, eps, mean).to(wide.dtype)
     return spread.new(rms_norm_variance(wide, spread.variance, gain, eps), spread.features)
+
+
+def _is_family_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
+
+
+def _eps_of(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0))
 
 
 def _activation(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:

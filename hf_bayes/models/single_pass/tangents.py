@@ -26,6 +26,7 @@ from hf_bayes.models.single_pass.factors import pushed
 from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
 from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, name_of
 from hf_bayes.models.single_pass.outer import Outer
+from hf_bayes.models.single_pass.wide_norms import norm_tangents
 from hf_bayes.uncertainty.likelihoods import widened
 
 
@@ -98,6 +99,10 @@ class Tangents:
     def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
         """Return the spread behind an elementwise function, for an input with this mean."""
         return self.new(Later(lambda choose: self.at(choose).roots * slope(function, choose(mean))))
+
+    def by_norm(self, mean: Tensor, gain: Tensor | None, eps: float, *, centred: bool) -> Tangents:
+        """Return the spread behind a LayerNorm (``centred``) or an RMSNorm, for an input with this mean."""
+        return self.new(Later(lambda to: norm_tangents(to(mean), self.at(to).roots, gain, eps, centred=centred)))
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
@@ -256,22 +261,22 @@ def _linear(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor
 
 @_rule(F.layer_norm)
 def _layer_norm(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
-    """Return the tangent of g n with n = (x - mean x) / s: g (dx - mean dx - n mean(n dx)) / s."""
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    return _norm(own, function, args, kwargs, centred=True)
+
+
+@_rule(F.rms_norm)
+def _rms_norm(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
+    return _norm(own, function, args, kwargs, centred=False)
+
+
+def _norm(own: Tangents, function: Any, args: Any, kwargs: Any, *, centred: bool) -> Tangents:
+    names = ("input", "normalized_shape", "weight", *(["bias"] if centred else []), "eps")
     given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
     x, gain, eps = mean_of(given["input"]), given["weight"], given["eps"]
     if len(given["normalized_shape"]) > 1 or any(isinstance(given[name], Moments) for name in ("weight", "bias")):
         return own.new(pushed(function, args, kwargs))
-
-    def columns(choose: Choose) -> Tensor:
-        rows, moved = choose(x), own.at(choose).roots
-        rate = (rows.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-        unit = (rows - rows.mean(-1, keepdim=True)) * rate
-        along = torch.linalg.vecdot(moved, unit)[..., None] / x.shape[-1]
-        found = (moved - moved.mean(-1, keepdim=True)).addcmul_(unit, along, value=-1)
-        return found.mul_(rate if gain is None else rate * gain)
-
-    return own.new(Later(columns))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # the default of torch's RMSNorm
+    return own.by_norm(x, gain, eps, centred=centred)
 
 
 @_rule(

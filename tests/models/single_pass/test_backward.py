@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_bayes.core.layout import select
-from hf_bayes.distributions.covariance import COVARIANCES
+from hf_bayes.distributions.covariance import COVARIANCES, Diagonal
 from hf_bayes.models.linearised import gaussian_outputs
 from hf_bayes.models.single_pass.backward import BackwardPredictor, leading_directions
 from tests.models.linear_cases import random_covariance
@@ -88,3 +88,16 @@ def test_variances_that_are_not_finite_are_refused() -> None:
         bayesian.single_pass()
         with pytest.raises(ValueError, match="not finite in a single pass"):
             bayesian(**inputs_of(bayesian.model))
+
+
+def test_a_variance_that_is_not_finite_names_its_layer() -> None:
+    model = tiny_bert()
+    layout = select(model, r"layer\.\d\.output\.dense")
+    std = torch.full((layout.dim,), 1e-3)
+    parts = {name: part * (1e21 if "layer.1" in name else 1) for name, part in layout.unflatten(std).items()}
+    wide = Diagonal(layout.flatten(parts) * 10)  # variances 1e38, finite in float32
+    with (
+        attached(model, r"layer\.\d\.output\.dense", covariance=wide) as bayesian,
+        pytest.raises(ValueError, match=r"layer\.1\.output\.dense.*not finite in a single pass"),
+    ):
+        BackwardPredictor(bayesian).outputs(bayesian, inputs_of(model))

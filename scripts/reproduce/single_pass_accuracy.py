@@ -1,0 +1,236 @@
+"""Accuracy, cost and memory of a single pass, for models that were not trained: the tables of docs/single_pass.md.
+
+    python -m scripts.reproduce.single_pass_accuracy            # all tables
+    python -m scripts.reproduce.single_pass_accuracy costs      # one of accuracy, costs, memory
+
+LoRA is in all blocks of small models of each family, with independent weights of one variance, and Monte Carlo over the
+weights gives the variances and means to compare with. Costs and memory are of BERT-like classifiers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+from transformers.utils import logging
+
+from benchmarks.harness import machine
+from benchmarks.table import replaced
+from hf_bayes.models.single_pass.driver import SinglePass
+from hf_bayes.models.single_pass.moments import mean_of
+from scripts.reproduce.report import as_text, table
+from tests.models.single_pass.cases import attached
+from tests.models.single_pass.test_driver import FAMILIES
+from tests.tiny_models import inputs_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "single_pass.md"
+RECORD = PAGE.with_suffix(".json")
+VARIANCES = (1e-4, 1e-3, 1e-2)
+DRAWS, RANK = 4000, 512
+
+
+def members_of(bayesian: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean and the variance of the logits over draws of the posterior."""
+    theta = bayesian.posterior.approximation.sample(DRAWS, torch.Generator().manual_seed(0))
+    found = []
+    for some in theta.split(250):
+        with bayesian.members.bind(some):
+            found.append(bayesian.members.logits(inputs))
+    logits = torch.cat(found)
+    return logits.mean(0), logits.var(0)
+
+
+@torch.no_grad()
+def compared(family: str, variance: float) -> dict[str, float]:
+    """Return the ratios of variances in total, and the distance of the means relative to the norm."""
+    build, subspace = FAMILIES[family]
+    model = build()
+    inputs = inputs_of(model)
+    found = {}
+    with attached(model, subspace, variance) as bayesian:
+        mean, wanted = members_of(bayesian, inputs)
+        gaussian = bayesian.posterior.approximation
+        settings: dict[str, dict[str, Any]] = {
+            "low rank": {"structure": "low_rank", "rank": RANK},
+            "low rank, 16": {"structure": "low_rank", "rank": 16},
+            "diagonal": {"structure": "diagonal"},
+        }
+        for label, options in settings.items():
+            one = SinglePass(bayesian.members, gaussian.means[0], gaussian.covariances[0], **options)
+            with one.open():
+                logits = bayesian.members.forward(inputs).logits
+            found[label] = round(float(logits.spread.variance.sum() / wanted.sum()), 3)
+        own = mean_of(logits)
+        found["mean"] = round(float((mean - own).norm() / own.norm()), 4)
+    return found
+
+
+def accuracy() -> dict[str, Any]:
+    """Return the figures of each family and weight variance."""
+    return {family: {str(v): compared(family, v) for v in VARIANCES} for family in FAMILIES}
+
+
+# -- cost and memory ---------------------------------------------------------------------------------------------------
+
+SIZES = {(256, 6): ("last two", "all"), (384, 6): ("last two",), (384, 12): ("last two",)}
+"""(width, number of blocks) -> the blocks with a random LoRA."""
+
+ROUNDS = 7
+WAYS: dict[str, dict[str, Any]] = {
+    "backward, 1": {"structure": "backward", "rank": 1},
+    "backward, 2": {"structure": "backward", "rank": 2},
+    "low rank, 4": {"structure": "low_rank", "rank": 4},
+    "low rank, 16": {"structure": "low_rank", "rank": 16},
+    "diagonal": {"structure": "diagonal"},
+}
+
+
+def classifier(width: int, num_blocks: int, random: str) -> tuple[Any, Any]:
+    """Return the model without adapter, and the model with a random LoRA."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=1000, hidden_size=width, num_hidden_layers=num_blocks, num_attention_heads=width // 32,
+        intermediate_size=4 * width,
+    )  # fmt: skip
+    config.num_labels = 6
+    plain = BertForSequenceClassification(config).eval()
+    base = BertForSequenceClassification(config).eval()
+    chosen = range(num_blocks) if random == "all" else [num_blocks - 2, num_blocks - 1]
+    lora = LoraConfig(
+        task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.0, layers_to_transform=list(chosen),
+        target_modules=["query", "value", "output.dense"],
+    )  # fmt: skip
+    model = get_peft_model(base, lora).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return plain, model
+
+
+def words(rows: int, length: int) -> dict[str, Tensor]:
+    """Return a batch of random words."""
+    ids = torch.randint(5, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@torch.no_grad()
+def cost(width: int, num_blocks: int, random: str) -> dict[str, float]:
+    """Return the median processor time of each way, over the time of a plain forward, in turn."""
+    plain, model = classifier(width, num_blocks, random)
+    inputs = words(16, 32)
+    times: dict[str, list[float]] = {name: [] for name in ("plain", *WAYS)}
+    with attached(model, "trainable") as bayesian:
+        for turn in range(ROUNDS + 1):
+            for name, spent in times.items():
+                if name != "plain":
+                    bayesian.single_pass(**WAYS[name])
+                call: Callable[..., Any] = plain if name == "plain" else bayesian
+                for _ in range(1 + (turn == 0)):  # the first call of a setting checks rules
+                    begin = time.process_time()
+                    call(**inputs)
+                spent.append(time.process_time() - begin)
+    unit = statistics.median(times.pop("plain")[1:])
+    return {name: round(statistics.median(spent[1:]) / unit, 2) for name, spent in times.items()}
+
+
+def costs() -> list[dict[str, Any]]:
+    """Return the costs for each size."""
+    return [
+        {"width": width, "blocks": blocks, "random": random, **cost(width, blocks, random)}
+        for (width, blocks), which in SIZES.items()
+        for random in which
+    ]
+
+
+@torch.no_grad()
+def memory() -> dict[str, Any]:
+    """Return the most memory in MB that a call takes beside the weights, by the peak of the process (Linux only)."""
+    plain, model = classifier(384, 6, "last two")
+    inputs = words(32, 64)
+    weights = sum(p.numel() * p.element_size() for p in plain.parameters()) / 2**20
+    found: dict[str, float] = {"plain": peak(lambda: plain(**inputs))}
+    with attached(model, "trainable") as bayesian:
+        for name, options in WAYS.items():
+            bayesian.single_pass(**options)
+            found[name] = peak(lambda: bayesian(**inputs))
+    return {"weights": round(weights, 1), **{name: round(value, 1) for name, value in found.items()}}
+
+
+def peak(call: Callable[[], Any]) -> float:
+    """Return how many MB the resident memory rises during a call, the second one."""
+    call()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier call has freed would not count
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = _status("VmRSS")
+    call()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of the parts that the record has."""
+    found = {}
+    if "accuracy" in record:
+        heads = [f"{what}, {v:.0e}".replace("e-0", "e-") for v in VARIANCES for what in ("variance", "mean")]
+        lines = [
+            [family, *(f"{row[str(v)][key]:.2f}" for v in VARIANCES for key in ("low rank", "mean"))]
+            + [f"{row[str(VARIANCES[-1])][key]:.2f}" for key in ("low rank, 16", "diagonal")]
+            for family, row in record["accuracy"].items()
+        ]
+        found["accuracy"] = table(["model", *heads, "rank 16, 1e-2", "diagonal, 1e-2"], lines)
+    if "costs" in record:
+        lines = [
+            [f"{row['width']}, {row['blocks']}", row["random"], *(f"{row[name]:.1f}" for name in WAYS)]
+            for row in record["costs"]
+        ]
+        found["costs"] = table(["width, blocks", "random blocks", *WAYS], lines)
+    if "memory" in record:
+        sizes = record["memory"]
+        whole = sizes["weights"] + sizes["plain"]
+        lines = [
+            [name, f"{sizes[name]:.0f}", f"{(sizes['weights'] + sizes[name]) / whole:.1f}"] for name in ("plain", *WAYS)
+        ]
+        found["memory"] = table(["prediction", "MB beside the weights", "weights and call, over plain"], lines)
+    return found
+
+
+PARTS: dict[str, Callable[[], Any]] = {"accuracy": accuracy, "costs": costs, "memory": memory}
+
+
+def main() -> None:
+    """Measure the chosen parts, and make the tables of the page."""
+    parser = argparse.ArgumentParser(description="Measure a single pass of models that were not trained.")
+    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=[], help="what to measure")
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for part in parser.parse_args().parts or PARTS:
+        record[part] = PARTS[part]()
+        RECORD.write_text(as_text(record | {"machine": machine("cpu")}))
+    text = PAGE.read_text()
+    for name, found in blocks(record).items():
+        text = replaced(text, name, found)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
