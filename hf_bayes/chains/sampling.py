@@ -123,8 +123,9 @@ def sample(
     if state is not None:
         plan.check_state(method)
         built = with_initial_state(built, state, form, name=method.name)
-    run = Run(built, objective, start, chain_generators(seed, len(start), device=start.device), problem,
-              draws_on=start.device)  # fmt: skip
+    mirrored = problem.own_step_size and method.requirements.mirrored_chains
+    rngs = chain_generators(seed, len(start), device=start.device, mirrored=mirrored)
+    run = Run(built, objective, start, rngs, problem, draws_on=start.device)
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
     infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)
     draws, info = torch.stack(run.draws, 1), stack_info(infos, len(start))

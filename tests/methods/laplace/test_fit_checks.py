@@ -5,13 +5,13 @@ import torch
 
 from hf_bayes.core.types import Problem
 from hf_bayes.distributions.approximations import Gaussian
-from hf_bayes.distributions.energy import FlatPrior
+from hf_bayes.distributions.energy import FlatPrior, GaussianPrior
 from hf_bayes.methods.laplace.fit_checks import check_fits
 
 POSTERIOR = Gaussian.diagonal(torch.zeros(1, 2), torch.ones(1, 2))
 
 
-def problem(prior: FlatPrior | Gaussian, noise_std: float | None = 1.0) -> Problem:
+def problem(prior: FlatPrior | GaussianPrior | Gaussian, noise_std: float | None = 1.0) -> Problem:
     return Problem(1.0, prior, 0.1, 1, 0, {"w": (2,)}, noise_std=noise_std)
 
 
@@ -34,3 +34,4 @@ def test_a_fit_that_the_problem_rules_out_is_refused(
 def test_a_fit_that_the_problem_allows_passes() -> None:
     check_fits(problem(POSTERIOR, None), "laplace", fit_prior=None, fit_noise=False)
     check_fits(problem(FlatPrior()), "laplace", fit_prior=None, fit_noise=True)
+    check_fits(problem(GaussianPrior(torch.zeros(2), torch.ones(2))), "laplace", fit_prior="evidence", fit_noise=True)
