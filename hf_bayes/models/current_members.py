@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
+from hf_bayes.models.predictors import Predictor
 
 
 class CurrentMembers:
@@ -50,6 +51,19 @@ class CurrentMembers:
             yield
         finally:
             self.shown, self.shown_spread, self.shown_temperature, self.own_temperature = before
+
+
+def stored_temperature(calibration: Mapping[str, Any], predictor: Predictor, num_members: int) -> float:
+    """Return the temperature of the mixture that a posterior stores, or 1 if it was fitted for another prediction.
+
+    Args:
+        calibration: of the posterior's config; empty without one.
+        predictor: the way in which the model predicts.
+        num_members: the number of members that the model holds.
+    """
+    own = predictor.imitates or (predictor.prediction, num_members if predictor.averages_members else 0)
+    fits = (calibration.get("prediction"), calibration.get("num_members")) == own
+    return float(calibration["temperature"]) if fits else 1.0
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:
