@@ -186,7 +186,8 @@ class BayesianModel(HostMethods):
         """Predict by this predictor, at the stored temperature of the mixture if it was fitted for this prediction."""
         self.predictor = predictor
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
-        self.current_members.own_temperature = stored_temperature(stored, predictor, len(self.theta))
+        own = predictor.imitates or (predictor.prediction, len(self.theta) if predictor.averages_members else 0)
+        self.current_members.own_temperature = stored_temperature(stored, *own)
         return self
 
     def _predictor_by(self, link: str | None) -> Predictor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_bayes.distributed.member_sums import DistributedMembers, LocalMembers
-from hf_bayes.models.predictors import Predictor
 
 
 class CurrentMembers:
@@ -53,16 +52,15 @@ class CurrentMembers:
             self.shown, self.shown_spread, self.shown_temperature, self.own_temperature = before
 
 
-def stored_temperature(calibration: Mapping[str, Any], predictor: Predictor, num_members: int) -> float:
+def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:
     """Return the temperature of the mixture that a posterior stores, or 1 if it was fitted for another prediction.
 
     Args:
         calibration: of the posterior's config; empty without one.
-        predictor: the way in which the model predicts.
-        num_members: the number of members that the model holds.
+        prediction: the way in which the model predicts, a name of ``gaussian_links.PREDICTIONS``.
+        num_members: the number of members that it averages; 0 if it averages none.
     """
-    own = predictor.imitates or (predictor.prediction, num_members if predictor.averages_members else 0)
-    fits = (calibration.get("prediction"), calibration.get("num_members")) == own
+    fits = (calibration.get("prediction"), calibration.get("num_members")) == (prediction, num_members)
     return float(calibration["temperature"]) if fits else 1.0
 
 

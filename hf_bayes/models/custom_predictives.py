@@ -129,7 +129,7 @@ def _of_texts(likelihood: Preferences, logits: Tensor, spread: LocalMembers, tem
 def _of_own(likelihood: Adapted, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
     if likelihood.num_classes is None:
         return OwnNumbers(logits, likelihood, spread)
-    return MemberClasses(likelihood.class_log_probs(logits), Categorical(), spread, temperature)
+    return MemberClasses(likelihood.predict_classes(logits).log_probs, Categorical(), spread, temperature)
 
 
 def of_gaussian(

@@ -136,11 +136,11 @@ class Adapted:
         """
         return self.config.predict(widened(logits)).identified
 
-    def class_log_probs(self, logits: Tensor) -> Tensor:
-        """Return the log-probabilities [..., K] of the classes, for a likelihood of classes."""
+    def predict_classes(self, logits: Tensor) -> ClassLogProbs:
+        """Return the prediction of a likelihood whose labels are classes."""
         found = self.config.predict(widened(logits))
         assert isinstance(found, ClassLogProbs)
-        return found.log_probs
+        return found
 
     # -- derivatives -----------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Adapted:
         if self.num_classes is None:
             size = self.config.label_size
             return self.config.draw(widened(logits), uniforms[:, 0] if size == 1 else uniforms[:, :size])
-        cumulative = self.class_log_probs(logits).double().exp().cumsum(-1)
+        cumulative = self.predict_classes(logits).log_probs.double().exp().cumsum(-1)
         drawn = torch.searchsorted(cumulative, (uniforms[:, 0].double() * cumulative[:, -1])[:, None], right=True)[:, 0]
         return drawn.clamp_max(self.num_classes - 1)
 
@@ -162,8 +162,9 @@ class Adapted:
             values, vectors = torch.linalg.eigh(self.config.fisher(outputs))
             root: Tensor = vectors[..., column] * values[:, column].clamp_min(0).sqrt()[:, None]
             return root
+        found = self.predict_classes(outputs)
         labels = torch.full((len(outputs),), column, device=outputs.device)
-        return self.score(outputs, labels) * (self.class_log_probs(logits)[:, column] / 2).exp()[:, None]
+        return self.score(outputs, labels) * (found.log_probs[:, column] / 2).exp()[:, None]
 
     def num_root_columns(self, num_outputs: int) -> int:
         return num_outputs if self.num_classes is None else self.num_classes
