@@ -129,7 +129,8 @@ class EnergyObjective:
         """Return what the energy returns beside its value at ``theta`` [M, d]; of several batches, the mean."""
         with torch.no_grad():
             found = [self._value(theta, batch)[1] for batch in batches]
-        means = {name: _mean([each[name] for each in found if each]) for name in found[0]}
+        named = [each for each in found if each is not None]
+        means = {name: _mean([each[name] for each in named]) for name in named[0]}
         return means[_SINGLE] if means.keys() == {_SINGLE} else means
 
     def evaluate(self, theta: Tensor, batches: list[Any], *, gradient: bool = True) -> Evaluation:
@@ -152,7 +153,7 @@ class EnergyObjective:
             grad = _gradient(value, leaf)
         return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
-    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return U [M] at ``theta`` [M, d], and by name what the energy returns beside it."""
         given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
         found = self.energy(self.form.unflatten(given), batch)
@@ -168,9 +169,10 @@ class EnergyObjective:
                 f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
                 f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
             )
-        named = {} if aux is None else _named(aux, len(theta))
-        self.returns_aux = self.returns_aux or aux is not None
-        return value, named
+        if aux is None:
+            return value, None
+        self.returns_aux = True
+        return value, _named(aux, len(theta))
 
     def _check_start(self, theta: Tensor, batches: list[Any]) -> None:
         """Check that chains start where the energy is finite.
