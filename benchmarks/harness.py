@@ -22,7 +22,7 @@ import torch
 from benchmarks.models import Subject
 
 Work = Callable[[], float]
-"""Does a piece of work once and returns its seconds."""
+"""A function that does a piece of work once and returns its seconds."""
 
 ROOT = Path(__file__).parents[1]
 

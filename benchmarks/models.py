@@ -50,7 +50,7 @@ class Subject:
         return SHAPES[self.shape]
 
     def plain(self) -> LlamaForCausalLM:
-        """Its weights those of seed 0, made where they will be used."""
+        """The model with the weights of seed 0, made where they will be used."""
         config = LlamaConfig(
             **self.fields, max_position_embeddings=4096, tie_word_embeddings=False,
             pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -44,7 +44,7 @@ PLACEHOLDERS = {"llava": 4, "gemma3": 4, "idefics3": 1, "qwen2_vl": 1}
 
 
 def llava(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """More blocks in the part that reads images than in the one that writes."""
+    """A model with more blocks in the part that reads images than in the part that writes."""
     config = LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=LlamaConfig(**TEXT),
                          image_token_id=IMAGE, vision_feature_layer=-1)  # fmt: skip
     return models._build(lambda: LlavaForConditionalGeneration(config), 0, dtype)

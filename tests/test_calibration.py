@@ -56,7 +56,7 @@ class Regressions:
         return torch.cat([theta, Regressions.__call__(self, theta).log_lik[:, None]], 1)
 
     def begin_update(self) -> None:
-        """Here one update is like the other."""
+        """Do nothing: one update is like the other."""
 
     def __call__(self, theta: Tensor, *, gradient: bool = True, batches: slice | None = None) -> Evaluation:
         off = theta - self.best

@@ -440,7 +440,7 @@ def rows_by_heading(text: str) -> list[dict[str, str]]:
 
 
 def test_the_figures_of_the_chooser_are_those_of_the_results() -> None:
-    """Each is a part of a row of a page that is made from JSON."""
+    """Check that each figure is a part of a row of a page that is made from JSON."""
     results = ("recommend", "golds", "encoder_table")
     sources = (*(f"docs/results/{name}.md" for name in results), "docs/benchmarks.md")
     known = [row.items() for page in sources for row in rows_by_heading(part(page))]

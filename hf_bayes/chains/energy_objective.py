@@ -25,6 +25,7 @@ from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.rng import generator
+from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
@@ -33,6 +34,9 @@ OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticEr
 
 MAX_COUPLING = 0.01
 """Nats by which an energy may change with other chains' theta: acceptance probabilities then change by 1 % at most."""
+
+_SINGLE = ""
+"""The name of a single tensor that an energy returns beside its value."""
 
 
 def is_outside_support(error: Exception) -> bool:
@@ -125,10 +129,9 @@ class EnergyObjective:
         """Return what the energy returns beside its value at ``theta`` [M, d]; of several batches, the mean."""
         with torch.no_grad():
             found = [self._value(theta, batch)[1] for batch in batches]
-        if isinstance(found[0], Tensor):
-            return _mean([each for each in found if isinstance(each, Tensor)])
-        named = [each for each in found if isinstance(each, Mapping)]
-        return {name: _mean([each[name] for each in named]) for name in named[0]}
+        named = [each for each in found if each is not None]
+        means = {name: _mean([each[name] for each in named]) for name in named[0]}
+        return means[_SINGLE] if means.keys() == {_SINGLE} else means
 
     def evaluate(self, theta: Tensor, batches: list[Any], *, gradient: bool = True) -> Evaluation:
         """Return minus the energy at ``theta`` [M, d], the mean over some batches, and its gradient."""
@@ -150,8 +153,8 @@ class EnergyObjective:
             grad = _gradient(value, leaf)
         return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
-    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, Aux | None]:
-        """Return U [M] at ``theta`` [M, d], and what the energy returns beside it."""
+    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return U [M] at ``theta`` [M, d], and by name what the energy returns beside it."""
         given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
         found = self.energy(self.form.unflatten(given), batch)
         value, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
@@ -166,10 +169,10 @@ class EnergyObjective:
                 f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
                 f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
             )
-        if aux is not None:
-            _check_aux(aux, len(theta))
-            self.returns_aux = True
-        return value, aux
+        if aux is None:
+            return value, None
+        self.returns_aux = True
+        return value, _named(aux, len(theta))
 
     def _check_start(self, theta: Tensor, batches: list[Any]) -> None:
         """Check that chains start where the energy is finite.
@@ -325,16 +328,16 @@ def _gradient(value: Tensor, leaf: Tensor, *, retain: bool = False) -> Tensor:
     return grad
 
 
-def _check_aux(aux: Any, num_chains: int) -> None:
-    """Raise unless what an energy returns beside its value is a tensor [M, ...], or some by name."""
-    named = aux if isinstance(aux, Mapping) else {"": aux}
+def _named(aux: Any, num_chains: int) -> dict[str, Tensor]:
+    """Return by name what an energy returns beside its value: a tensor [M, ...], or a mapping of such."""
+    named = dict(aux) if isinstance(aux, Mapping) else {_SINGLE: aux}
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
-            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"energy may return (U, aux), with aux a tensor [M, ...] or a mapping of such, one entry for each of "
-                f"{num_chains} chains; got {got}{f' for {name!r}' if name else ''}"
+                f"{num_chains} chains; got {shape_in_words(value)}{f' for {name!r}' if name else ''}"
             )
+    return named
 
 
 def _mean(values: list[Tensor]) -> Tensor:

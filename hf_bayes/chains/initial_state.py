@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_bayes.chains.theta_form import Form
 from hf_bayes.core.number_checks import is_finite_number
+from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import Kernel, Rule
 
 
@@ -55,8 +56,9 @@ def _value(field: str, value: Any, like: Tensor, form: Form[Any]) -> Tensor:
     if is_finite_number(value):
         return torch.full_like(like, value)
     if not isinstance(value, Tensor) or value.shape != like.shape:
-        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"state[{field!r}] must be a number or a tensor {list(like.shape)}, got {got}")
+        raise ValueError(
+            f"state[{field!r}] must be a number or a tensor {list(like.shape)}, got {shape_in_words(value)}"
+        )
     if not bool(value.isfinite().all()):
         raise ValueError(f"state[{field!r}] has elements that are not finite")
     return value.detach().to(like, copy=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.theta_form import Aux, Form, Theta
+from hf_bayes.chains.theta_form import Form, Theta
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.types import Approximation, Info
 
@@ -60,11 +59,14 @@ def stack_info(infos: list[Info], num_chains: int) -> dict[str, Tensor]:
     }
 
 
-def stack_aux(found: list[Aux]) -> Any:
-    """Return the recorded values of all draws, [M, S, ...] or {name: [M, S, ...]}; None without any."""
+def stack_aux(found: list[Any]) -> Any:
+    """Return the recorded values of all draws, [M, S, ...] or {name: [M, S, ...]}; None without any.
+
+    Args:
+        found: what the energy returned beside its value at each draw, in one form (``Aux``).
+    """
     if not found:
         return None
     if isinstance(found[0], Tensor):
-        return torch.stack([each for each in found if isinstance(each, Tensor)], 1)
-    named = [each for each in found if isinstance(each, Mapping)]
-    return {name: torch.stack([each[name] for each in named], 1) for name in named[0]}
+        return torch.stack(found, 1)
+    return {name: torch.stack([each[name] for each in found], 1) for name in found[0]}

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import UNNAMED
 
 Theta = TypeVar("Theta", Tensor, dict[str, Tensor], default=Tensor)
@@ -80,10 +81,9 @@ def _check_named(theta: Mapping[str, Tensor]) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"theta has the name {name!r}: names must be texts that are not empty")
         if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-            got = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(
-                f"theta[{name!r}] must be a tensor [M, *shape], one starting point per chain, got {got}: for one "
-                "chain, tensor[None] adds the axis"
+                f"theta[{name!r}] must be a tensor [M, *shape], one starting point per chain, got "
+                f"{shape_in_words(tensor)}: for one chain, tensor[None] adds the axis"
             )
     for what in ("first axis", "dtype", "device"):
         found = {

@@ -13,6 +13,11 @@ def tensors_in(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
+def shape_in_words(value: Any) -> str:
+    """Return the shape of a tensor, or the type of any other value, for an error."""
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def with_tensors(batch: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Return a batch with ``change`` of each of its tensors, and with its other values as they are."""
     return {**batch, **{name: change(value) for name, value in tensors_in(batch).items()}}

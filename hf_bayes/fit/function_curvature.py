@@ -42,8 +42,9 @@ def outputs_of(module: torch.nn.Module) -> tuple[Outputs, Named]:
         raise ValueError(f"{type(module).__name__} has no trainable parameter: call requires_grad_() on some")
 
     def outputs(theta: Named, inputs: Any) -> Tensor:
-        arguments = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
-        found: Tensor = functional_call(module, theta, arguments, inputs if isinstance(inputs, dict) else None)
+        named = inputs if isinstance(inputs, dict) else None
+        arguments = () if named is not None else inputs if isinstance(inputs, tuple) else (inputs,)
+        found: Tensor = functional_call(module, theta, arguments, named)
         return found
 
     return outputs, parameters

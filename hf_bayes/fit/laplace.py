@@ -30,7 +30,7 @@ from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.batches import PAD_ROWS
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.spread import LEAST_ROWS, NUM_DRAWS, SPREAD_SHARE, SpreadPlan, measure_spread
 from hf_bayes.posteriors.hub import is_place
@@ -130,15 +130,7 @@ def _fit(
     model: BayesianModel, data: Any, config: Any, collate: Callable[..., Any], batch_size: int, num_data: float | None,
     data_unit: str, subspace: str, tokenizer: Any, heldout: Any, seed: int, inherited: Inherited | None,
 ) -> Posterior:  # fmt: skip
-    count = functools.partial(
-        count_terms,
-        collate=collate,
-        likelihood=model.likelihood,
-        shift=model.shifts_labels,
-        num_outputs=model.num_outputs,
-        progress=False,
-        check=model.check_inputs,
-    )
+    count = functools.partial(count_terms_of, model, collate=collate)
     config.spec.check_size(model.layout.dim, None, None)  # before rows are counted
     config.spec.check_likelihood(lacks_of(model.likelihood))
     terms, most = count(data, name="data", by_row=f"the gradients of rows are squared one by one: {PAD_ROWS}")

@@ -27,7 +27,7 @@ from hf_bayes.models.calibrating import fit_to, heldout_sums
 from hf_bayes.models.to_posterior import to_posterior
 from hf_bayes.objectives.data_access import DataAccess
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.tasks import TASKS
@@ -87,20 +87,8 @@ def fit_training_free(
         collate = collate or default_data_collator
         _check_terms(bayesian, config, heldout, collate)
         batches = functools.partial(batches_by_number, heldout, model=bayesian, collate=collate, batch_size=batch_size)
-        found = _search(bayesian, config, batches, len(heldout), seed)
-        posterior = to_posterior(
-            bayesian,
-            found.approximation,
-            config,
-            subspace=subspace,
-            num_data=num_data,
-            data_unit=data_unit,
-            tokenizer=tokenizer,
-            seed=seed,
-            diagnostics=found.report,
-            prior={"name": "unknown"},
-        )
-        return _with_verdict(posterior, _compare(bayesian, posterior, batches, len(heldout)))
+        stored = {"subspace": subspace, "num_data": num_data, "data_unit": data_unit, "tokenizer": tokenizer}
+        return _fit(bayesian, config, batches, len(heldout), seed=seed, stored=stored)
 
 
 def read_adapter(place: str | os.PathLike[str]) -> Posterior:
@@ -184,18 +172,29 @@ def _check_terms(model: BayesianModel, config: Any, heldout: Any, collate: Calla
             f"heldout needs at least {least} rows, got {len(heldout)}: one half determines the width, and fewer rows "
             "have no useful standard error"
         )
-    count_terms(
-        heldout,
-        collate,
-        model.likelihood,
-        shift=model.shifts_labels,
-        num_outputs=model.num_outputs,
-        progress=False,
-        name="heldout",
-        both_halves=True,
-        by_row="losses are compared row by row: give a collator that does not pack rows",
-        check=model.check_inputs,
+    reason = "losses are compared row by row: give a collator that does not pack rows"
+    count_terms_of(model, heldout, collate, name="heldout", both_halves=True, by_row=reason)
+
+
+def _fit(
+    model: BayesianModel, config: Any, batches: Batches, num_rows: int, *, seed: int, stored: dict[str, Any]
+) -> Posterior:
+    """Return the posterior that the even rows determine, with a verdict from the odd rows.
+
+    Args:
+        stored: what is known of the adapter's training, as arguments of ``to_posterior``.
+    """
+    found = _search(model, config, batches, num_rows, seed)
+    posterior = to_posterior(
+        model,
+        found.approximation,
+        config,
+        seed=seed,
+        diagnostics=found.report,
+        prior={"name": "unknown"},
+        **stored,
     )
+    return _with_verdict(posterior, _compare(model, posterior, batches, num_rows))
 
 
 def _search(model: BayesianModel, config: Any, batches: Batches, num_rows: int, seed: int) -> FinalPassResult:

@@ -46,8 +46,8 @@ class HookedLayer:
 
     def __init__(self, path: str, module: nn.Module, names: Mapping[str, str], tied: set[str]) -> None:
         self.path, self.module, self.names = path, module, dict(names)
-        self.linear = type(module) is nn.Linear or isinstance(module, Conv1D)
         self.transposed = isinstance(module, Conv1D)
+        self.linear = type(module) is nn.Linear or self.transposed
         first = getattr(module, "data_format", "") == "channels_first"
         self.has_channels = first or type(module) in (*CONVOLUTIONS, *batch_norm.KINDS)
         self.tied = tied & set(self.names.values())

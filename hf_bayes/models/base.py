@@ -22,12 +22,12 @@ from hf_bayes.members.inputs import num_positions_of, num_rows_of
 from hf_bayes.members.locking import CopyableLock
 from hf_bayes.members.quantised import guard
 from hf_bayes.models.base_model import core_of, refuse_foreign
-from hf_bayes.models.current_members import CurrentMembers, share_of
+from hf_bayes.models.current_members import CurrentMembers, share_of, stored_temperature
 from hf_bayes.models.host_methods import HostMethods
 from hf_bayes.models.input_check import InputCheck
 from hf_bayes.models.loading import load, student_network
-from hf_bayes.models.predictors import MemberLogLik, Predictive, Predictor, Reader, Readings
-from hf_bayes.models.refusals import refuse_likelihood, refuse_theta
+from hf_bayes.models.predictors import MemberLogLik, Predictor, Reader, Readings
+from hf_bayes.models.refusals import refuse_distilled, refuse_likelihood, refuse_theta
 from hf_bayes.models.restoration import GradientFlags, Restoration
 from hf_bayes.posteriors.posterior import Posterior
 from hf_bayes.posteriors.student import DISTILLED
@@ -168,11 +168,7 @@ class BayesianModel(HostMethods):
             ValueError: for an unknown link, for a posterior that is not Gaussian, and if the class of the task does not
                 support this. The model then predicts as before.
         """
-        if self.predictor.imitates is not None:
-            raise ValueError(
-                "this model was loaded with prediction='distilled' and holds one network: load the posterior again to "
-                "predict by its members or linearised"
-            )
+        refuse_distilled(self.predictor)
         return self._use(self._predictor_by(link))
 
     def single_pass(self, **options: Any) -> Self:
@@ -194,8 +190,7 @@ class BayesianModel(HostMethods):
         self.predictor = predictor
         stored = {} if self.posterior is None or not self.calibrated else self.posterior.config.calibration
         own = predictor.imitates or (predictor.prediction, len(self.theta) if predictor.averages_members else 0)
-        fits = (stored.get("prediction"), stored.get("num_members")) == own
-        self.current_members.own_temperature = float(stored["temperature"]) if fits else 1.0
+        self.current_members.own_temperature = stored_temperature(stored, *own)
         return self
 
     def _predictor_by(self, link: str | None) -> Predictor:
@@ -301,7 +296,7 @@ class BayesianModel(HostMethods):
             the mixture, member_nll (mean over members) and member_log_lik [n, M]; other likelihoods as in
             ``predictives``. With ``keep_logits`` also the mixture's logits in the shape of the wrapped model's.
         """
-        return self.read_predictions(inputs, _statistics, keep_logits=keep_logits)
+        return self.read_predictions(inputs, lambda found, labels: found.statistics(labels), keep_logits=keep_logits)
 
     def read_predictions(self, inputs: dict[str, Any], read: Reader, *, keep_logits: bool = False) -> Readings:
         """Return what ``read`` makes of the predictions of a batch with ``labels``, joined over the batch.
@@ -355,7 +350,3 @@ class BayesianModel(HostMethods):
         rows, length = num_rows_of(inputs), self.num_positions(inputs)
         size = self.members_per_pass or self.members.pass_size(self.num_members, rows, length)
         return list(self.members.chunks(self.current, size))
-
-
-def _statistics(found: Predictive, labels: Tensor) -> dict[str, Tensor]:
-    return found.statistics(labels)

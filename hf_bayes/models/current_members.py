@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,18 @@ class CurrentMembers:
             yield
         finally:
             self.shown, self.shown_spread, self.shown_temperature, self.own_temperature = before
+
+
+def stored_temperature(calibration: Mapping[str, Any], prediction: str, num_members: int) -> float:
+    """Return the temperature of the mixture that a posterior stores, or 1 if it was fitted for another prediction.
+
+    Args:
+        calibration: of the posterior's config; empty without one.
+        prediction: the way in which the model predicts, a name of ``gaussian_links.PREDICTIONS``.
+        num_members: the number of members that it averages; 0 if it averages none.
+    """
+    fits = (calibration.get("prediction"), calibration.get("num_members")) == (prediction, num_members)
+    return float(calibration["temperature"]) if fits else 1.0
 
 
 def share_of(theta: Tensor, group: Any) -> tuple[Tensor, DistributedMembers]:

@@ -9,6 +9,8 @@ Classes have entropies in nats, as the classes of transformers' heads do.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,6 @@ from hf_bayes.models import predictives
 from hf_bayes.models.predictives import MemberClasses, MemberPredictive
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.uncertainty.custom.adapted import Adapted
-from hf_bayes.uncertainty.custom.base import ClassLogProbs
 from hf_bayes.uncertainty.custom.bradley_terry import Preferences
 from hf_bayes.uncertainty.custom.weighted import WeightedRows
 from hf_bayes.uncertainty.decomposition import Prediction
@@ -104,19 +105,31 @@ class UnweightedRows:
 
 def of_members(logits: Tensor, likelihood: Likelihood, spread: LocalMembers, temperature: float = 1.0) -> Predictive:
     """Return the mixture of members with ``logits`` [M, ..., C] under any likelihood, as ``predictives.of_members``."""
-    if isinstance(likelihood, WeightedRows):
-        return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
-    if isinstance(likelihood, Preferences):
-        if logits.shape[-1] == likelihood.texts_per_row:
-            return MemberClasses(logits, Categorical(), spread, temperature)
-        return MemberRewards(logits, likelihood, spread)
-    if not isinstance(likelihood, Adapted):
-        return predictives.of_members(logits, likelihood, spread, temperature)
+    return _of_members(likelihood, logits, spread, temperature)
+
+
+@functools.singledispatch
+def _of_members(likelihood: Likelihood, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
+    return predictives.of_members(logits, likelihood, spread, temperature)
+
+
+@_of_members.register
+def _of_weighted(likelihood: WeightedRows, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
+    return UnweightedRows(of_members(logits, likelihood.inner, spread, temperature), likelihood)
+
+
+@_of_members.register
+def _of_texts(likelihood: Preferences, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
+    if logits.shape[-1] == likelihood.texts_per_row:
+        return MemberClasses(logits, Categorical(), spread, temperature)
+    return MemberRewards(logits, likelihood, spread)
+
+
+@_of_members.register
+def _of_own(likelihood: Adapted, logits: Tensor, spread: LocalMembers, temperature: float) -> Predictive:
     if likelihood.num_classes is None:
         return OwnNumbers(logits, likelihood, spread)
-    found = likelihood.config.predict(widened(logits))
-    assert isinstance(found, ClassLogProbs)
-    return MemberClasses(found.log_probs, Categorical(), spread, temperature)
+    return MemberClasses(likelihood.predict_classes(logits).log_probs, Categorical(), spread, temperature)
 
 
 def of_gaussian(

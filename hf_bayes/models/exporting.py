@@ -45,13 +45,16 @@ def network_of_mean(posterior: Posterior) -> Tensor:
         ValueError: for draws or a mixture of Gaussians, whose mean is the network of no draw.
     """
     approximation, what = posterior.approximation, posterior.source or "this posterior"
-    if isinstance(approximation, Draws) or len(approximation.means) > 1:
-        kind = "holds draws" if isinstance(approximation, Draws) else "is a mixture of several Gaussians"
-        raise ValueError(
-            f"{what} {kind}: the mean of networks that were trained apart is no good network. Export one draw of "
-            "draws (--member), or all members (--custom_generate)"
-        )
-    return approximation.means[0]
+    if isinstance(approximation, Draws):
+        kind = "holds draws"
+    elif len(approximation.means) > 1:
+        kind = "is a mixture of several Gaussians"
+    else:
+        return approximation.means[0]
+    raise ValueError(
+        f"{what} {kind}: the mean of networks that were trained apart is no good network. Export one draw of "
+        "draws (--member), or all members (--custom_generate)"
+    )
 
 
 def export_adapter(posterior: Posterior, network: Tensor, directory: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.models.predictors import Predictor
 
 COMPILE_LAYERS = "for layer in model.core.model.layers: layer.compile()"
 _ANSWER_NO_CACHE = ("recurrent_gemma",)
@@ -23,6 +24,15 @@ def refuse_theta(layout: Layout, theta: Tensor) -> None:
         raise ValueError(
             f"theta must be float32 or float64 [members, {layout.dim}] ({len(layout.names)} random tensors), "
             f"got {theta.dtype} {list(theta.shape)}"
+        )
+
+
+def refuse_distilled(predictor: Predictor) -> None:
+    """Raise if a model predicts by the student of its posterior, since it holds no members then."""
+    if predictor.imitates is not None:
+        raise ValueError(
+            "this model was loaded with prediction='distilled' and holds one network: load the posterior again to "
+            "predict by its members or linearised"
         )
 
 

@@ -115,7 +115,7 @@ class FullPasses:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Every epoch is alike."""
+        """Do nothing: every epoch is alike."""
 
     def __len__(self) -> int:
         return self.num_batches

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_rows import in_words, require_dataset
 from hf_bayes.uncertainty.likelihoods import Likelihood, next_tokens, refuse_labels
 
@@ -77,6 +78,28 @@ def count_terms(
         parts.index_add_(0, (index * batch_size + torch.arange(len(per_row))) % 2, per_row.cpu())
     _require_terms(parts, name, both_halves=both_halves)
     return TermCount(int(parts.sum()), most)
+
+
+def count_terms_of(
+    model: BayesianModel, dataset: Any, collate: Callable[..., Any], *, progress: bool = False, **options: Any
+) -> TermCount:
+    """Count the likelihood terms that a model finds in a data set, and check that it can take the rows.
+
+    Args:
+        model: attached; it has the likelihood, the shift of labels, the number of outputs and the check of inputs.
+        dataset, collate, progress: see ``count_terms``.
+        options: further arguments of ``count_terms``, such as ``name``.
+    """
+    return count_terms(
+        dataset,
+        collate,
+        model.likelihood,
+        shift=model.shifts_labels,
+        num_outputs=model.num_outputs,
+        progress=progress,
+        check=model.check_inputs,
+        **options,
+    )
 
 
 def _labels_of(batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""This module describes a ``ModelObjective`` for its parts. Its own module imports them, so they cannot import it."""
+"""The description of a ``ModelObjective`` for its parts, which its own module imports: they cannot import it."""
 
 from __future__ import annotations
 

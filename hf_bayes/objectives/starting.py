@@ -21,7 +21,7 @@ from hf_bayes.distributions.priors import build_prior
 from hf_bayes.methods.registry import build
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.model_objective import ModelObjective
 from hf_bayes.objectives.own_settings import Settings, Trial, settle
 from hf_bayes.objectives.range_test import RangeTest, TrialPlan, range_test
@@ -56,15 +56,7 @@ def scale_of(
         rows_per_update: rows that each chain sees in an update.
         progress: show a bar.
     """
-    terms, _ = count_terms(
-        rows,
-        collate,
-        model.likelihood,
-        shift=model.shifts_labels,
-        num_outputs=model.num_outputs,
-        progress=progress,
-        check=model.check_inputs,
-    )
+    terms, _ = count_terms_of(model, rows, collate, progress=progress)
     return DataScale(float(terms), len(rows), terms, rows_per_update)
 
 

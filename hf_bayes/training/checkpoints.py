@@ -24,7 +24,7 @@ SETTINGS = "settings.json"
 SEAL = "checkpoint_manifest.json"
 TRAINER_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 READ_BY_TRAINER = ("rng_state*.pth", "scaler.pt", "optimizer.bin*")
-"""Further files that Trainer reads at a resume where it finds them."""
+"""The further files that Trainer reads at a resume where it finds them."""
 NOT_COMPARED = ("num_updates", "num_processes")
 MAX_DIFFERENCES = 12
 """Settings that an error lists before it counts the rest."""

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.models.base import BayesianModel
-from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.posteriors.tasks import TASKS
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows
@@ -46,18 +46,7 @@ class HeldOutData:
             both_halves: True if each half of the rows needs terms.
         """
         dataset, collate = self._host.without_unused(self.rows, "evaluation")
-        num_terms, _ = count_terms(
-            dataset,
-            collate,
-            model.likelihood,
-            name="eval_dataset",
-            shift=model.shifts_labels,
-            num_outputs=model.num_outputs,
-            progress=False,
-            both_halves=both_halves,
-            check=model.check_inputs,
-        )
-        return num_terms
+        return count_terms_of(model, dataset, collate, name="eval_dataset", both_halves=both_halves).total
 
     def by_number(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield these rows, in this order, in batches."""

@@ -18,7 +18,7 @@ from hf_bayes.models.packing import first_documents, is_flattened, refuse_mixed_
 from hf_bayes.objectives.batches import PAD_ROWS, ChainBatches, FullPasses
 from hf_bayes.objectives.data_rows import is_stream
 from hf_bayes.objectives.data_scale import DataScale
-from hf_bayes.objectives.likelihood_terms import count_terms
+from hf_bayes.objectives.likelihood_terms import count_terms_of
 from hf_bayes.objectives.private_rows import Stratum
 from hf_bayes.training.compat import TrainerHost
 from hf_bayes.training.data_fingerprint import describe_rows, fingerprint_rows
@@ -82,15 +82,8 @@ class TrainingRows:
         if own:
             self.private = meet(self.host, self.method, mesh)
             self.num_rows = self.private.num_rows
-        self.num_terms, self.most_terms = count_terms(
-            dataset,
-            collate,
-            model.likelihood,
-            shift=model.shifts_labels,
-            num_outputs=model.num_outputs,
-            progress=not args.disable_tqdm,
-            by_row=self._reason_not_to_pack(),
-            check=model.check_inputs,
+        self.num_terms, self.most_terms = count_terms_of(
+            model, dataset, collate, progress=not args.disable_tqdm, by_row=self._reason_not_to_pack()
         )
         if own:
             self.num_terms = sum(mesh.share(self.num_terms))

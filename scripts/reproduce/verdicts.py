@@ -1,4 +1,4 @@
-"""Does the verdict on a run say whether its epistemic uncertainty is right? Good and bad runs against exact posteriors.
+"""Check that the verdict on a run says if its epistemic uncertainty is right: good and bad runs, exact posteriors.
 
     python -m scripts.reproduce.verdicts               # runs missing in docs/results/verdicts.json
 

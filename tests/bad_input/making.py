@@ -160,7 +160,7 @@ def on_two_devices(out: Path) -> None:
 
 
 def built_before(out: Path, **accelerator: Any) -> None:
-    """Something else than arguments and launcher has made the accelerator what it is."""
+    """Train with an accelerator that was made with other settings than those of arguments and launcher."""
     state = mock.Mock(deepspeed_plugin=None, fsdp_plugin=accelerator.pop("fsdp_plugin", None))
     defaults = {"mixed_precision": "no", "parallelism_config": None, "state": state}
     made = mock.Mock(**{**defaults, **accelerator})

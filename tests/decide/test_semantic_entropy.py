@@ -43,7 +43,7 @@ def test_equal_members_have_nearly_no_corrected_epistemic_uncertainty() -> None:
 
 
 def test_the_bias_without_correction_is_the_one_that_is_stated() -> None:
-    """This is the broken twin of the test above."""
+    """The broken twin of the test above."""
     assert mean_epistemic(corrected=False) == pytest.approx(0.0375, rel=0.2)  # 4 standard errors are 0.15
 
 

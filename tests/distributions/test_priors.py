@@ -157,7 +157,7 @@ def test_the_trainer_uses_and_records_the_named_prior(tmp_path: object) -> None:
 @pytest.mark.parametrize("alpha", [4, 64])
 @pytest.mark.parametrize("rank", [2, 8])
 def test_the_default_prior_changes_weights_by_their_rms(alpha: int, rank: int) -> None:
-    """Whatever rank and alpha: the standard deviation of Delta W over draws is the RMS of the weight."""
+    """The standard deviation of Delta W over draws is the RMS of the weight, for every rank and alpha."""
     model = with_lora(tiny_llama(), r=rank, lora_alpha=alpha)
     layout = select(model)
     prior = build_prior(SGHMCConfig(), layout, torch.zeros(layout.dim), model)

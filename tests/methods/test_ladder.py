@@ -114,7 +114,7 @@ def test_the_choice_is_the_lowest_nll_of_a_rungs_looks_as_one_mixture(tmp_path: 
 def test_a_temperature_is_judged_by_all_chains_scaled_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
 ) -> None:
-    """Where chains find their own step size. The score is planted: another one chooses another rung."""
+    """Check chains that find their own step size. The score is planted: another one chooses another rung."""
     asked: list[Tensor] = []
 
     def planted(self: Any, theta: Tensor, what: HeldOut, *, gradient: bool) -> tuple[float, None]:

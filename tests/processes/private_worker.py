@@ -25,7 +25,7 @@ SIZES = {2: (45, 15), 4: (24, 14, 12, 10)}
 """Rows of each process, of the same 60."""
 CHAINS, BATCH, BATCHES, UPDATES, BURN_IN = 256, 3, 8, 80, 30
 STEP = 0.12
-"""About the standard deviation of the posterior, 1 / sqrt(61)."""
+"""The step, about the standard deviation of the posterior, 1 / sqrt(61)."""
 _MOVES = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list", "gather", "scatter",
           "all_gather_into_tensor", "gather_object", "reduce", "reduce_scatter", "send", "isend")  # fmt: skip
 

@@ -182,7 +182,7 @@ class Worker:
             self.tensors[f"gradient{chains}/{chain}"] = row.contiguous()
 
     def resume(self, chains: int) -> None:
-        """Whole against resumed on this layout, with dropout; and resumed from another layout's checkpoint."""
+        """Run whole and resumed on this layout, with dropout; and resume from another layout's checkpoint."""
         settings = {
             "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2,
             "data_size": max(1, dist.get_world_size() // chains),
@@ -388,7 +388,7 @@ class Worker:
                     self.tensors[f"{name}/{field}"] = found[field].contiguous()
 
     def refuse(self) -> None:
-        """Each process with a base model of its own."""
+        """Try to train where each process has a base model of its own."""
         model = with_lora(tiny_gpt2(seed=int(os.environ["RANK"])))
         try:
             runs.trainer(self.out / "refused", SGHMCConfig(num_chains=CHAINS), model=model)
@@ -401,7 +401,7 @@ class Worker:
             self.numbers["refused/uneven"] = str(error)
 
     def refuse_rows(self) -> None:
-        """Each process with rows of its own, as scripts have them by mistake: shards, and a shuffle without a seed."""
+        """Try to train where each process has rows of its own by mistake: shards, and a shuffle without a seed."""
         rank, world = dist.get_rank(), dist.get_world_size()
         rows, other = runs.token_rows(24), runs.token_rows(24, seed=1)
         for name, train in (

@@ -23,7 +23,7 @@ def test_every_tutorial_is_listed() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_outputs_are_those_of_the_code(name: str) -> None:
-    """After a change: python scripts/run_tutorials.py."""
+    """Run scripts/run_tutorials.py again after a change."""
     assert [cell["code"] for cell in RECORDED[name]] == [fingerprint(code) for code in code_of(name)]
 
 

@@ -117,7 +117,7 @@ def test_the_noise_of_updates_is_averaged_and_not_its_reciprocal(tmp_path: Path)
 @pytest.mark.parametrize("minibatch", ["independent", "shared"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_measuring_noise_by_halves_does_not_change_the_chains(tmp_path: Path, minibatch: str, dropout: float) -> None:
-    """Nor what is drawn beside them: the collator draws from torch's own generator."""
+    """Check the random numbers drawn beside them, too: the collator draws from torch's own generator."""
     draws, drawn = [], []
     for wanted in (None, False):
         seen: list[float] = []

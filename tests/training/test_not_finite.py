@@ -225,7 +225,7 @@ def test_without_the_guard_only_saving_refuses_nan(tmp_path, monkeypatch):
 
 @pytest.mark.reliability("F6")
 def test_numbers_spoilt_in_memory_after_their_step_are_not_saved(tmp_path):
-    """Beyond the guard of the update: a state is looked at again when a checkpoint is written."""
+    """A state is checked again when a checkpoint is written, after the guard of the update."""
 
     class Spoil(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

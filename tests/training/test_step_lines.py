@@ -71,7 +71,7 @@ trainer.save_model()
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [True, False])
 def test_ten_steps_print_at_most_15_lines(tmp_path: Path, silent: bool) -> None:
-    """Everything of both streams but progress bars, and what other libraries say while they are imported."""
+    """Count the lines of both streams, without progress bars and the output of imports of other libraries."""
     program = RUN.replace("OUTPUT", repr(str(tmp_path))).replace("SILENT", str(silent))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:`is_gradient:FutureWarning"}
     command = [sys.executable, "-u", "-c", program]

@@ -9,6 +9,7 @@ optimisation, at T = 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -173,32 +174,34 @@ def warm_start(
         state = _warming(warm, inner_state(state))
         return (with_inner(state, rule.init(warm.theta, rngs)) if not _is_warming(state, steps) else state), info
 
-    def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
-        assert rule.final_pass is not None
-        return rule.final_pass(inner_state(state), draws, data_pass)
-
-    def finish(state: Any, draws: Tensor) -> Approximation:
-        return rule.finish(inner_state(state), draws)
-
-    def after_warm_start(early_pass: EarlyPass) -> EarlyPass:
-        return lambda state, data_pass: with_inner(state, early_pass(inner_state(state), data_pass))
-
     def rescale(state: Any, ratio: float) -> Any:
         return state if _is_warming(state, steps) else with_inner(state, rule.rescale(inner_state(state), ratio))
 
     def anchor(state: Any) -> Tensor | None:
         return None if _is_warming(state, steps) else rule.anchor(inner_state(state))
 
-    return Rule(
-        init,
-        locate,
-        update,
-        finish,
-        None if rule.final_pass is None else final_pass,
-        {steps + number: after_warm_start(each) for number, each in rule.early_passes.items()},
-        anchor,
-        rescale,
-    )
+    early_passes = {steps + number: _early_pass_of(each) for number, each in rule.early_passes.items()}
+    return Rule(init, locate, update, *_end_of(rule), early_passes, anchor, rescale)
+
+
+def _early_pass_of(early_pass: EarlyPass) -> EarlyPass:
+    """Return an early pass of the rule, for the state with the optimiser's fields."""
+    return lambda state, data_pass: with_inner(state, early_pass(inner_state(state), data_pass))
+
+
+def _end_of(
+    rule: Rule[Any],
+) -> tuple[Callable[[Any, Tensor], Approximation], Callable[[Any, Tensor, DataPass], FinalPassResult] | None]:
+    """Return ``finish`` and ``final_pass`` of the rule, for the state with the optimiser's fields."""
+
+    def finish(state: Any, draws: Tensor) -> Approximation:
+        return rule.finish(inner_state(state), draws)
+
+    def final_pass(state: Any, draws: Tensor, data_pass: DataPass) -> FinalPassResult:
+        assert rule.final_pass is not None
+        return rule.final_pass(inner_state(state), draws, data_pass)
+
+    return finish, None if rule.final_pass is None else final_pass
 
 
 def warm_start_kernel(

@@ -92,28 +92,15 @@ def tune(
     _check(eval_dataset)
     with attach(model, subspace=subspace, noise_std=args.noise_std) as bayesian:
         rows = tuple(candidates(bayesian)) if callable(candidates) else tuple(candidates)
-    names = [candidate.name for candidate in rows]
-    if not rows or len(set(names)) < len(names):
-        raise ValueError(f"tune needs candidates with names of their own, got {names}")
+    _check_names(rows)
     per_trial = _first_budget(rows, args, budget, len(train_dataset))
-    collate = data_collator or (lambda rows: rows)
-    identity = {
-        "rows": describe_rows(train_dataset, collate, seed=args.seed), "num_rows": len(train_dataset),
-        "held-out rows": describe_rows(eval_dataset, collate, seed=args.seed), "num_heldout": len(eval_dataset),
-        "seed": args.seed, "batch": args.per_device_train_batch_size, "subspace": subspace,
-        "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
-    }  # fmt: skip
-    record = TuningRecord.open(str(args.output_dir), identity)
     given = {
         "train_dataset": train_dataset, "eval_dataset": eval_dataset, "data_collator": data_collator,
         "processing_class": processing_class, "subspace": subspace,
     }  # fmt: skip
+    record = TuningRecord.open(str(args.output_dir), _identity(rows, args, **given))
     trials = _Trials(model, args, given, record)
-    total = len(rows) * per_trial + min(NUM_FINALISTS, len(rows)) * SHARE * per_trial
-    with tqdm(total=total, unit="gradient", desc="tuning", disable=args.disable_tqdm) as bar:
-        first = tuple(trials.run(candidate, per_trial, bar, keep=False) for candidate in rows)
-        finalists = _finalists(rows, first)
-        second = tuple(trials.run(candidate, SHARE * per_trial, bar, keep=True) for candidate in finalists)
+    first, second = _run_rounds(trials, rows, per_trial, show=not args.disable_tqdm)
     chosen = best_of(second)
     posterior = Posterior.from_pretrained(trials.folder(chosen.name))
     posterior.save_pretrained(str(args.output_dir))
@@ -122,6 +109,26 @@ def tune(
     Console().print(as_table(second, chosen))
     Console().print(text)
     return Tuning(posterior, chosen, (first, second), text)
+
+
+def _identity(
+    rows: Sequence[Candidate],
+    args: BayesianTrainingArguments,
+    *,
+    train_dataset: Any,
+    eval_dataset: Any,
+    data_collator: Any,
+    subspace: str,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the data and settings that a call must have in common with the earlier calls whose runs it takes."""
+    collate = data_collator or (lambda rows: rows)
+    return {
+        "rows": describe_rows(train_dataset, collate, seed=args.seed), "num_rows": len(train_dataset),
+        "held-out rows": describe_rows(eval_dataset, collate, seed=args.seed), "num_heldout": len(eval_dataset),
+        "seed": args.seed, "batch": args.per_device_train_batch_size, "subspace": subspace,
+        "methods": {c.name: [c.method.to_dict(), c.learning_rate] for c in rows},
+    }  # fmt: skip
 
 
 class _Trials:
@@ -173,6 +180,25 @@ class _Trials:
                 {**metrics, "temperature": temperature},
                 [round(value, 6) for value in evaluation.rows.nll.tolist()], evaluation.rows.terms.tolist(),
             )  # fmt: skip
+
+
+def _run_rounds(
+    trials: _Trials, rows: Sequence[Candidate], per_trial: int, *, show: bool
+) -> tuple[tuple[Trial, ...], tuple[Trial, ...]]:
+    """Return the trials of all candidates, and those of the finalists with ``SHARE`` times the gradients."""
+    total = len(rows) * per_trial + min(NUM_FINALISTS, len(rows)) * SHARE * per_trial
+    with tqdm(total=total, unit="gradient", desc="tuning", disable=not show) as bar:
+        first = tuple(trials.run(candidate, per_trial, bar, keep=False) for candidate in rows)
+        finalists = _finalists(rows, first)
+        second = tuple(trials.run(candidate, SHARE * per_trial, bar, keep=True) for candidate in finalists)
+    return first, second
+
+
+def _check_names(rows: Sequence[Candidate]) -> None:
+    """Check that there are candidates, and that no two have the same name."""
+    names = [candidate.name for candidate in rows]
+    if not rows or len(set(names)) < len(names):
+        raise ValueError(f"tune needs candidates with names of their own, got {names}")
 
 
 def _check(eval_dataset: Any) -> None:

@@ -49,11 +49,11 @@ class Adapted:
                 f"{self.config.name}.predict must return Moments(mean, variance) or ClassLogProbs(log_probs), got "
                 f"{type(found).__name__}"
             )
-        sizes = [self.config.label_size] if isinstance(found, Moments) else [found.log_probs.shape[-1]]
+        size = self.config.label_size if found.num_classes is None else found.num_classes
         for part, value in found._asdict().items():
-            if value.shape != (2, *sizes):
+            if value.shape != (2, size):
                 raise ValueError(
-                    f"{self.config.name}.predict must return {part} [n, {sizes[0]}] for outputs [n, "
+                    f"{self.config.name}.predict must return {part} [n, {size}] for outputs [n, "
                     f"{self.num_outputs}], got {list(value.shape)} for n = 2: there is one for each number of a label "
                     "(label_size), or for each class"
                 )
@@ -66,8 +66,7 @@ class Adapted:
     @cached_property
     def num_classes(self) -> int | None:
         """The number K of classes; None for numbers."""
-        found = self.config.predict(torch.zeros(1, self.num_outputs))
-        return found.log_probs.shape[-1] if isinstance(found, ClassLogProbs) else None
+        return self.config.predict(torch.zeros(1, self.num_outputs)).num_classes
 
     @property
     def lacks(self) -> frozenset[str]:
@@ -135,11 +134,13 @@ class Adapted:
         Outputs themselves would be blurred by symmetries that only the likelihood knows, such as the order of the
         components of a mixture.
         """
+        return self.config.predict(widened(logits)).identified
+
+    def predict_classes(self, logits: Tensor) -> ClassLogProbs:
+        """Return the prediction of a likelihood whose labels are classes."""
         found = self.config.predict(widened(logits))
-        if isinstance(found, Moments):
-            return found.mean
-        log_probs = found.log_probs
-        return log_probs - log_probs.mean(-1, keepdim=True)
+        assert isinstance(found, ClassLogProbs)
+        return found
 
     # -- derivatives -----------------------------------------------------------------------------------------------
 
@@ -151,9 +152,7 @@ class Adapted:
         if self.num_classes is None:
             size = self.config.label_size
             return self.config.draw(widened(logits), uniforms[:, 0] if size == 1 else uniforms[:, :size])
-        found = self.config.predict(widened(logits))
-        assert isinstance(found, ClassLogProbs)
-        cumulative = found.log_probs.double().exp().cumsum(-1)
+        cumulative = self.predict_classes(logits).log_probs.double().exp().cumsum(-1)
         drawn = torch.searchsorted(cumulative, (uniforms[:, 0].double() * cumulative[:, -1])[:, None], right=True)[:, 0]
         return drawn.clamp_max(self.num_classes - 1)
 
@@ -163,8 +162,7 @@ class Adapted:
             values, vectors = torch.linalg.eigh(self.config.fisher(outputs))
             root: Tensor = vectors[..., column] * values[:, column].clamp_min(0).sqrt()[:, None]
             return root
-        found = self.config.predict(outputs)
-        assert isinstance(found, ClassLogProbs)
+        found = self.predict_classes(outputs)
         labels = torch.full((len(outputs),), column, device=outputs.device)
         return self.score(outputs, labels) * (found.log_probs[:, column] / 2).exp()[:, None]
 

@@ -41,6 +41,15 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor
 
+    @property
+    def num_classes(self) -> None:
+        """None: the labels are numbers."""
+
+    @property
+    def identified(self) -> Tensor:
+        """The part of the prediction that no symmetry of the outputs changes: the means."""
+        return self.mean
+
 
 class ClassLogProbs(NamedTuple):
     """The prediction of one member for labels that are classes; uncertainties are entropies in nats.
@@ -50,6 +59,16 @@ class ClassLogProbs(NamedTuple):
     """
 
     log_probs: Tensor
+
+    @property
+    def num_classes(self) -> int:
+        """The number K of classes."""
+        return self.log_probs.shape[-1]
+
+    @property
+    def identified(self) -> Tensor:
+        """The part of the prediction that no symmetry of the outputs changes: centred log-probabilities."""
+        return self.log_probs - self.log_probs.mean(-1, keepdim=True)
 
 
 class LikelihoodConfig:

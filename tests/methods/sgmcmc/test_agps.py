@@ -51,7 +51,7 @@ def test_a_coordinate_rounded_onto_its_mean_can_still_move() -> None:
 
 @pytest.mark.parametrize(("family", "start"), [("gamma", 2.0), ("beta", 0.25)])
 def test_gamma_and_beta_proposals_match_their_families(family: str, start: float) -> None:
-    """Once the parameters are correct, they stay the same on a target of the family."""
+    """Check that correct parameters stay the same on a target of the family."""
     theta = torch.tensor([[start]], dtype=torch.float64)
     alpha, beta = torch.tensor([[3.0]], dtype=torch.float64), torch.tensor([[1.5]], dtype=torch.float64)
     score = (alpha - 1) / theta - (beta if family == "gamma" else (beta - 1) / (1 - theta))  # eqs 36 and 38

@@ -64,7 +64,7 @@ def test_corrected_variance_is_that_without_gradient_noise(kind: type[Any]) -> N
 
 
 def test_corrected_euler_is_the_noise_of_posteriors_beta() -> None:
-    """Their noise is epsilon T (2 alpha - epsilon T beta) with sigma = 1 and T = 1 / N; beta is V at that T."""
+    """The noise is epsilon T (2 alpha - epsilon T beta) with sigma = 1 and T = 1 / N; beta is V at that T."""
     epsilon, alpha, num_data, variance = 0.3, 0.5, 7, 4.0
     config = SGHMCEulerConfig(momentum=1 - epsilon * alpha, correct_gradient_noise=True)
     rule = config.build(Problem(num_data, FlatPrior(), epsilon**2, num_steps=1, burn_in=0, shapes={"": (3,)}))
