@@ -24,19 +24,20 @@ def pair(noise_of_batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_the_odd_part_of_a_pair_is_free_of_the_batch_noise() -> None:
     delta, gradient, beside = pair(torch.full((4, 3), 5.0, dtype=torch.float64))
-    even, odd = parts(gradient, beside, torch.zeros_like(delta))
-    torch.testing.assert_close(odd, CURVATURE * delta)
+    linear = torch.zeros_like(delta)[:, None]
+    even, odd = parts((gradient, beside), linear)
+    torch.testing.assert_close(odd[:, 0], CURVATURE * delta)
     torch.testing.assert_close(even, torch.full_like(delta, 5.0))
-    _, single = parts(gradient, None, torch.zeros_like(delta))
+    single = parts((gradient,), linear)[1][:, 0]
     assert (single - CURVATURE * delta).abs().min() > 4.9  # the twin: one draw keeps the noise
 
 
 def test_the_linear_part_is_taken_from_the_parts_that_have_it() -> None:
     delta, gradient, beside = pair(torch.zeros(4, 3, dtype=torch.float64))
-    even, odd = parts(gradient, beside, CURVATURE * delta)
+    even, odd = parts((gradient, beside), CURVATURE * delta[:, None])
     assert even.abs().max() == 0
     assert odd.abs().max() < 1e-14
-    single_even, single_odd = parts(gradient, None, CURVATURE * delta)
+    single_even, single_odd = parts((gradient,), CURVATURE * delta[:, None])
     assert max(single_even.abs().max(), single_odd.abs().max()) == 0
 
 

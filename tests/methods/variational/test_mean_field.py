@@ -271,7 +271,7 @@ def test_num_data_only_rescales_the_learning_rate() -> None:
         ({"optimizer": "lbfgs"}, "optimizer must be one of adamw, sgd, got 'lbfgs'"),
         ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1, got 1.0"),
         ({"estimator": "stl"}, "estimator must be one of learned_slope, stick_the_landing, got 'stl'"),
-        ({"num_draws": 0}, "num_draws must be 1 (one draw) or 2 (an antithetic pair), got 0"),
+        ({"num_draws": 0}, "num_draws must be an integer >= 1, got 0"),
         ({"std_learning_rate": math.nan}, "std_learning_rate must be a finite number > 0, got nan"),
     ],
 )
