@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -278,9 +278,7 @@ class EnergyOfUpdate:
             self._refused = torch.where(outside[:, None], theta, torch.nan)
             self._raised = outside if self._raised is None else self._raised | outside
         if anchor is not None:
-            gradients = at_each_point(
-                anchor, lambda point: cast("Tensor", objective.evaluate(point, chosen).grad_log_lik)
-            )
+            gradients = at_each_point(anchor, lambda point: objective.evaluate(point, chosen).grad_log_lik)
             found = found._replace(anchor_grad=gradients)
         if self._refused is None:
             return found

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 
-def at_each_point(anchor: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+def at_each_point(anchor: Tensor, gradient: Callable[[Tensor], Tensor | None]) -> Tensor:
     """Return the gradients, of the same shape, at points [M, d] or [M, J, d]: one point of each chain at a time."""
-    if anchor.ndim == 2:
-        return gradient(anchor)
-    return torch.stack([gradient(point.contiguous()) for point in anchor.unbind(1)], 1)
+    found = []
+    for point in (anchor,) if anchor.ndim == 2 else anchor.unbind(1):
+        value = gradient(point.contiguous())
+        assert value is not None
+        found.append(value)
+    return found[0] if anchor.ndim == 2 else torch.stack(found, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ class ModelObjective:
         def beside(rows: dict[str, Any], members: slice) -> Tensor | None:
             if anchor is None or not gradient:
                 return None
-            return at_each_point(anchor[members], lambda point: cast("Tensor", at(point, rows, members)[1]))
+            return at_each_point(anchor[members], lambda point: at(point, rows, members)[1])
 
         with self._trunk_once(batch, shared=True):
             for members in chunks or self.member_chunks(batch):

@@ -199,7 +199,7 @@ def test_q_is_the_average_of_the_second_half_of_the_iterates() -> None:
 
 
 @pytest.mark.statistics
-@pytest.mark.parametrize("num_draws", [1, 2])
+@pytest.mark.parametrize("num_draws", [1, 2, 4])
 def test_pairs_and_the_path_derivative_have_the_same_expectation(num_draws: int) -> None:
     q = fit(diagonal, MeanFieldConfig(init_std=0.5, num_draws=num_draws, estimator="stick_the_landing"))
     assert max(gaussian_errors(q, MEAN, STD)) < 0.01  # there is no noise, either
