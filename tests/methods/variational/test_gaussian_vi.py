@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ from hf_bayes.methods.variational.gaussian_vi import (
 from hf_bayes.methods.variational.ivon import IVONConfig
 from hf_bayes.methods.variational.low_rank_vi import LowRankVIConfig
 from hf_bayes.methods.variational.mean_field import MeanFieldConfig
+from hf_bayes.objectives.spread import SpreadPlan
+from hf_bayes.training import active_run
 from tests.methods.variational.logistic import DIM, NUM_ROWS, Regression
+from tests.runs import trainer
 
 TARGET = Regression.with_prior(1.0)
 SGD: Any = {"optimizer": "sgd", "momentum": 0.0, "init_std": 0.5}
@@ -152,6 +156,24 @@ def test_independent_pairs_divide_the_variance_by_their_number(family: str) -> N
 def test_the_cost_of_an_update_counts_its_draws(family: str) -> None:
     config = FAMILIES[family]
     assert [replace(config, num_draws=k).requirements.gradients_per_update for k in (1, 2, 8)] == [1, 2, 8]
+
+
+def test_the_trainer_evaluates_the_model_at_every_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+
+    def plan_of_spread(objective: Any, plan: SpreadPlan, *, seed: int) -> None:
+        counted.append(plan.num_gradients)
+
+    monkeypatch.setattr(active_run, "measure_spread", plan_of_spread)
+    calls = []
+    for num_draws in (1, 4):
+        made = trainer(tmp_path / str(num_draws), IVONConfig(num_draws=num_draws), max_steps=2)
+        passes: list[None] = []
+        made.bayesian.register_forward_hook(lambda *found, passes=passes: passes.append(None))
+        made.train()
+        calls.append(len(passes))
+    assert calls[1] - calls[0] == 2 * 3  # two updates, with three more draws each
+    assert counted[1] == 4 * counted[0]
 
 
 @every_family
