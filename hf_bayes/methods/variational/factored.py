@@ -171,7 +171,7 @@ def _update(
         [
             even[:, None] / problem.num_data,
             _of_random(structure, log_scale)[:, None],
-            structure.free(noise.mT @ rest / noise.shape[1] / temperature)
+            structure.free(noise.mT @ rest / (temperature * noise.shape[1]))
             - (1 - c)[:, :, None] * structure.entropy_gradient(factors),
         ],
         1,
@@ -219,4 +219,5 @@ def _kappa(structure: Structure, state: FactoredState) -> tuple[Tensor, Tensor]:
 
 def _draw(structure: Structure, state: FactoredState, pair: int, sign: int) -> Tensor:
     """Return mean + sign D kappa [M, d] of a pair at the last iterate."""
-    return state.iterate[:, 0] + sign * state.iterate[:, 1].exp() * _kappa(structure, state)[0][:, pair]
+    kappa = _kappa(structure, state._replace(noise=state.noise[:, pair : pair + 1]))[0][:, 0]
+    return state.iterate[:, 0] + sign * state.iterate[:, 1].exp() * kappa
