@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_diagonal
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.theta_form import Aux, Energy, Form
+from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.layout import per_tensor_mean
 from hf_bayes.core.rng import generator
 from hf_bayes.core.tensors import shape_in_words
@@ -280,7 +281,8 @@ class EnergyOfUpdate:
             self._refused = torch.where(outside[:, None], theta, torch.nan)
             self._raised = outside if self._raised is None else self._raised | outside
         if anchor is not None:
-            found = found._replace(anchor_grad=objective.evaluate(anchor, chosen).grad_log_lik)
+            gradients = at_each_point(anchor, lambda point: objective.evaluate(point, chosen).grad_log_lik)
+            found = found._replace(anchor_grad=gradients)
         if self._refused is None:
             return found
         parts = {name: value for name, value in found._asdict().items() if value is not None}

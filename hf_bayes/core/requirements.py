@@ -32,6 +32,7 @@ class Requirements:
             own from the curvature, see ``early_pass``. "range_test": short trials of AdamW at several rates.
             "from_length": 1 / sqrt(n) for n updates. "unused": another setting takes its place. "given": it does not
             find one, so the user has to give one.
+        gradients_per_update: the gradients that an update takes on the same rows, see ``Rule.anchor``.
         adapts_step: burn-in adapts the step size from any start; a learning rate is only the start of the search.
         rate_falls: a learning rate from a range test falls linearly to 0. False: it stays constant.
         final_pass: the method passes over the data once more after its last update (``Rule.final_pass``).
@@ -59,6 +60,7 @@ class Requirements:
     tensor_names_setting: str = ""
     tensor_scales_setting: str = ""
     learning_rate: OwnRate = "given"
+    gradients_per_update: int = 1
     adapts_step: bool = False
     rate_falls: bool = True
     final_pass: bool = False

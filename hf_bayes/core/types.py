@@ -34,7 +34,8 @@ class Evaluation(NamedTuple):
         batch_log_lik: [M, K] an unbiased estimate of ``log_lik`` from each of the K batches, whose mean it is; None if
             every evaluation uses all data.
         loss: [M] minus the mean log-likelihood of a term in these batches, for logs; None if there are no terms.
-        anchor_grad: [M, d] the gradient on the same batches at another point (``Rule.anchor``); None unless requested.
+        anchor_grad: [M, d] or [M, J, d] the gradient on the same batches at one other point or J (``Rule.anchor``);
+            None unless requested.
     """
 
     log_lik: Tensor
@@ -254,8 +255,8 @@ class Rule(NamedTuple, Generic[State]):
             is possible; None if the method does not need one.
         early_passes: number of updates -> (state, data_pass) -> state, called once after so many updates: the method
             finds settings of its own from passes over the data.
-        anchor: state -> points [M, d] at which the next update needs the gradient, too (``Evaluation.anchor_grad``);
-            None if it needs none.
+        anchor: state -> points [M, d] or [M, J, d] at which the next update needs the gradient, too
+            (``Evaluation.anchor_grad``); None if it needs none.
         rescale: (state, ratio) -> state of the same chains at ``ratio`` times the temperature, for another rule.
     """
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.chains.objective import FailureWords
+from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.rng import seed_of
 from hf_bayes.core.tensors import with_tensors
 from hf_bayes.core.types import AllRows, Evaluation, HeldOut, HeldOutByRow
@@ -188,24 +189,28 @@ class ModelObjective:
             batch: prepared.
             step, micro: numbers of the update and of the micro-batch, for dropout masks.
             chunks: which members go together; None: ``member_chunks`` of the batch.
-            anchor: [M, d], where the gradient is computed, too.
+            anchor: [M, d] or [M, J, d], where the gradient is computed, too.
         """
 
         def at(point: Tensor, rows: dict[str, Any], members: slice) -> tuple[Tensor, Tensor | None]:
             self._seed_dropout(members, step, micro)
-            leaf = point[members].detach().requires_grad_(gradient)
+            leaf = point.detach().requires_grad_(gradient)
             with self.context():
                 loss = self.model(**rows, theta=leaf, folded=not self.shared).loss
             if gradient:
                 loss.sum().backward()
             return loss.detach(), leaf.grad
 
+        def beside(rows: dict[str, Any], members: slice) -> Tensor | None:
+            if anchor is None or not gradient:
+                return None
+            return at_each_point(anchor[members], lambda point: at(point, rows, members)[1])
+
         with self._trunk_once(batch, shared=True):
             for members in chunks or self.member_chunks(batch):
                 rows = self.rows_of(batch, members)
                 with self._trunk_once(rows, shared=False), torch.set_grad_enabled(gradient):
-                    found = at(theta, rows, members)
-                    yield Pass(members, *found, None if anchor is None else at(anchor, rows, members)[1])
+                    yield Pass(members, *at(theta[members], rows, members), beside(rows, members))
 
     def member_chunks(self, batch: dict[str, Any]) -> list[slice]:
         """Return which members train together: as many as keep passes small.

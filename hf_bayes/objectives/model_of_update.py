@@ -46,7 +46,7 @@ class ModelOfUpdate:
         chosen = range(self._count)[slice(None) if batches is None else batches]
         log_liks = torch.zeros(len(theta), self._count, dtype=torch.float64, device=theta.device)
         grad = torch.zeros_like(theta) if gradient else None
-        anchor_grad = None if anchor is None else torch.zeros_like(theta)
+        anchor_grad = None if anchor is None else torch.zeros_like(anchor)
         noise = BetweenBatches(theta, sizes) if objective.measures_noise and self._count > 1 and gradient else None
         for micro, place in enumerate(place for place in chosen if place in self._mine):
             batch = objective.prepare(self._mine[place])
@@ -104,7 +104,7 @@ class ModelOfUpdate:
             grad *= scale.to(grad.dtype)
         if anchor_grad is not None:
             objective.mesh.sum_over_data(anchor_grad)
-            anchor_grad *= scale.to(anchor_grad.dtype)
+            anchor_grad *= scale.view(-1, *[1] * (anchor_grad.ndim - 1)).to(anchor_grad.dtype)
         columns = num_chosen * scale * log_liks if objective.returns_batches else None
         log_lik = scale[:, 0] * log_liks.sum(1)
         loss = -log_liks.sum(1) / (share * terms)

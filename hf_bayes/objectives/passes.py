@@ -21,7 +21,7 @@ class Pass(NamedTuple):
         members: which chains.
         loss: [m] minus the sum of their log-likelihoods.
         grad: [m, d] its gradient; None if it was not asked for.
-        anchor_grad: [m, d] the gradient at the anchor; None without one.
+        anchor_grad: [m, d] or [m, J, d] the gradient at the anchor; None without one.
     """
 
     members: slice

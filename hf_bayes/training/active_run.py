@@ -139,6 +139,7 @@ class ActiveRun:
         if is_optimum or method.requirements.drops_inputs or self.setup.mesh.chain_size > 1:
             return None
         count = self.problem.num_steps * self.rows.scale.rows_per_update * method.num_chains
+        count *= method.requirements.gradients_per_update
         plan = SpreadPlan(
             found, self.prior, self.problem.shapes, method.prior_weight,
             method.requirements.predicts_linearised, count,

@@ -18,3 +18,5 @@ def test_the_gradient_at_an_anchor_is_that_of_the_same_rows(options: dict[str, b
     plain = objective.evaluate(theta, batches)
     torch.testing.assert_close(found.grad_log_lik, plain.grad_log_lik)
     assert plain.anchor_grad is None
+    several = objective.for_update(batches, step=0)(theta, anchor=torch.stack([anchor, theta], 1)).anchor_grad
+    torch.testing.assert_close(several, torch.stack([found.anchor_grad, plain.grad_log_lik], 1))

@@ -30,8 +30,13 @@ from hf_bayes.distributions.energy import energy, grad_energy
 from hf_bayes.methods.variational.gaussian_vi import (
     ReparametrisedVIConfig,
     averaging_weight,
+    draw_pairs,
     gaussian_entropy,
+    gradients_of,
+    other_points,
+    over_pairs,
     parts,
+    place,
 )
 from hf_bayes.methods.variational.optimisers import direction
 
@@ -40,7 +45,7 @@ SLOPE_RATE = 0.05
 
 
 class FactoredState(NamedTuple):
-    """q, the state of the optimiser, and the draw at which ``update`` receives the gradient.
+    """q, the state of the optimiser, and the draws at which ``update`` receives gradients.
 
     Attributes:
         theta: [M, d] mean of q (averaged over iterates).
@@ -48,7 +53,7 @@ class FactoredState(NamedTuple):
         iterate: [M, 2 + r, d] the last mean, log scale, and W.
         first, second: [M, 2 + r, d] the optimiser's moments.
         slope: [M, 2] running products of T A^-1 kappa with D grad U and with itself.
-        noise: [M, n] the standard normal numbers of the current draw.
+        noise: [M, P, n] the standard normal numbers of the current draw, or of the current pairs of draws.
         step: [M] int64, number of updates done.
     """
 
@@ -81,11 +86,11 @@ class Structure(ABC):
 
     @abstractmethod
     def split(self, noise: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Return eps [M, d] and noise [M, r]."""
+        """Return eps [M, P, d] and noise [M, P, r]."""
 
     @abstractmethod
     def solve(self, factors: Tensor, kappa: Tensor) -> Tensor:
-        """Return A^-1 kappa."""
+        """Return A^-1 kappa for kappa [M, P, d]."""
 
     @abstractmethod
     def entropy_gradient(self, factors: Tensor) -> Tensor | float:
@@ -118,17 +123,19 @@ def factored_rule(config: ReparametrisedVIConfig, structure: Structure, problem:
     def init(theta: Tensor, rngs: Rngs) -> FactoredState:
         log_scale, factors = torch.full_like(theta, math.log(config.init_std)), structure.factors(theta, rngs)
         iterate = torch.cat([theta[:, None], log_scale[:, None], factors], 1)
-        moments, noise = structure.moments(log_scale.exp(), factors), torch.zeros_like(structure.noise(theta, rngs))
+        moments, zero = structure.moments(log_scale.exp(), factors), torch.zeros_like(structure.noise(theta, rngs))
+        noise = draw_pairs(lambda: zero, config.num_draws)
         zeros, steps = torch.zeros_like(iterate), torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
         slope = theta.new_zeros(len(theta), 2)
         return FactoredState(theta, moments, iterate, zeros, zeros, slope, noise, steps)
 
     def locate(state: FactoredState, rngs: Rngs) -> tuple[Tensor, FactoredState]:
-        state = state._replace(noise=structure.noise(state.theta, rngs))
-        return _draw(structure, state, 1), state
+        noise = draw_pairs(lambda: structure.noise(state.theta, rngs), config.num_draws)
+        state = state._replace(noise=noise)
+        return _draw(structure, state, 0, 1), state
 
     def anchor(state: FactoredState) -> Tensor | None:
-        return _draw(structure, state, -1) if config.num_draws == 2 else None
+        return other_points(partial(_draw, structure, state), config.num_draws)
 
     def finish(state: FactoredState, draws: Tensor) -> Gaussian:
         return Gaussian(state.theta, tuple(map(structure.covariance, state.moments)))
@@ -149,22 +156,22 @@ def _update(
     mean, scale, factors = state.iterate[:, 0], state.iterate[:, 1].exp(), state.iterate[:, 2:]
     kappa, noise = _kappa(structure, state)
 
-    def gradient_at(sign: int, found: Evaluation) -> Tensor:
-        return grad_energy(found, mean + sign * scale * kappa, problem.prior, prior_weight=config.prior_weight)
+    def gradient_at(number: int, grad_log_lik: Tensor) -> Tensor:
+        pair, sign = place(number)
+        point, found = mean + sign * scale * kappa[:, pair], evaluation._replace(grad_log_lik=grad_log_lik)
+        return grad_energy(found, point, problem.prior, prior_weight=config.prior_weight)
 
-    gradient, beside = gradient_at(1, evaluation), None
-    if evaluation.anchor_grad is not None:
-        beside = gradient_at(-1, evaluation._replace(grad_log_lik=evaluation.anchor_grad))
+    of_draws = [gradient_at(number, gradient) for number, gradient in enumerate(gradients_of(evaluation))]
     path = temperature * structure.solve(factors, kappa)
-    c, slope = _slope(config, state, scale * parts(gradient, beside, torch.zeros_like(gradient))[1], path)
-    even, odd = parts(gradient, beside, c * path / scale)
-    rest = scale * odd
-    log_scale = rest * kappa / temperature - (1 - c)
+    c, slope = _slope(config, state, scale[:, None] * parts(of_draws, torch.zeros_like(kappa))[1], path)
+    even, odd = parts(of_draws, c[:, :, None] * path / scale[:, None])
+    rest = scale[:, None] * odd
+    log_scale = over_pairs(rest * kappa) / temperature - (1 - c)
     gradients = torch.cat(
         [
             even[:, None] / problem.num_data,
             _of_random(structure, log_scale)[:, None],
-            structure.free(noise[:, :, None] * rest[:, None] / temperature)
+            structure.free(noise.mT @ rest / (temperature * noise.shape[1]))
             - (1 - c)[:, :, None] * structure.entropy_gradient(factors),
         ],
         1,
@@ -176,7 +183,7 @@ def _update(
     iterate, weight = state.iterate - rates * first / divisor, averaging_weight(problem, count)
     theta = state.theta.lerp(iterate[:, 0], weight)
     moments = state.moments.lerp(structure.moments(iterate[:, 1].exp(), iterate[:, 2:]), weight)
-    drawn = energy(evaluation, mean + scale * kappa, problem.prior, prior_weight=config.prior_weight)
+    drawn = energy(evaluation, mean + scale * kappa[:, 0], problem.prior, prior_weight=config.prior_weight)
     half_log_det = _of_random(structure, state.iterate[:, 1]).sum(1) + structure.half_log_det(factors)
     dim = theta.shape[1] if structure.is_random is None else int(structure.is_random.sum())
     free_energy = drawn - temperature * gaussian_entropy(half_log_det, dim)
@@ -190,26 +197,27 @@ def _of_random(structure: Structure, values: Tensor) -> Tensor:
 
 
 def _slope(config: ReparametrisedVIConfig, state: FactoredState, odd: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """Return c [M, 1] from earlier draws, and the running products with this draw.
+    """Return c [M, 1] from earlier draws, and the running products with these draws.
 
     Args:
-        odd: the odd part of D grad U.
-        path: T A^-1 kappa.
+        odd: the odd parts [M, P, d] of D grad U.
+        path: T A^-1 kappa, likewise.
     """
     slope = state.slope
     if config.estimator == "stick_the_landing":
         return torch.ones_like(slope[:, :1]), slope
-    products = torch.stack([(odd * path).sum(1), path.square().sum(1)], 1)
+    products = over_pairs(torch.stack([(odd * path).sum(2), path.square().sum(2)], 2))
     c = (slope[:, :1] / slope[:, 1:].clamp_min(torch.finfo(slope.dtype).tiny)).clamp(0, 1)
     return c, slope.lerp(products, SLOPE_RATE)
 
 
 def _kappa(structure: Structure, state: FactoredState) -> tuple[Tensor, Tensor]:
-    """Return kappa [M, d] of the last draw, and the noise [M, r] that the factors multiply."""
+    """Return kappa [M, P, d] of the last draws, and the noise [M, P, r] that the factors multiply."""
     eps, noise = structure.split(state.noise, state.theta.shape[1])
-    return eps + (noise[:, None] @ state.iterate[:, 2:]).squeeze(1), noise
+    return eps + noise @ state.iterate[:, 2:], noise
 
 
-def _draw(structure: Structure, state: FactoredState, sign: int) -> Tensor:
-    """Return mean + sign D kappa [M, d] at the last iterate."""
-    return state.iterate[:, 0] + sign * state.iterate[:, 1].exp() * _kappa(structure, state)[0]
+def _draw(structure: Structure, state: FactoredState, pair: int, sign: int) -> Tensor:
+    """Return mean + sign D kappa [M, d] of a pair at the last iterate."""
+    kappa = _kappa(structure, state._replace(noise=state.noise[:, pair : pair + 1]))[0][:, 0]
+    return state.iterate[:, 0] + sign * state.iterate[:, 1].exp() * kappa

@@ -63,9 +63,9 @@ class _FullRank(Structure):
 
     def solve(self, factors: Tensor, kappa: Tensor) -> Tensor:
         options = {"unitriangular": True}
-        half = torch.linalg.solve_triangular(factors.mT, kappa[:, :, None], upper=False, **options)
+        half = torch.linalg.solve_triangular(factors.mT, kappa.mT, upper=False, **options)
         found: Tensor = torch.linalg.solve_triangular(factors, half, upper=True, **options)
-        return found.squeeze(-1)
+        return found.mT
 
     def entropy_gradient(self, factors: Tensor) -> float:
         return 0.0  # det A = 1

@@ -2,11 +2,16 @@
 
     q = N(mean, S),   F(q) = E_q[U] - T H[q],   theta = mean + delta,   delta ~ N(0, S)
 
-An update has the gradient of U at one draw, or at an antithetic pair mean + delta and mean - delta on the same rows.
-The even part of a pair, half the sum of its gradients, estimates E[grad U]. The odd part, half the difference, holds
-the curvature that sets S. A minibatch adds the same error to both gradients of a pair, so the odd part does not have
-it. With one draw it does: the variance of an estimate of the curvature is then about (rows of the data / rows of the
-update) times its square, which is what makes fitted standard deviations inaccurate.
+An update has the gradient of U at k draws on the same rows: one draw, or k / 2 antithetic pairs mean + delta and
+mean - delta. The estimates are means over the draws, and the entropy counts once. The even part of a pair, half the sum
+of its gradients, estimates E[grad U]. The odd part, half the difference, holds the curvature that sets S. A minibatch
+adds the same error to both gradients of a pair, so the odd part does not have it. With one draw it does: the variance
+of an estimate of the curvature is then about (rows of the data / rows of the update) times its square, which is what
+makes fitted standard deviations inaccurate. An odd k > 1 would bring this noise back by its draw without a mirror
+image: three draws would give less accurate standard deviations than two. It is refused.
+
+The P = k / 2 pairs are an axis of the noise, [M, P, n]; one draw has P = 1. Draw number i of an update belongs to pair
+i // 2. Even numbers are at mean + delta, and odd numbers at mean - delta.
 
 ``linear``, the best linear guess of grad U from delta, is subtracted in every estimator, as its expectation is known.
 """
@@ -14,8 +19,9 @@ update) times its square, which is what makes fitted standard deviations inaccur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +29,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.requirements import Requirements
-from hf_bayes.core.types import Prior, Problem
+from hf_bayes.core.types import Evaluation, Prior, Problem
 from hf_bayes.distributions.energy import by_column
 from hf_bayes.methods.variational.optimisers import OptimiserName
 from hf_bayes.methods.variational.points import check_expression
@@ -35,8 +41,9 @@ class GaussianVIConfig(MethodConfig):
 
     Attributes:
         init_std: standard deviation of q at the start, in parameter units.
-        num_draws: gradients of an update, 1 or 2. Two are taken at an antithetic pair of draws on the same rows. An
-            update then costs twice as much, and minibatch noise no longer enters the standard deviations of q.
+        num_draws: k, the gradients of an update: 1 or an even number, for k / 2 antithetic pairs of draws on the same
+            rows. An update costs k times as much. From 2 on, minibatch noise does not enter the standard deviations of
+            q; more pairs lower the noise of the draws.
     """
 
     num_chains: int = 1
@@ -51,15 +58,19 @@ class GaussianVIConfig(MethodConfig):
                 'mean the MAP. Use method="map"'
             )
         self._check_number("init_std", self.init_std, minimum=0.0, strict=True)
-        if self.num_draws not in (1, 2):
+        self._check_count("num_draws", self.num_draws, minimum=1)
+        if self.num_draws > 1 and self.num_draws % 2:
             raise ValueError(
-                f"{self.name}: num_draws must be 1 (one draw) or 2 (an antithetic pair), got {self.num_draws!r}: for "
-                "less noise, use more rows in an update"
+                f"{self.name}: num_draws must be 1 (one draw) or even (antithetic pairs), got {self.num_draws}: a draw "
+                "outside a pair would bring minibatch noise into the standard deviations of q. Use "
+                f"{self.num_draws - 1} or {self.num_draws + 1}"
             )
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(learning_rate="range_test", draws_are_chain_states=False)
+        return Requirements(
+            learning_rate="range_test", draws_are_chain_states=False, gradients_per_update=self.num_draws
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +108,40 @@ class ReparametrisedVIConfig(GaussianVIConfig):
         return found if self.optimizer == "adamw" else replace(found, learning_rate="given")
 
 
+Point = Callable[[int, int], Tensor]
+"""(pair, sign) -> mean + sign delta, all of theta or some columns of it."""
+
+
 def averaging_weight(problem: Problem, count: int) -> float:
     """Return the weight of iterate number ``count`` (from 1) in the average of the iterates so far.
 
     The average begins after burn-in, or in the middle of the run if that is later. Before, it is the last iterate.
     """
     return 1 / max(1, count - max(problem.burn_in, problem.num_steps // 2))
+
+
+def draw_pairs(draw: Callable[[], Tensor], num_draws: int) -> Tensor:
+    """Return the noise [M, P, n] of an update from ``draw``, which returns new noise [M, n] at each call."""
+    return torch.stack([draw() for _ in range(max(1, num_draws // 2))], 1)
+
+
+def place(number: int) -> tuple[int, int]:
+    """Return the pair of draw ``number`` of an update, and the sign of its noise."""
+    return number // 2, -1 if number % 2 else 1
+
+
+def other_points(point: Point, num_draws: int) -> Tensor | None:
+    """Return the points [M, k - 1, d] of all draws but the first; None if there are no others."""
+    if num_draws == 1:
+        return None
+    return torch.stack([point(*place(number)) for number in range(1, num_draws)], 1)
+
+
+def gradients_of(evaluation: Evaluation) -> tuple[Tensor, ...]:
+    """Return the gradient of log p(D | theta) [M, d] at each draw of an update."""
+    assert evaluation.grad_log_lik is not None
+    others = () if evaluation.anchor_grad is None else evaluation.anchor_grad.unbind(1)
+    return evaluation.grad_log_lik, *others
 
 
 class EnergyGradient(NamedTuple):
@@ -130,18 +169,57 @@ class EnergyGradient(NamedTuple):
         return cls((grad_log_lik, *columns.parameters), columns.log_prob, at)
 
 
-def parts(gradient: Tensor, beside: Tensor | None, linear: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the even and the odd part of grad U without its linear part.
+class GradientsOfDraws(NamedTuple):
+    """The gradients of U at all draws of an update, in a form that serves for work on a few columns at a time.
+
+    Attributes:
+        sources: one for each draw.
+    """
+
+    sources: tuple[EnergyGradient, ...]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, prior: Prior, point: Point, *, weight: float) -> GradientsOfDraws:
+        """Return the gradients of U_lik + weight U_prior at the draws of ``evaluation``."""
+        return cls(
+            tuple(
+                EnergyGradient.of(grad_log_lik, prior, partial(point, *place(number)), weight=weight)
+                for number, grad_log_lik in enumerate(gradients_of(evaluation))
+            )
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors [..., d] of all draws, which are cut into the same columns as theta."""
+        return tuple(tensor for source in self.sources for tensor in source.tensors)
+
+    def at(self, point: Point, tensors: Sequence[Tensor]) -> tuple[float | Tensor, list[Tensor]]:
+        """Return the part of log p at the first draw, and the gradients [M, w] of all draws, in these columns."""
+        size = len(tensors) // len(self.sources)
+        found = [
+            source.at(point(*place(number)), *tensors[number * size : (number + 1) * size])
+            for number, source in enumerate(self.sources)
+        ]
+        return found[0][0], [gradient for _, gradient in found]
+
+
+def parts(gradients: Sequence[Tensor], linear: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean even part [M, w] and the odd parts [M, P, w] of grad U without its linear part.
 
     Args:
-        gradient: grad U at mean + delta.
-        beside: grad U at mean - delta; None with one draw. Both parts are then the same tensor.
-        linear: the guess of grad U that is linear in delta.
+        gradients: grad U [M, w] at each draw. With one draw both parts are the same.
+        linear: the guess [M, P, w] of grad U that is linear in delta.
     """
-    if beside is None:
-        remainder = gradient - linear
-        return remainder, remainder
-    return 0.5 * (gradient + beside), torch.sub(gradient, beside).mul_(0.5).sub_(linear)
+    if len(gradients) == 1:
+        remainder = gradients[0][:, None] - linear
+        return remainder[:, 0], remainder
+    gradient, beside = torch.stack(tuple(gradients[::2]), 1), torch.stack(tuple(gradients[1::2]), 1)
+    return over_pairs(0.5 * (gradient + beside)), torch.sub(gradient, beside).mul_(0.5).sub_(linear)
+
+
+def over_pairs(values: Tensor) -> Tensor:
+    """Return the mean [M, ...] over the pairs of values [M, P, ...]."""
+    return values[:, 0] if values.shape[1] == 1 else values.mean(1)
 
 
 def gaussian_entropy(sum_of_log_stds: Tensor, dim: int) -> Tensor:

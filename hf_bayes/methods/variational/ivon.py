@@ -36,16 +36,19 @@ from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.variational.gaussian_vi import (
-    EnergyGradient,
     GaussianVIConfig,
+    GradientsOfDraws,
     averaging_weight,
+    draw_pairs,
     gaussian_entropy,
+    other_points,
+    over_pairs,
     parts,
 )
 
 
 class IVONState(NamedTuple):
-    """q, and the draw at which ``update`` receives the gradient.
+    """q, and the draws at which ``update`` receives gradients.
 
     Attributes:
         theta: [M, d] mean of q (averaged over iterates).
@@ -53,7 +56,7 @@ class IVONState(NamedTuple):
         iterate: [M, d] the last mean.
         precision: [M, d] s of the last iterate.
         gradient: [M, d] g_bar.
-        noise: [M, d] eps of the current draw.
+        noise: [M, P, d] eps of the current draw, or of the current pairs of draws.
         step: [M] int64, number of updates done.
     """
 
@@ -103,14 +106,15 @@ class IVONConfig(GaussianVIConfig):
             zero = torch.zeros_like(theta)
             precision = torch.full_like(theta, self.temperature / self.init_std**2)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
-            return IVONState(theta, self.temperature / precision, theta, precision, zero, zero, steps)
+            noise = draw_pairs(lambda: zero, self.num_draws)
+            return IVONState(theta, self.temperature / precision, theta, precision, zero, noise, steps)
 
         def locate(state: IVONState, rngs: Rngs) -> tuple[Tensor, IVONState]:
-            state = state._replace(noise=randn(rngs, state.theta))
-            return self._draw(state, 1), state
+            state = state._replace(noise=draw_pairs(lambda: randn(rngs, state.theta), self.num_draws))
+            return self._draw(state, 0, 1), state
 
         def anchor(state: IVONState) -> Tensor | None:
-            return self._draw(state, -1) if self.num_draws == 2 else None
+            return other_points(partial(self._draw, state), self.num_draws)
 
         def update(state: IVONState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[IVONState, Info]:
             return self._update(state, evaluation, lr, problem)
@@ -121,18 +125,11 @@ class IVONConfig(GaussianVIConfig):
         return Rule(init, locate, update, finish, anchor=anchor)
 
     def _update(self, state: IVONState, evaluation: Evaluation, lr: float, problem: Problem) -> tuple[IVONState, Info]:
-        assert evaluation.grad_log_lik is not None
         count = int(state.step[0]) + 1  # all chains have done the same updates
         weight, unbias = averaging_weight(problem, count), 1 / (1 - self.momentum**count)
         rho = lr if self.precision_rate is None else self.precision_rate * lr / problem.learning_rate
-
-        def gradient_at(sign: int, grad_log_lik: Tensor) -> EnergyGradient:
-            point = partial(self._draw, state, sign)
-            return EnergyGradient.of(grad_log_lik, problem.prior, point, weight=self.prior_weight)
-
-        here = gradient_at(1, evaluation.grad_log_lik)
-        pair = None if evaluation.anchor_grad is None else gradient_at(-1, evaluation.anchor_grad)
-        log_prior, sums_of_logs = here.log_prior, torch.zeros_like(state.theta[:, :2])
+        draws = GradientsOfDraws.of(evaluation, problem.prior, partial(self._draw, state), weight=self.prior_weight)
+        log_prior, sums_of_logs = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
 
         def advance(
             theta: Tensor,
@@ -145,21 +142,20 @@ class IVONConfig(GaussianVIConfig):
         ) -> tuple[Tensor, ...]:
             nonlocal log_prior
             std = (self.temperature / precision).sqrt()
-            delta, size = std * noise, len(here.tensors)
-            part, gradient = here.at(mean + delta, *of[:size])
+            delta = std[:, None] * noise
+            part, found = draws.at(lambda pair, sign: torch.add(mean, delta[:, pair], alpha=sign), of)
             log_prior = log_prior + part
-            beside = None if pair is None else pair.at(mean - delta, *of[size:])[1]
-            even, odd = parts(gradient, beside, precision * delta)
+            even, odd = parts(found, precision[:, None] * delta)
             running = torch.lerp(even, running, self.momentum)
             moved = mean - (lr * unbias * running / precision).clamp(-std, std)
-            x = (rho / self.temperature * odd * delta).clamp_(-1, 1)  # rho (h - s) / s
+            x = over_pairs(rho / self.temperature * odd * delta).clamp_(-1, 1)  # rho (h - s) / s
             sums_of_logs[:, 0] -= 0.5 * precision.log().sum(1)
             precision = precision * (1 + x + 0.5 * x.square())
             theta, variance = theta.lerp(moved, weight), variance.lerp(self.temperature / precision, weight)
             sums_of_logs[:, 1] += 0.5 * variance.log().sum(1)
             return theta, variance, moved, precision, running
 
-        tensors = *state[:-1], *here.tensors, *(() if pair is None else pair.tensors)
+        tensors = *state[:-1], *draws.tensors
         theta, variance, mean, precision, running = in_blocks(advance, *tensors)
         new = IVONState(theta, variance, mean, precision, running, state.noise, state.step + 1)
         dim = state.theta.shape[1]
@@ -168,10 +164,10 @@ class IVONConfig(GaussianVIConfig):
         free_energy = drawn_energy - self.temperature * gaussian_entropy(sum_of_log_stds, dim)
         return new, {"free_energy": free_energy, "std": (sums_of_logs[:, 1] / dim).exp()}
 
-    def _draw(self, state: IVONState, sign: int) -> Tensor:
-        """Return mean + sign delta [M, d] at the last iterate."""
+    def _draw(self, state: IVONState, pair: int, sign: int) -> Tensor:
+        """Return mean + sign delta [M, d] of a pair at the last iterate."""
 
         def draw(mean: Tensor, precision: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
             return (torch.addcmul(mean, (self.temperature / precision).sqrt(), noise, value=sign),)
 
-        return in_blocks(draw, state.iterate, state.precision, state.noise)[0]
+        return in_blocks(draw, state.iterate, state.precision, state.noise[:, pair])[0]

@@ -70,12 +70,12 @@ class _LowRank(Structure):
         return torch.cat([self.free(found[:, : theta.shape[1]]), found[:, theta.shape[1] :]], 1)
 
     def split(self, noise: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        return noise[:, :dim], noise[:, dim:]
+        return noise[..., :dim], noise[..., dim:]
 
     def solve(self, factors: Tensor, kappa: Tensor) -> Tensor:
-        inner: Tensor = torch.linalg.solve(_capacitance(factors), factors @ kappa[:, :, None])
-        inside: Tensor = (factors.mT @ inner).squeeze(-1)
-        return kappa - inside
+        inner: Tensor = torch.linalg.solve(_capacitance(factors), factors @ kappa.mT)
+        inside: Tensor = factors.mT @ inner
+        return kappa - inside.mT
 
     def entropy_gradient(self, factors: Tensor) -> Tensor:
         found: Tensor = torch.linalg.solve(_capacitance(factors), factors)  # W (I + W' W)^-1 = (I + W W')^-1 W

@@ -5,7 +5,7 @@
     dF/dmean    = E[grad U(theta)]
     dF/dlog std = E[grad U(theta) eps] std - T
 
-Adam minimises F with one eps per chain and update, or with a pair eps, -eps. With ``temper="likelihood"`` U is
+Adam minimises F with one eps per chain and update, or with pairs eps, -eps. With ``temper="likelihood"`` U is
 U_lik + T U_prior, and so F is E_q[U_lik] + T KL(q || prior). Optimum: for a Gaussian posterior with covariance S at
 T = 1, its mean and the precision diag(S^-1) / T.
 
@@ -39,10 +39,13 @@ from hf_bayes.core.rng import randn
 from hf_bayes.core.types import Evaluation, Info, Problem, Rngs, Rule
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.methods.variational.gaussian_vi import (
-    EnergyGradient,
+    GradientsOfDraws,
     ReparametrisedVIConfig,
     averaging_weight,
+    draw_pairs,
     gaussian_entropy,
+    other_points,
+    over_pairs,
     parts,
 )
 from hf_bayes.methods.variational.optimisers import direction
@@ -57,7 +60,7 @@ rate / (2 - 3 rate) and twice that.
 
 
 class MeanFieldState(NamedTuple):
-    """q, the state of the optimiser, and the draw at which ``update`` receives the gradient.
+    """q, the state of the optimiser, and the draws at which ``update`` receives gradients.
 
     Attributes:
         theta: [M, d] mean of q (averaged over iterates).
@@ -65,7 +68,7 @@ class MeanFieldState(NamedTuple):
         iterate: [M, 2, d] the last mean and log std.
         first, second: [M, 2, d] the optimiser's moments.
         slope: [M, d] regression of grad U(mean + std eps) on eps.
-        noise: [M, d] eps of the current draw.
+        noise: [M, P, d] eps of the current draw, or of the current pairs of draws.
         step: [M] int64, number of updates done.
     """
 
@@ -94,15 +97,16 @@ class MeanFieldConfig(ReparametrisedVIConfig):
             zero, zeros = torch.zeros_like(theta), torch.zeros_like(iterate)
             steps = torch.zeros(len(theta), dtype=torch.int64, device=theta.device)
             variance = torch.full_like(theta, self.init_std**2)
-            return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, zero, steps)
+            noise = draw_pairs(lambda: zero, self.num_draws)
+            return MeanFieldState(theta, variance, iterate, zeros, zeros, zero, noise, steps)
 
         def locate(state: MeanFieldState, rngs: Rngs) -> tuple[Tensor, MeanFieldState]:
-            noise = randn(rngs, state.theta)
+            noise = draw_pairs(lambda: randn(rngs, state.theta), self.num_draws)
             state = state._replace(noise=noise if mask is None else noise * mask.to(noise))
-            return _draw(state, 1), state
+            return _draw(state, 0, 1), state
 
         def anchor(state: MeanFieldState) -> Tensor | None:
-            return _draw(state, -1) if self.num_draws == 2 else None
+            return other_points(partial(_draw, state), self.num_draws)
 
         def update(state: MeanFieldState, evaluation: Evaluation, lr: float, rngs: Rngs) -> tuple[MeanFieldState, Info]:
             return self._update(state, evaluation, lr, problem, mask)
@@ -116,32 +120,22 @@ class MeanFieldConfig(ReparametrisedVIConfig):
     def _update(
         self, state: MeanFieldState, evaluation: Evaluation, lr: float, problem: Problem, mask: Tensor | None
     ) -> tuple[MeanFieldState, Info]:
-        assert evaluation.grad_log_lik is not None
         count = int(state.step[0]) + 1  # all chains have done the same updates
         weight, optimise = averaging_weight(problem, count), direction(self.optimizer, self.momentum)
         rates = lr, self.std_learning_rate * lr / problem.learning_rate
-
-        def gradient_at(sign: int, grad_log_lik: Tensor) -> EnergyGradient:
-            point = partial(_draw, state, sign)
-            return EnergyGradient.of(grad_log_lik, problem.prior, point, weight=self.prior_weight)
-
-        here = gradient_at(1, evaluation.grad_log_lik)
-        pair = None if evaluation.anchor_grad is None else gradient_at(-1, evaluation.anchor_grad)
-        log_prior, sums_of_log_std = here.log_prior, torch.zeros_like(state.theta[:, :2])
+        draws = GradientsOfDraws.of(evaluation, problem.prior, partial(_draw, state), weight=self.prior_weight)
+        log_prior, sums_of_log_std = draws.sources[0].log_prior, torch.zeros_like(state.theta[:, :2])
 
         def advance(theta: Tensor, variance: Tensor, iterate: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             nonlocal log_prior
             first, second, slope, noise, *of = rest
             is_random = of.pop() if mask is not None else None
-            mean, std, size = iterate[:, 0], iterate[:, 1].exp(), len(here.tensors)
+            mean, std = iterate[:, 0], iterate[:, 1].exp()
             slope = slope if self.estimator == "learned_slope" else self.temperature / std
-            part, gradient = here.at(torch.addcmul(mean, std, noise), *of[:size])
+            part, found = draws.at(lambda pair, sign: torch.addcmul(mean, std, noise[:, pair], value=sign), of)
             log_prior = log_prior + part
-            beside = None
-            if pair is not None:
-                beside = pair.at(torch.addcmul(mean, std, noise, value=-1), *of[size:])[1]
-            even, odd = parts(gradient, beside, slope * noise)
-            correlated = odd * noise
+            even, odd = parts(found, slope[:, None] * noise)
+            correlated = over_pairs(odd * noise)
             # in these units Adam's epsilon is small beside every gradient: per datum as in a HF loss, and in kT
             gradients = torch.empty_like(iterate)
             torch.div(even, problem.num_data, out=gradients[:, 0])
@@ -162,7 +156,7 @@ class MeanFieldConfig(ReparametrisedVIConfig):
             return theta, variance, moved, first, second, slope
 
         marks = () if mask is None else (mask.to(state.theta),)
-        tensors = *state[:-1], *here.tensors, *(() if pair is None else pair.tensors), *marks
+        tensors = *state[:-1], *draws.tensors, *marks
         theta, variance, iterate, first, second, slope = in_blocks(advance, *tensors)
         new = MeanFieldState(theta, variance, iterate, first, second, slope, state.noise, state.step + 1)
         dim = state.theta.shape[1] if mask is None else int(mask.sum())
@@ -171,10 +165,10 @@ class MeanFieldConfig(ReparametrisedVIConfig):
         return new, {"free_energy": free_energy, "std": (sums_of_log_std[:, 1] / dim).exp()}
 
 
-def _draw(state: MeanFieldState, sign: int) -> Tensor:
-    """Return theta = mean + sign std eps [M, d] at the last iterate."""
+def _draw(state: MeanFieldState, pair: int, sign: int) -> Tensor:
+    """Return theta = mean + sign std eps [M, d] of a pair at the last iterate."""
 
     def draw(iterate: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         return (torch.addcmul(iterate[:, 0], iterate[:, 1].exp(), noise, value=sign),)
 
-    return in_blocks(draw, state.iterate, state.noise)[0]
+    return in_blocks(draw, state.iterate, state.noise[:, pair])[0]

@@ -65,6 +65,11 @@ class Regression:
         gradient = weight * ((y - logits.sigmoid())[:, None] @ x).squeeze(1)
         return Evaluation(weight * (y * logits - softplus(logits)).sum(1), gradient)
 
+    def gradient_at_each(self, points: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the gradient of log p(D | theta) at points [M, J, d]."""
+        gradients = [self.evaluate(point, rows).grad_log_lik for point in points.unbind(1)]
+        return torch.stack([gradient for gradient in gradients if gradient is not None], 1)
+
     def free_energy(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """Return E_q[U] - H[q] up to a constant, by quadrature over each logit."""
         std = ((self.x @ covariance) * self.x).sum(1).sqrt()
@@ -127,7 +132,7 @@ def fit(
         theta, state = rule.locate(state, rngs)
         evaluation, anchor = target.evaluate(theta, rows), rule.anchor(state)
         if anchor is not None:
-            evaluation = evaluation._replace(anchor_grad=target.evaluate(anchor, rows).grad_log_lik)
+            evaluation = evaluation._replace(anchor_grad=target.gradient_at_each(anchor, rows))
         state, _ = rule.update(state, evaluation, learning_rate, rngs)
     found = rule.finish(state, state.theta[:, None])
     assert isinstance(found, Gaussian)

@@ -83,14 +83,14 @@ def test_an_energy_without_names_is_mean_field() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["learned_slope", "stick_the_landing"])
-@pytest.mark.parametrize("num_draws", [1, 2])
+@pytest.mark.parametrize("num_draws", [1, 2, 4])
 def test_draws_share_the_points(estimator: Any, num_draws: int) -> None:
     config = BLoBConfig(estimator=estimator, num_draws=num_draws)
     rule = config.build(Problem(1, PRIOR, 0.01, 10, 0, SHAPES))
     rngs = [generator(0, "chain", 0)]
     theta, state = rule.locate(rule.init(MEAN[None].clone(), rngs), rngs)
     beside = rule.anchor(state)
-    for draw in (theta, *([] if beside is None else [beside])):
+    for draw in (theta, *([] if beside is None else beside.unbind(1))):
         assert torch.equal(draw[:, 3:], MEAN[None, 3:])
         assert (draw[:, :3] != MEAN[None, :3]).all()
     found = Evaluation(torch.zeros(1), -theta, anchor_grad=None if beside is None else -beside)

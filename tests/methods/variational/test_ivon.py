@@ -141,7 +141,7 @@ def test_the_trainer_takes_a_rate_from_the_length_of_the_run(tmp_path: Path) -> 
     [
         ({"temperature": 0.0}, 'mean the MAP. Use method="map"'),
         ({"init_std": 0.0}, "init_std must be a finite number > 0, got 0.0"),
-        ({"num_draws": 3}, "num_draws must be 1 (one draw) or 2 (an antithetic pair), got 3"),
+        ({"num_draws": 3}, "num_draws must be 1 (one draw) or even (antithetic pairs), got 3"),
         ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1, got 1.0"),
         ({"precision_rate": math.nan}, "precision_rate must be a finite number > 0 and < 1, got nan"),
     ],
