@@ -127,6 +127,6 @@ def check_window(length: int, config: Any) -> None:
     longest = getattr(config, "max_position_embeddings", None)  # models with relative positions (Bloom) have none
     if longest is not None and length > longest:
         raise ValueError(
-            f"window={length} is longer than the model's longest context, {longest} tokens: lower window, or raise "
-            "max_position_embeddings by config_overrides if the model supports longer contexts"
+            f"window={length} is longer than the model's longest context, {longest} tokens: lower window to "
+            f"{longest}, or raise max_position_embeddings by config_overrides if the model supports longer contexts"
         )

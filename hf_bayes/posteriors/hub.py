@@ -147,7 +147,8 @@ def _download(source: str, *, patterns: Sequence[str], folder: str, **download: 
             )
         )
     except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")  # one line: the command shows no more, and the advice is last
         raise FileNotFoundError(
-            f"{source} is not a directory here, and the download from the Hub failed: {error}. "
+            f"{source} is not a directory here, and the download from the Hub failed: {reason}. "
             "Check the name, the token and the network"
         ) from error

@@ -295,8 +295,9 @@ def test_a_download_fetches_only_posterior_files_of_one_revision(tmp_path: Path)
 def test_repository_that_the_hub_does_not_give_is_named() -> None:
     with pytest.raises(
         FileNotFoundError, match=r"user/no-such-posterior is not a directory here, and the download from the Hub failed"
-    ):
+    ) as refused:
         Posterior.from_pretrained("user/no-such-posterior")
+    assert str(refused.value).splitlines()[0].endswith("Check the name, the token and the network")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ So q is a Gaussian of low rank over Delta W with the mean B E[A], and has half a
 parameters. With noise in both factors, the noise of their product would not be Gaussian. ``mean_field`` minimises F,
 with the factors B as its ``points``. Other parameters, such as a classifier, are random.
 
-Departures from the paper. B has its prior, as a penalty; in the paper it has none. Standard deviations are
-exp(log std), as in ``mean_field``. The paper gives every row of a minibatch signs of its own for one draw of the noise
-(flipout), which lowers the variance of the gradient. Here a member is one theta in the stacked model, for all rows and
-layers, so that members can be trained, stored and served as adapters. Signs for each row would need a hook in the
-forward of every layer. ``mean_field`` lowers the variance by its learned slope instead, and ``num_draws=2`` takes
-antithetic pairs.
+Departures from the paper. B has its prior, as a penalty. In the paper it has none: B shapes a prior of low rank of the
+full weight, so that the KL divergence of the full weight is KL(q(A) || N(0, std^2)), over A alone. Standard deviations
+are exp(log std), as in ``mean_field``; in the paper they are G^2, the square of a parameter. The weight of the KL term
+is the same in all updates; the paper changes it within an epoch. The paper gives every row of a minibatch signs of its
+own for one draw of the noise (flipout), which lowers the variance of the gradient. Here a member is one theta in the
+stacked model, for all rows and layers, so that members can be trained, stored and served as adapters. Signs for each
+row would need a hook in the forward of every layer. ``mean_field`` lowers the variance by its learned slope instead,
+and ``num_draws=2`` takes antithetic pairs.
 """
 
 from __future__ import annotations
