@@ -210,7 +210,7 @@ def test_chains_are_independent(row: Row, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         hf_bayes.chains.sampling,
         "chain_generators",
-        lambda seed, count, device: [generator(seed) for _ in range(count)],
+        lambda seed, count, **_: [generator(seed) for _ in range(count)],
     )
     assert largest_correlation(row) > limit
 
