@@ -16,12 +16,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_diagonal
 from hf_bayes.chains.objective import FailureWords
+from hf_bayes.chains.support import is_outside_support
 from hf_bayes.chains.theta_form import Aux, Energy, Form
 from hf_bayes.core.anchors import at_each_point
 from hf_bayes.core.layout import per_tensor_mean
@@ -30,26 +30,11 @@ from hf_bayes.core.tensors import shape_in_words
 from hf_bayes.core.types import AllRows, Evaluation, Info
 from hf_bayes.methods.laplace.supported import CurvatureSpec
 
-OUTSIDE_SUPPORT = (torch.linalg.LinAlgError, np.linalg.LinAlgError, ArithmeticError)  # type: ignore[attr-defined]
-"""Exceptions that say that the density is 0 at theta, beside those of constraints in ``torch.distributions``."""
-
 MAX_COUPLING = 0.01
 """Nats by which an energy may change with other chains' theta: acceptance probabilities then change by 1 % at most."""
 
 _SINGLE = ""
 """The name of a single tensor that an energy returns beside its value."""
-
-
-def is_outside_support(error: Exception) -> bool:
-    """Return whether an exception of an energy means that theta lies outside the support."""
-    if isinstance(error, OUTSIDE_SUPPORT):
-        return True
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
-        return False
-    raised_in = error.__traceback__
-    while raised_in.tb_next is not None:
-        raised_in = raised_in.tb_next
-    return str(raised_in.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributions")
 
 
 class EnergyObjective:

@@ -21,10 +21,9 @@ from hf_bayes.chains.sample_result import SampleResult, stack_aux, stack_info
 from hf_bayes.chains.sampling_plan import Batches, PriorOfTheta
 from hf_bayes.chains.theta_form import Aux, Energy, Form, Theta
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.types import FinalPassResult, Info
 from hf_bayes.methods.laplace.curvature import NotPositiveDefinite
-from hf_bayes.methods.registry import build
+from hf_bayes.methods.registry import build, generators_of
 
 
 def sample(
@@ -57,7 +56,7 @@ def sample(
             nats; with ``batches`` an unbiased estimate of it by one of them, else batch is None. If theta is a
             dictionary, it gets {name: [M, *shape]}. Row m may depend on row m of theta only, which is checked at the
             start and at the first and last draw. Outside the support it is NaN or infinite, or raises an exception of
-            ``energy_objective.OUTSIDE_SUPPORT``. It may return (U, aux), with aux a tensor [M, ...] or a mapping of
+            ``support.OUTSIDE_SUPPORT``. It may return (U, aux), with aux a tensor [M, ...] or a mapping of
             such: it is computed once more at each draw, on the batches of that update, and recorded.
         theta: [M, d] starting points of M chains; or [d], the centre of ``method.num_chains`` starting points
             ``method.init_jitter`` apart (relative to the RMS of theta, to 0.01 if it is zero). Or a dictionary
@@ -123,8 +122,7 @@ def sample(
     if state is not None:
         plan.check_state(method)
         built = with_initial_state(built, state, form, name=method.name)
-    mirrored = problem.own_step_size and method.requirements.mirrored_chains
-    rngs = chain_generators(seed, len(start), device=start.device, mirrored=mirrored)
+    rngs = generators_of(method, problem, seed, len(start), device=start.device)
     run = Run(built, objective, start, rngs, problem, draws_on=start.device)
     steps = tqdm(rates, desc=method.name, delay=5.0, disable=None if progress else True)
     infos, aux = _follow(run, objective, _updates(batches, batches_per_step), steps)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.number_checks import is_finite_number
+from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import Linear, burn_in_steps
 from hf_bayes.core.types import Evaluation, Info, Kernel, Problem, Rngs, Rule
 from hf_bayes.methods.averaging.ensemble import EnsembleConfig
@@ -119,6 +120,16 @@ def build(config: MethodConfig, problem: Problem) -> Rule[Any] | Kernel[Any]:
     if isinstance(method, Kernel):
         return warm_start_kernel(method, **warm, prior_weight=config.prior_weight)
     return warm_start(method, **warm, prior_weight=config.prior_weight, decays=problem.own_step_size)
+
+
+def generators_of(config: MethodConfig, problem: Problem, seed: int, num_chains: int, **options: Any) -> Rngs:
+    """Return the generators of a run's chains, in mirrored pairs if the method asks for them.
+
+    Args:
+        options: further arguments of ``chain_generators``.
+    """
+    mirrored = problem.own_step_size and config.requirements.mirrored_chains
+    return chain_generators(seed, num_chains, mirrored=mirrored, **options)
 
 
 def with_own_settings(config: MethodConfig, num_steps: int, *, falls: bool = True) -> MethodConfig:

@@ -59,11 +59,9 @@ class BayesianModel(HostMethods):
     shifts_labels: ClassVar[bool] = False
     """True if the label of a position is the next token."""
     predicts_its_terms: ClassVar[bool] = True
-    """False if a loaded posterior predicts something else than the likelihood terms of training, such as tokens after
-    training on preferences."""
+    """False if a loaded posterior does not predict the likelihood terms of training, as after DPO."""
     linearises: ClassVar[bool] = False
-    """True if a loaded Laplace approximation predicts linearised. That would cost taggers and language models too much:
-    a backward pass for each label at each position, and the cache of ``generate``."""
+    """True if a loaded Laplace approximation predicts linearised: too costly for taggers and language models."""
     _student: Callable[[], Predictor]
     _single_pass_predictor: Callable[..., Predictor]
 
@@ -113,8 +111,8 @@ class BayesianModel(HostMethods):
                 ``linearise``), "single_pass" (by one forward pass), or "distilled" (by the student of ``distil``). None
                 takes "members" if ``members`` is given, else the name stored with the posterior: Laplace approximations
                 of classifiers of sequences or images, and of regressions, are linearised.
-            calibrated: False to predict without the temperature of the mixture that is stored with the posterior. It
-                belongs to the stored way of prediction and to all members, and is not applied to others.
+            calibrated: False to predict without the stored temperature of the mixture, which belongs to the stored way
+                of prediction and to all members.
             likelihood: the likelihood that the posterior stores, if its class is not registered.
         Raises:
             ValueError: for a damaged posterior, another task, or another base model; naming what is wrong.

@@ -11,14 +11,13 @@ from torch import Tensor
 from hf_bayes.chains.run import Run
 from hf_bayes.chains.starting_points import initial_members
 from hf_bayes.core.config import MethodConfig
-from hf_bayes.core.rng import chain_generators
 from hf_bayes.core.schedules import burn_in_steps, draw_steps
 from hf_bayes.core.types import Kernel, Problem, Rule
 from hf_bayes.distributed.mesh import ChainMesh
 from hf_bayes.distributions.approximations import Gaussian
 from hf_bayes.distributions.energy import IndependentPrior
 from hf_bayes.distributions.priors import build_prior
-from hf_bayes.methods.registry import build
+from hf_bayes.methods.registry import build, generators_of
 from hf_bayes.models.base import BayesianModel
 from hf_bayes.objectives.data_scale import DataScale
 from hf_bayes.objectives.likelihood_terms import count_terms_of
@@ -116,8 +115,7 @@ def start_run(
     built = build(settings.method, problem)
     needs, warm_start = _needs_of(settings.method, built, problem), settings.method.num_warm_start_steps
     objective = ModelObjective(model, scale, mesh=mesh, seed=seed, **needs, **options)
-    mirrored = problem.own_step_size and settings.method.requirements.mirrored_chains
-    rngs = chain_generators(seed, method.num_chains, chains=mesh.chains, device=theta.device, mirrored=mirrored)
+    rngs = generators_of(settings.method, problem, seed, method.num_chains, chains=mesh.chains, device=theta.device)
     options = {"chains": mesh.chains, "watch_noise": objective.measures_noise}
     run = Run(built, objective, theta, rngs, problem, warm_start=warm_start, **options)
     return StartedRun(run, objective, prior, settings)

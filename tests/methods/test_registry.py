@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hf_bayes
-import hf_bayes.chains.sampling
+import hf_bayes.methods.registry
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.rng import generator
 from hf_bayes.core.types import Kernel, Rule
@@ -208,7 +208,7 @@ def test_chains_are_independent(row: Row, monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_correlation(row) < limit
     # the broken twin: one seed for all chains
     monkeypatch.setattr(
-        hf_bayes.chains.sampling,
+        hf_bayes.methods.registry,
         "chain_generators",
         lambda seed, count, **_: [generator(seed) for _ in range(count)],
     )
