@@ -48,6 +48,7 @@ from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import energy, grad_energy
 from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.learnt_scales import add_position, place_of, scales_of
 
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 """theta [M, d] -> V = U / T [M] and its gradient [M, d]."""
@@ -190,13 +191,13 @@ class HMCConfig(MethodConfig):
         if done > adapted_steps:
             return state
         assert self.target_acceptance is not None
-        found = max((edge for edge in windows[1:] if edge < done), default=0)
-        state = with_step_size(state, self.target_acceptance - acceptance, done - found)
-        if windows and windows[0] < done <= windows[-1]:
-            count = done - max(edge for edge in windows if edge < done)
-            state = with_position(state, count)
+        place = place_of(done, windows)
+        state = with_step_size(state, self.target_acceptance - acceptance, place.since)
+        if place.position:
+            mean, squares = add_position(state.theta, state.mean, state.squares, place.position)
+            state = state._replace(mean=mean, squares=squares)
             if done in windows:
-                state = with_scale(state, count)
+                state = with_scale(state, place.position)
         return state._replace(log_step=state.log_step_mean) if done == adapted_steps else state
 
 
@@ -225,26 +226,13 @@ def mass_windows(adapted_steps: int) -> tuple[int, ...]:
     return (*edges, last)
 
 
-def with_position(state: HMCState, count: int) -> HMCState:
-    """Return the state with the position added as number ``count`` (from 1) of its window, by Welford's recursion."""
-    mean, squares = (torch.zeros_like(state.mean),) * 2 if count == 1 else (state.mean, state.squares)
-    deviation = state.theta - mean
-    mean = mean + deviation / count
-    return state._replace(mean=mean, squares=squares + deviation * (state.theta - mean))
-
-
 def with_scale(state: HMCState, count: int) -> HMCState:
     """Return the state with the window's standard deviations as scales.
 
     Their logarithms are shrunk towards the mean logarithm, with the weight of 5 positions. The step size changes with
     the scales, so that the variance of dH stays the same for a Gaussian law with these scales.
     """
-    total = state.squares.mean(1, keepdim=True)
-    # a coordinate that did not move because of rounding gets the smallest scale that the other coordinates allow
-    least = total.clamp_min(torch.finfo(total.dtype).tiny) * torch.finfo(total.dtype).eps
-    logs = 0.5 * (state.squares.maximum(least) / count).log()
-    logs = (count * logs + 5 * logs.mean(1, keepdim=True)) / (count + 5)
-    scale = torch.where(total > 0, logs.exp(), state.scale)  # a chain that did not move keeps its scales
+    scale = scales_of(state.squares, count, weight=5, before=state.scale)
     factor = 0.25 * (4 * (state.scale / scale).log()).logsumexp(1) - 0.25 * math.log(scale.shape[1])
     log_step = state.log_step_mean + factor
     return state._replace(scale=scale, log_step=log_step, log_step_mean=log_step)

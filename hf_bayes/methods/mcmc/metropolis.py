@@ -33,6 +33,7 @@ from hf_bayes.core.types import Evaluate, Info, Kernel, Problem, Rngs
 from hf_bayes.distributions.approximations import Draws
 from hf_bayes.distributions.energy import energy
 from hf_bayes.methods.mcmc.checks import check_start, check_temperature
+from hf_bayes.methods.mcmc.learnt_scales import add_position, place_of, scales_of
 
 LEAST_BURN_IN = 160
 """The shortest burn-in that learns scales: its first window then has 10 positions."""
@@ -135,16 +136,16 @@ class MetropolisConfig(MethodConfig):
         done = int(state.step[0])  # all chains have done the same number of updates
         if self.target_acceptance is None or done > adapted_steps:
             return state
-        found = max((edge for edge in windows[1:] if edge < done), default=0)
+        place = place_of(done, windows)
         # 2 is 1 / |d acceptance / d log s| at 0.234 for a Gaussian in many dimensions: the fastest gain that is stable
-        gain = 2.0 * (done - found) ** -0.75
+        gain = 2.0 * place.since**-0.75
         shortfall = acceptance.to(state.log_std.dtype) - self.target_acceptance
         state = state._replace(log_std=state.log_std + gain * shortfall)
-        if windows and windows[0] < done <= windows[-1]:
-            count = done - max(edge for edge in windows if edge < done)
-            state = _with_position(state, count)
+        if place.position:
+            mean, squares = add_position(state.theta, state.mean, state.squares, place.position)
+            state = state._replace(mean=mean, squares=squares)
             if done in windows:
-                state = _with_scale(state, count)
+                state = _with_scale(state, place.position)
         return state
 
 
@@ -155,25 +156,12 @@ def scale_windows(adapted_steps: int) -> tuple[int, ...]:
     return tuple(adapted_steps // part for part in (16, 8, 4, 2))
 
 
-def _with_position(state: MetropolisState, count: int) -> MetropolisState:
-    """Return the state with the position added as number ``count`` (from 1) of its window, by Welford's recursion."""
-    mean, squares = (torch.zeros_like(state.mean),) * 2 if count == 1 else (state.mean, state.squares)
-    deviation = state.theta - mean
-    mean = mean + deviation / count
-    return state._replace(mean=mean, squares=squares + deviation * (state.theta - mean))
-
-
 def _with_scale(state: MetropolisState, count: int) -> MetropolisState:
     """Return the state with the window's standard deviations as c, and the s that keeps the acceptance.
 
     An independent draw takes about 3 d updates, so a window holds count / 3 d of them. The logarithms are shrunk
     towards their mean with the weight of one independent draw.
     """
-    total, weight = state.squares.mean(1, keepdim=True), 3 * state.theta.shape[1]
-    # a coordinate that did not move because of rounding gets the smallest scale that the other coordinates allow
-    least = total.clamp_min(torch.finfo(total.dtype).tiny) * torch.finfo(total.dtype).eps
-    logs = 0.5 * (state.squares.maximum(least) / count).log()
-    logs = (count * logs + weight * logs.mean(1, keepdim=True)) / (count + weight)
-    scale = torch.where(total > 0, logs.exp(), state.scale)  # a chain that did not move keeps its scales
+    scale = scales_of(state.squares, count, weight=3 * state.theta.shape[1], before=state.scale)
     factor = (state.scale / scale).square().mean(1).log() / 2
     return state._replace(scale=scale, log_std=state.log_std + factor)
