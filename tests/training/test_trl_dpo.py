@@ -21,33 +21,17 @@ from hf_bayes import (
 )
 from hf_bayes.training import dpo_compat
 from hf_bayes.training.setup import place_chains
-from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import tiny_llama
+from tests.training.preference_rows import IMPLICIT, MESSAGES, PLAIN, tokenizer
 
 pytestmark = pytest.mark.slow
 
-CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"
-PLAIN = [{"prompt": f"{n} ", "chosen": TEXTS[n % 4], "rejected": TEXTS[(n + 1) % 4][:20]} for n in range(8)]
-IMPLICIT = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in PLAIN]
-MESSAGES = [
-    {
-        "prompt": [{"role": "user", "content": row["prompt"]}],
-        "chosen": [{"role": "assistant", "content": row["chosen"]}],
-        "rejected": [{"role": "assistant", "content": row["rejected"]}],
-    }
-    for row in PLAIN
-]
 IMPLICIT_MESSAGES = [
     {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}  # type: ignore[operator]
     for row in MESSAGES
 ]
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 STD = 2.0
-
-
-def tokenizer() -> Any:
-    found = tiny_tokenizer()
-    found.chat_template = CHAT
-    return found
 
 
 def settings(**changes: Any) -> dict[str, Any]:

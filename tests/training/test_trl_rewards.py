@@ -18,27 +18,10 @@ from hf_bayes import (
     SGHMCConfig,
 )
 from hf_bayes.decide.rewards import RewardModel
-from tests.tiny_models import TEXTS, tiny_llama, tiny_tokenizer
+from tests.tiny_models import tiny_llama
+from tests.training.preference_rows import IMPLICIT, MESSAGES, PLAIN, tokenizer
 
 pytestmark = pytest.mark.slow
-
-CHAT = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"
-PLAIN = [{"prompt": f"{n} ", "chosen": TEXTS[n % 4], "rejected": TEXTS[(n + 1) % 4][:20]} for n in range(8)]
-IMPLICIT = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in PLAIN]
-MESSAGES = [
-    {
-        "prompt": [{"role": "user", "content": row["prompt"]}],
-        "chosen": [{"role": "assistant", "content": row["chosen"]}],
-        "rejected": [{"role": "assistant", "content": row["rejected"]}],
-    }
-    for row in PLAIN
-]
-
-
-def tokenizer() -> Any:
-    found = tiny_tokenizer()
-    found.chat_template = CHAT
-    return found
 
 
 def reward_model() -> PreTrainedModel:
