@@ -42,7 +42,7 @@ for token in generate.stream("The", max_new_tokens=20, do_sample=True, top_k=20)
 print(repr("".join(written)))
 
 # %% [markdown]
-# Which limit is right depends on the model and the text.
+# The right limit depends on the model and the text.
 # [Decisions](../decide.md#answer-or-abstain) shows how to fit one to answers of which you know the
 # errors.
 #

@@ -50,7 +50,6 @@ class EnergyObjective:
 
     Attributes:
         first_error: the first exception that was taken for a point outside the support.
-        returns_aux: True once the energy has returned something beside its value.
     """
 
     words = FailureWords(
@@ -71,7 +70,7 @@ class EnergyObjective:
         self.form: Form[Any] = Form(None) if form is None else form
         self._all_batches, self._positive, self._measures_noise = all_batches, positive, measures_noise
         self.first_error: Exception | None = None
-        self.returns_aux = False
+        self._aux_names: set[str] | None = None  # None before the first call
         self._start_is_checked = False
         self._num_checks = 0
 
@@ -111,12 +110,16 @@ class EnergyObjective:
         """Return ", " and the name of the tensor that holds a column of theta; "" where it has no name."""
         return self.form.place_of(column)
 
+    @property
+    def returns_aux(self) -> bool:
+        """Return whether the energy has returned something beside its value."""
+        return bool(self._aux_names)
+
     def aux(self, theta: Tensor, batches: list[Any]) -> Aux:
         """Return what the energy returns beside its value at ``theta`` [M, d]; of several batches, the mean."""
         with torch.no_grad():
             found = [self._value(theta, batch)[1] for batch in batches]
-        named = [each for each in found if each is not None]
-        means = {name: _mean([each[name] for each in named]) for name in named[0]}
+        means = {name: _mean([each[name] for each in found]) for name in found[0]}
         return means[_SINGLE] if means.keys() == {_SINGLE} else means
 
     def evaluate(self, theta: Tensor, batches: list[Any], *, gradient: bool = True) -> Evaluation:
@@ -139,7 +142,7 @@ class EnergyObjective:
             grad = _gradient(value, leaf)
         return Evaluation(-value.detach(), -grad, batch_log_lik=columns)
 
-    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def _value(self, theta: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return U [M] at ``theta`` [M, d], and by name what the energy returns beside it."""
         given = theta.clone()  # no leaf: autograd would refuse an assignment to a leaf in words of its own
         found = self.energy(self.form.unflatten(given), batch)
@@ -155,10 +158,14 @@ class EnergyObjective:
                 f"energy must return one real number per chain, a floating-point tensor of shape [{len(theta)}] for "
                 f"theta {list(theta.shape)}; got {got}: sum over everything but the first axis"
             )
-        if aux is None:
-            return value, None
-        self.returns_aux = True
-        return value, _named(aux, len(theta))
+        named = {} if aux is None else _named(aux, len(theta))
+        if self._aux_names not in (None, named.keys()):
+            raise ValueError(
+                "energy must return the same results beside its value in every call, "
+                f"got {_in_words(named.keys())} after {_in_words(self._aux_names or ())}"
+            )
+        self._aux_names = set(named)
+        return value, named
 
     def _check_start(self, theta: Tensor, batches: list[Any]) -> None:
         """Check that chains start where the energy is finite.
@@ -313,6 +320,11 @@ def _gradient(value: Tensor, leaf: Tensor, *, retain: bool = False) -> Tensor:
             "the theta it is called with"
         )
     return grad
+
+
+def _in_words(names: Iterable[str]) -> str:
+    """Return names of results for an error."""
+    return ", ".join(repr(name) if name else "a single tensor" for name in sorted(names)) or "none"
 
 
 def _named(aux: Any, num_chains: int) -> dict[str, Tensor]:

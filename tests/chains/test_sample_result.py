@@ -55,3 +55,13 @@ def test_members_are_draws_of_the_approximation() -> None:
 def test_what_has_no_chain_axis_is_refused(aux: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(lambda theta, batch: (bowl(theta, batch), aux))
+
+
+def test_results_that_change_their_names_are_refused() -> None:
+    calls = iter([None, None, {"norm": torch.ones(2)}])
+
+    def changing(theta: Tensor, batch: Any) -> Any:
+        return bowl(theta, batch), next(calls, {"mean": torch.ones(2)})
+
+    with pytest.raises(ValueError, match="same results beside its value in every call, got 'norm' after none"):
+        run(changing)
