@@ -34,8 +34,8 @@ MIN_UPDATES, MAX_UPDATES = 6, 40
 """Updates of a trial for each rate."""
 
 MAX_DENSE = 512
-"""The largest number of parameters whose correlations the whitening of a sampler knows: 2 MiB for a chain in float64. The
-diagonal of a Hessian takes as many products as the matrix."""
+"""The largest number of parameters whose correlations the whitening of a sampler knows: 2 MiB for a chain in float64.
+The diagonal of a Hessian takes as many products as the matrix."""
 
 FIRST_STEP = 0.1
 """The step size at which a kernel begins its search."""

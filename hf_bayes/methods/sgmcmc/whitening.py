@@ -44,7 +44,7 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial
-from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, FullRoots, KroneckerRoots, Roots
+from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, FullRoots, KroneckerRoots, Roots, Shapes
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 
@@ -72,6 +72,13 @@ RULED_PERIOD = 8
 
 MAX_BASIS = 2**22
 """The largest number of elements in the bases of eigenvectors, for a chain: 16 MiB."""
+
+ROOTS: dict[str, Callable[[Shapes], Roots]] = {
+    "diagonal": DiagonalRoots,
+    "kronecker": KroneckerRoots,
+    "full": FullRoots,
+}
+"""``LangevinConfig.whitening`` -> the structure of S."""
 
 PASS_SHARE = 0.05
 """The share of a run's gradients that the curvature pass may take; it sees as many random rows as that allows."""
@@ -312,7 +319,7 @@ def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSp
             f"{config.name}: whitening='full' holds a matrix of {dim} x {dim} for each chain; the limit is "
             f"{math.isqrt(MAX_BASIS)}: leave it out, or choose a smaller subspace"
         )
-    roots: Roots = {"kronecker": KroneckerRoots, "diagonal": DiagonalRoots, "full": FullRoots}[structure](shapes)
+    roots = ROOTS[structure](shapes)
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
     if "all" in problem.lacks:
         raise ValueError(
