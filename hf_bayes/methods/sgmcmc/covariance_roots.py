@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -177,6 +177,14 @@ class KroneckerRoots:
         for shape, (stds, *bases), piece in zip(self._shapes, self._split(packed), pieces, strict=True):
             square = [basis.unflatten(1, (side, side)) for basis, side in zip(bases, shape, strict=False)]
             yield shape, stds, square, piece
+
+
+ROOTS: dict[str, Callable[[Shapes], Roots]] = {
+    "diagonal": DiagonalRoots,
+    "kronecker": KroneckerRoots,
+    "full": FullRoots,
+}
+"""Structure of a curvature -> the structure of S."""
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:

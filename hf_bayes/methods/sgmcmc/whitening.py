@@ -44,7 +44,7 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial
-from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, FullRoots, KroneckerRoots, Roots, Shapes
+from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 
@@ -72,13 +72,6 @@ RULED_PERIOD = 8
 
 MAX_BASIS = 2**22
 """The largest number of elements in the bases of eigenvectors, for a chain: 16 MiB."""
-
-ROOTS: dict[str, Callable[[Shapes], Roots]] = {
-    "diagonal": DiagonalRoots,
-    "kronecker": KroneckerRoots,
-    "full": FullRoots,
-}
-"""``LangevinConfig.whitening`` -> the structure of S."""
 
 PASS_SHARE = 0.05
 """The share of a run's gradients that the curvature pass may take; it sees as many random rows as that allows."""
