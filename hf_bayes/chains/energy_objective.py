@@ -45,8 +45,8 @@ class EnergyObjective:
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
-        positive: the curvature is for a preconditioner: a Hessian with the absolute values of its eigenvalues, or of its
-            diagonal, above a floor.
+        positive: the curvature is for a preconditioner: a Hessian with the absolute values of its eigenvalues, or
+            of its diagonal, above a floor.
         measures_noise: an evaluation on two batches or more estimates the variance of its gradient.
 
     Attributes:
