@@ -143,16 +143,27 @@ def expand_energy(point: EnergyAtPoint, like: Tensor, spec: CurvatureSpec, *, gr
     return EnergyPassResult(curvature, -float(value), estimate, {})
 
 
-def positive_diagonal(point: EnergyAtPoint) -> EnergyPassResult:
-    """Return the absolute values of the Hessian's diagonal, for a preconditioner, which must be positive.
+def positive_curvature(point: EnergyAtPoint, spec: CurvatureSpec) -> EnergyPassResult:
+    """Return the Hessian with absolute values in place of negative ones, for a preconditioner, which must be positive.
 
+    Args:
+        point: the energy around the point.
+        spec: its structure "full" takes the absolute values of the eigenvalues, any other those of the diagonal.
     Raises:
-        ValueError: for a diagonal that is not finite, or zero.
+        ValueError: for a Hessian that is not finite, or zero.
     """
-    values = point.diagonal().abs()
-    if not bool(values.isfinite().all()) or not bool(values.any()):
+    found = point.hessian().double() if spec.structure == "full" else point.diagonal()
+    if not bool(found.isfinite().all()) or not bool(found.any()):
         raise ValueError(
-            "the Hessian of the energy has no finite diagonal above 0 after the warm start, so it gives no scale for a "
-            "step size: give learning_rate"
+            "the Hessian of the energy is zero or not finite after the warm start, so it gives no scale for a step "
+            "size: give learning_rate"
         )
-    return EnergyPassResult(DiagonalCurvature(values.clamp_min(FLOOR * float(values.max()))), 0.0, None, {})
+    if spec.structure != "full":
+        return EnergyPassResult(DiagonalCurvature(_above_floor(found)), 0.0, None, {})
+    values, vectors = torch.linalg.eigh(found)
+    return EnergyPassResult(FullCurvature(vectors * _above_floor(values) @ vectors.mT), 0.0, None, {})
+
+
+def _above_floor(values: Tensor) -> Tensor:
+    magnitudes = values.abs()
+    return magnitudes.clamp_min(FLOOR * float(magnitudes.max()))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_diagonal
+from hf_bayes.chains.energy_hessian import EnergyAtPoint, expand_energy, positive_curvature
 from hf_bayes.chains.objective import FailureWords
 from hf_bayes.chains.support import is_outside_support
 from hf_bayes.chains.theta_form import Aux, Energy, Form
@@ -45,7 +45,8 @@ class EnergyObjective:
         batched: the energy is an unbiased estimate from a batch.
         form: the form of theta that the energy takes.
         all_batches: yields the batches of one pass over the data; None if the energy sees all data in every call.
-        positive: the curvature for a preconditioner: the absolute values of the Hessian's diagonal, above a floor.
+        positive: the curvature is for a preconditioner: a Hessian with the absolute values of its eigenvalues, or
+            of its diagonal, above a floor.
         measures_noise: an evaluation on two batches or more estimates the variance of its gradient.
 
     Attributes:
@@ -103,7 +104,7 @@ class EnergyObjective:
             raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
         point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
         if self._positive:
-            return positive_diagonal(point)
+            return positive_curvature(point, what)
         return expand_energy(point, theta, what, gradient=gradient)
 
     def place_of(self, column: int) -> str:

@@ -1,7 +1,7 @@
 """The settings of ``sample`` without a learning rate: what the method chooses itself, and a rate of AdamW from a trial.
 
 * A sampler begins with AdamW and then finds its step size in whitened coordinates (``sgmcmc.whitening``). The curvature
-  is the absolute value of the Hessian's diagonal.
+  is the Hessian with the absolute values of its eigenvalues; of many parameters, the absolute value of its diagonal.
 * An optimiser, and the warm start of a sampler, take the rate of AdamW that reaches the lowest energy in a trial. An
   energy may be written for M chains, so the rates are tried one after the other, each by all M chains on the same
   batches, with a rate that falls linearly to 0. As in a trainer, a run of N updates gets best * sqrt(n / N).
@@ -33,6 +33,10 @@ TRIAL_SHARE = 0.1
 MIN_UPDATES, MAX_UPDATES = 6, 40
 """Updates of a trial for each rate."""
 
+MAX_DENSE = 512
+"""The largest number of parameters whose correlations the whitening of a sampler knows: 2 MiB for a chain in float64.
+The diagonal of a Hessian takes as many products as the matrix."""
+
 FIRST_STEP = 0.1
 """The step size at which a kernel begins its search."""
 
@@ -59,6 +63,7 @@ def settle(
     method: MethodConfig,
     learning_rate: float | Callable[[int], float] | None,
     *,
+    dim: int,
     num_steps: int,
     burn_in: float,
     trial: Trial,
@@ -66,6 +71,7 @@ def settle(
     """Return the settings of a run of ``num_steps`` updates.
 
     Args:
+        dim: d, the number of parameters.
         method, learning_rate, burn_in: as the user gave them.
         trial: tries rates of AdamW; it is called only if one is needed.
     Raises:
@@ -77,7 +83,7 @@ def settle(
     if needs.learning_rate == "given" and needs.adapts_step and burn_in > 0:
         return Settings(method, FIRST_STEP, burn_in)
     if needs.learning_rate == "whitening":
-        method = _whitened(method, burn_in)
+        method = _whitened(method, burn_in, dim)
     method = with_own_settings(method, num_steps)
     if needs.learning_rate == "unused":
         return Settings(method, 1.0, burn_in)
@@ -92,15 +98,15 @@ def settle(
     return Settings(method, None, method.burn_in)
 
 
-def _whitened(method: MethodConfig, burn_in: float) -> MethodConfig:
-    """Return the config of a sampler whose coordinates are whitened by a diagonal, with the burn-in that was given."""
+def _whitened(method: MethodConfig, burn_in: float, dim: int) -> MethodConfig:
+    """Return the config of a sampler of d parameters in whitened coordinates, with the burn-in that was given."""
     given = getattr(method, "whitening", None)
     if given == "kronecker":
         raise ValueError(
             f"{method.name}: whitening='kronecker' is made of the inputs and outputs of modules, which an energy does "
             "not have: leave it out"
         )
-    changes: dict[str, Any] = {"whitening": "diagonal"}
+    changes: dict[str, Any] = {"whitening": given or ("full" if dim <= MAX_DENSE else "diagonal")}
     return replace(method, burn_in=burn_in or None, **changes)
 
 

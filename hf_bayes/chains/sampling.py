@@ -116,7 +116,9 @@ def sample(
             num_steps=steps, prior_weight=prior_weight,
         )  # fmt: skip
 
-    method, learning_rate, burn_in = settle(method, learning_rate, num_steps=num_steps, burn_in=burn_in, trial=trial)
+    method, learning_rate, burn_in = settle(
+        method, learning_rate, dim=start.shape[1], num_steps=num_steps, burn_in=burn_in, trial=trial
+    )
     problem, rates = arrange(method, learning_rate, burn_in=burn_in)
     built = build(method, problem)
     if state is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.chains.energy_settings import FIRST_STEP, RATES, settle
+from hf_bayes.chains.energy_settings import FIRST_STEP, MAX_DENSE, RATES, settle
 from hf_bayes.chains.sampling import sample
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
@@ -57,6 +57,45 @@ def test_the_check_of_the_law_sees_half_the_temperature() -> None:
         assert_law(draws_of(SGHMCConfig(temperature=0.5)))
     with pytest.raises(AssertionError):  # one step size for all directions: the wide one stands still
         assert_law(draws_of(SGHMCConfig(), learning_rate=1e-6))
+
+
+@pytest.mark.statistics
+def test_a_sampler_knows_correlations() -> None:
+    stds = torch.logspace(-1, 1, 20, dtype=torch.float64)
+    covariance = stds[:, None] * torch.full((20, 20), 0.95, dtype=torch.float64).fill_diagonal_(1.0) * stds
+    precision = torch.linalg.inv(covariance)
+
+    def energy(theta: Tensor, batch: object) -> Tensor:
+        return 0.5 * ((theta @ precision) * theta).sum(1)
+
+    def draws(**fields: Any) -> Tensor:
+        start = torch.full((32, 20), 0.5, dtype=torch.float64)
+        scaled = sample(energy, start, SGHMCConfig(**fields), num_steps=1000, thin=10).draws.flatten(0, 1) / stds
+        return scaled
+
+    # 32 chains of 35 draws, .25 (1 - beta) / h^2 = 2.5 updates apart from independence: ESS above 700, so 4 standard
+    # errors of a standard deviation are 11 %
+    assert (draws().std(0) - 1).abs().max() < 0.11
+    assert (draws(whitening="diagonal").std(0) - 1).abs().min() > 0.11
+
+
+def test_many_parameters_have_a_diagonal() -> None:
+    def whitening(dim: int) -> Any:
+        found = sample(bowl, torch.ones(1, dim), SGHMCConfig(), num_steps=60).method
+        return getattr(found, "whitening", None)
+
+    assert whitening(3) == "full"
+    assert whitening(MAX_DENSE + 1) == "diagonal"
+
+
+@pytest.mark.parametrize("whitening", ["diagonal", "full"])
+def test_a_start_on_a_saddle_has_a_scale(whitening: Any) -> None:
+    def energy(theta: Tensor, batch: object) -> Tensor:  # curvatures -4, 12 and 25 at 0
+        return (theta[:, 0].square() - 1).square() + 6 * theta[:, 1].square() + 12.5 * theta[:, 2].square()
+
+    config = SGHMCConfig(whitening=whitening, warm_start_steps=0)
+    found = sample(energy, torch.zeros(2, 3, dtype=torch.float64), config, num_steps=100)
+    torch.testing.assert_close(found.state.root[0, :3].sort().values, torch.tensor([0.2, 12**-0.5, 0.5]).double())
 
 
 @pytest.mark.statistics
@@ -114,7 +153,7 @@ def test_settings_depend_on_the_method_and_the_run() -> None:
         return 0.3
 
     def settled(method: MethodConfig, burn_in: float = 0) -> Any:
-        return settle(method, None, num_steps=1000, burn_in=burn_in, trial=trial)
+        return settle(method, None, dim=3, num_steps=1000, burn_in=burn_in, trial=trial)
 
     assert settled(HMCConfig(), burn_in=0.5).learning_rate == FIRST_STEP
     assert settled(HMCConfig(step_size=0.2)).learning_rate == 1.0
@@ -125,7 +164,7 @@ def test_settings_depend_on_the_method_and_the_run() -> None:
     assert settled(SGHMCConfig(warm_start_learning_rate=0.1)).method.warm_start_learning_rate == 0.1
     assert asked == [1000, 250]
     assert settled(SGHMCConfig(), burn_in=600).method.burn_in == 600
-    assert settle(SGHMCConfig(), 0.1, num_steps=10, burn_in=0, trial=trial).learning_rate == 0.1
+    assert settle(SGHMCConfig(), 0.1, dim=3, num_steps=10, burn_in=0, trial=trial).learning_rate == 0.1
 
 
 def test_rates_at_which_the_energy_is_not_finite_are_left_out() -> None:
@@ -157,5 +196,5 @@ def test_runs_that_cannot_find_a_rate_are_refused(method: MethodConfig, changes:
 
 
 def test_an_energy_without_curvature_gives_no_step_size() -> None:
-    with pytest.raises(ValueError, match="has no finite diagonal above 0 after the warm start"):
+    with pytest.raises(ValueError, match="is zero or not finite after the warm start"):
         sample(lambda theta, batch: theta.sum(1), torch.zeros(2, 3), SGHMCConfig(), num_steps=60)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_bayes.distributions.covariance import Covariance, Kronecker
+from hf_bayes.distributions.covariance import Covariance, Full, Kronecker
 
 Shapes = Sequence[tuple[int, ...]]
 """The shapes of the random tensors, in the order of theta."""
@@ -72,6 +72,42 @@ class DiagonalRoots:
 
     def of_prior(self, variance: Tensor) -> Tensor:
         return variance
+
+
+class FullRoots:
+    """S is dense, Q diag(stds) Q', over all tensors at once. It is symmetric, as in ``KroneckerRoots``.
+
+    A chain's numbers are the stds [d] and Q [d, d].
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._dim = sum(map(math.prod, shapes))
+        self.size = self._dim * (1 + self._dim)
+
+    def pack(self, covariance: Covariance) -> Tensor:
+        assert isinstance(covariance, Full)
+        basis, inverse_stds, _ = torch.linalg.svd(covariance.precision_cholesky)
+        return torch.cat([1 / inverse_stds, basis.flatten()])
+
+    def product(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        stds, basis = self._split(packed)
+        return _times(basis, stds * _times(basis.mT, vectors))
+
+    def transposed(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return self.product(packed, vectors)
+
+    def along_axes(self, packed: Tensor, vectors: Tensor) -> Tensor:
+        return _times(self._split(packed)[1].mT, vectors)
+
+    def variances(self, packed: Tensor) -> Tensor:
+        return self._split(packed)[0].square()
+
+    def of_prior(self, variance: Tensor) -> Tensor:
+        return variance.mean().expand_as(variance)
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        stds, basis = packed.split([self._dim, self._dim**2], 1)
+        return stds, basis.unflatten(1, (self._dim, self._dim))
 
 
 class KroneckerRoots:
@@ -141,6 +177,19 @@ class KroneckerRoots:
         for shape, (stds, *bases), piece in zip(self._shapes, self._split(packed), pieces, strict=True):
             square = [basis.unflatten(1, (side, side)) for basis, side in zip(bases, shape, strict=False)]
             yield shape, stds, square, piece
+
+
+ROOTS: dict[str, Callable[[Shapes], Roots]] = {
+    "diagonal": DiagonalRoots,
+    "kronecker": KroneckerRoots,
+    "full": FullRoots,
+}
+"""Structure of a curvature -> the structure of S."""
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Return the products [M, d] of matrices [M, d, d] with vectors [M, d]."""
+    return (matrices @ vectors[..., None])[..., 0]
 
 
 def _rotated(flat: Tensor, shape: tuple[int, ...], bases: list[Tensor], *, back: bool) -> Tensor:

@@ -39,8 +39,9 @@ class LangevinConfig(MethodConfig):
             cost of half a gradient each. False: never.
         heating: the share of T that the noise of minibatches may add, where the run has no learning rate and the method
             finds its step size (``whitening``).
-        whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal" or
-            "kronecker". None takes "kronecker" where its bases hold at most ``MAX_BASIS`` numbers a chain.
+        whitening: the structure of the curvature whose inverse root gives the coordinates of such a run, "diagonal",
+            "kronecker" or, for few parameters, "full". None takes "kronecker" where its bases hold at most
+            ``MAX_BASIS`` numbers a chain; in ``sample``, "full" for at most ``energy_settings.MAX_DENSE`` parameters.
         mirrored: in a run without a learning rate, chain 2k + 1 takes minus the noise of chain 2k. Where U is nearly
             quadratic the two chains are mirror images, and the errors of their mean nearly cancel. Each chain has the
             law that it would have alone. Even functions, such as a variance, have the error of half as many chains.
@@ -52,7 +53,7 @@ class LangevinConfig(MethodConfig):
 
     measure_gradient_noise: bool | None = None
     heating: float = 0.1
-    whitening: Literal["diagonal", "kronecker"] | None = None
+    whitening: Literal["diagonal", "kronecker", "full"] | None = None
     mirrored: bool | None = None
     ladder: dict[str, list[float]] | None = None
 
@@ -66,7 +67,7 @@ class LangevinConfig(MethodConfig):
         if self.mirrored is not None:
             self._check_flag("mirrored", self.mirrored)
         self._check_number("heating", self.heating, minimum=0.0, strict=True)
-        self._check_choice("whitening", self.whitening, (None, "diagonal", "kronecker"))
+        self._check_choice("whitening", self.whitening, (None, "diagonal", "kronecker", "full"))
 
     @property
     def rungs(self) -> list[dict[str, float]]:

@@ -44,7 +44,7 @@ from hf_bayes.distributions.energy import FlatPrior
 from hf_bayes.methods.laplace.prior_precision import precision_of, temper
 from hf_bayes.methods.laplace.supported import CurvatureSpec, drawn_or_empirical
 from hf_bayes.methods.sgmcmc import laplace_trial
-from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
+from hf_bayes.methods.sgmcmc.covariance_roots import ROOTS, KroneckerRoots, Roots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.laplace_trial import Choice, Trial
 
@@ -71,7 +71,7 @@ RULED_PERIOD = 8
 """Updates between two measurements of the temperature along the directions that the data rule."""
 
 MAX_BASIS = 2**22
-"""The largest number of elements in the bases of Kronecker factors, for a chain: 16 MiB."""
+"""The largest number of elements in the bases of eigenvectors, for a chain: 16 MiB."""
 
 PASS_SHARE = 0.05
 """The share of a run's gradients that the curvature pass may take; it sees as many random rows as that allows."""
@@ -304,10 +304,15 @@ def _cooled(own: Whitening, before: Any, state: Any, info: Info) -> tuple[Whiten
 def _roots(config: LangevinConfig, problem: Problem) -> tuple[Roots, CurvatureSpec]:
     """Return how S is held, and the curvature it is made of."""
     shapes = tuple(problem.shapes.values())
-    kronecker = KroneckerRoots(shapes)
     has_matrices = any(len(shape) == 2 for shape in shapes)
-    structure = config.whitening or ("kronecker" if has_matrices and kronecker.size <= MAX_BASIS else "diagonal")
-    roots = kronecker if structure == "kronecker" else DiagonalRoots(shapes)
+    has_room = KroneckerRoots(shapes).size <= MAX_BASIS
+    structure = config.whitening or ("kronecker" if has_matrices and has_room else "diagonal")
+    if structure == "full" and (dim := sum(map(math.prod, shapes))) ** 2 > MAX_BASIS:
+        raise ValueError(
+            f"{config.name}: whitening='full' holds a matrix of {dim} x {dim} for each chain; the limit is "
+            f"{math.isqrt(MAX_BASIS)}: leave it out, or choose a smaller subspace"
+        )
+    roots = ROOTS[structure](shapes)
     share = 1.0 if problem.update_fraction is None else PASS_SHARE * problem.num_steps * problem.update_fraction
     if "all" in problem.lacks:
         raise ValueError(

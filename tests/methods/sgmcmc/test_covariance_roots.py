@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bayes.distributions.covariance import Covariance, Diagonal, Kronecker, dense
+from hf_bayes.distributions.covariance import Covariance, Diagonal, Full, Kronecker, dense
 from hf_bayes.distributions.covariance.kronecker import DiagonalBlock, KroneckerBlock
-from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, KroneckerRoots, Roots
+from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots, FullRoots, KroneckerRoots, Roots
 
 SHAPES = ((3, 2), (4,), (2, 3))
 
@@ -20,13 +20,20 @@ def kronecker() -> Kronecker:
     return Kronecker((KroneckerBlock(left, right, variances), stds, one_sided))
 
 
+def full() -> Full:
+    torch.manual_seed(1)
+    factor = torch.randn(16, 16, dtype=torch.float64).tril(-1) / 4
+    return Full(factor + torch.linspace(0.5, 2, 16, dtype=torch.float64).diag())
+
+
 CASES: list[tuple[Roots, Covariance]] = [
     (DiagonalRoots(SHAPES), Diagonal(torch.linspace(0.1, 2, 16, dtype=torch.float64))),
     (KroneckerRoots(SHAPES), kronecker()),
+    (FullRoots(SHAPES), full()),
 ]
 
 
-@pytest.mark.parametrize(("roots", "covariance"), CASES, ids=["diagonal", "kronecker"])
+@pytest.mark.parametrize(("roots", "covariance"), CASES, ids=["diagonal", "kronecker", "full"])
 class TestRoots:
     def _root(self, roots: Roots, packed: Tensor) -> Tensor:
         """Return S as a matrix."""
@@ -57,10 +64,8 @@ class TestRoots:
 
     def test_each_chain_has_its_own_root(self, roots: Roots, covariance: Covariance) -> None:
         packed = torch.stack([roots.pack(covariance)] * 2)
-        if isinstance(roots, DiagonalRoots):
-            packed[1] *= 3
-        else:
-            packed[1, : 3 * 2] *= 3  # the standard deviations of the first matrix
+        # the standard deviations: of all elements, or of the first matrix
+        packed[1, : 3 * 2 if isinstance(roots, KroneckerRoots) else 16] *= 3
         vectors = torch.randn(1, 16, dtype=torch.float64).expand(2, -1)
         both = roots.product(packed, vectors)
         torch.testing.assert_close(both[1, :6], 3 * both[0, :6], rtol=1e-12, atol=1e-12)
@@ -84,4 +89,5 @@ def test_a_rotated_tensor_has_the_mean_of_the_priors_variances() -> None:
     variance = torch.arange(1.0, 17.0)
     assert torch.equal(DiagonalRoots(SHAPES).of_prior(variance), variance)
     found = KroneckerRoots(SHAPES).of_prior(variance)
+    assert FullRoots(SHAPES).of_prior(variance).tolist() == [8.5] * 16
     assert found.tolist() == [3.5] * 6 + [7.0, 8.0, 9.0, 10.0] + [13.5] * 6

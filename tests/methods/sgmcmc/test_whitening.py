@@ -19,6 +19,7 @@ from hf_bayes.methods.laplace.curvature import DiagonalCurvature
 from hf_bayes.methods.registry import build
 from hf_bayes.methods.sgmcmc import whitening
 from hf_bayes.methods.sgmcmc.baoab import BAOABConfig
+from hf_bayes.methods.sgmcmc.covariance_roots import DiagonalRoots
 from hf_bayes.methods.sgmcmc.gradient_noise import LangevinConfig
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
@@ -119,7 +120,7 @@ def test_mirrored_chains_cancel_the_error_of_their_mean(mirrored: bool) -> None:
 @pytest.mark.statistics
 def test_without_the_transposed_root_the_variances_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin."""
-    monkeypatch.setattr(whitening.DiagonalRoots, "transposed", lambda self, packed, vectors: packed.square() * vectors)
+    monkeypatch.setattr(DiagonalRoots, "transposed", lambda self, packed, vectors: packed.square() * vectors)
     run = finished(SGHMCConfig(whitening="diagonal"))
     assert max(abs(value - 1) for value in relative_variances(run)) > 0.5
 
