@@ -46,6 +46,13 @@ OWN_CHOICES = (
           "_rotated(stds * _rotated(piece, shape, bases, back=False), shape, bases, back=True)",
           "_rotated(stds * piece, shape, bases, back=True)",
           (f"{ROOTS}test_the_root_does_not_depend_on_the_choice_of_eigenvectors",)),
+    Fault("whitening: a full root that is not rotated back", "methods/sgmcmc/covariance_roots.py",
+          "return _times(basis, stds * _times(basis.mT, vectors))", "return stds * _times(basis.mT, vectors)",
+          (f"{ROOTS}TestRoots::test_the_root_times_its_transpose_is_the_covariance[full]",)),
+    Fault("whitening: the Hessian of an energy keeps negative eigenvalues", "chains/energy_hessian.py",
+          "magnitudes = values.abs()", "magnitudes = values",
+          ("chains/test_energy_settings.py::test_a_start_on_a_saddle_has_a_scale[full]",
+           "chains/test_energy_settings.py::test_a_start_on_a_saddle_has_a_scale[diagonal]")),
     # -- the trial of learning rates
     Fault("range test: all members at one rate", "objectives/range_test.py",
           "adamw_at_rates(start.new_tensor(rates), ", "adamw_at_rates(start.new_tensor(rates[:1] * len(rates)), ",
