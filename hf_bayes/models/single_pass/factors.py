@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.linear import root_of
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.moments import for_each_tensor, mean_of, moments_in, replaced
 
 
 class NoiseSources:
@@ -47,6 +47,10 @@ class Factors:
         """The variances, in the shape of the mean."""
         return self.roots.square().sum(0)
 
+    def covariance(self) -> Tensor:
+        """Return [..., C, C]."""
+        return torch.einsum("r...k,r...l->...kl", self.roots, self.roots)
+
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
         if function in (Tensor.__iadd__, Tensor.add_):
@@ -54,12 +58,10 @@ class Factors:
         run: Callable[..., Any] = function
         if function is F.scaled_dot_product_attention:
             run = self._attention
-        random = _random_in((args, kwargs))
+        random = list(moments_in((args, kwargs)))
         count = max(len(x.spread.roots) for x in random)
         found = pushed(run, args, kwargs, [self._padded(x.spread.roots, count) for x in random])
-        if isinstance(found, Tensor):
-            return self.new(found)
-        return [self.new(part) for part in found]
+        return for_each_tensor(found, self.new)
 
     def new(self, roots: Tensor) -> Factors:
         """Return a spread with the same settings."""
@@ -106,12 +108,13 @@ def pushed(
         args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
         roots: the columns [r, *shape] of the Gaussian tensors, in order; None takes their own.
     """
-    random = _random_in((args, kwargs))
+    random = list(moments_in((args, kwargs)))
     roots = [x.spread.roots for x in random] if roots is None else roots
 
     def changed(*values: Tensor) -> Any:
         places = iter(values)
-        return function(*_with(args, places), **_with(kwargs, places))
+        own_args, own_kwargs = replaced((args, kwargs), lambda _: next(places))
+        return function(*own_args, **own_kwargs)
 
     # clones are no tensors of inference mode, which differentiation refuses
     with torch.inference_mode(False), torch.no_grad():
@@ -122,22 +125,3 @@ def pushed(
 
 def _without_tangent(x: Tensor) -> Tensor:
     return x.detach()
-
-
-def _random_in(value: Any) -> list[Any]:
-    """Return the Gaussian tensors among arguments, in order."""
-    if isinstance(value, Moments):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [found for item in items for found in _random_in(item)]
-
-
-def _with(value: Any, places: Any) -> Any:
-    """Return arguments with other tensors in place of the Gaussian ones, in order."""
-    if isinstance(value, Moments):
-        return next(places)
-    if isinstance(value, dict):
-        return {name: _with(item, places) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with(item, places) for item in value)
-    return value
