@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
@@ -93,7 +94,7 @@ class BackwardPredictor:
     def __init__(self, model: BayesianModel, link: str = "bridge", rank: int = RANK) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not is_count(rank):
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         if model.task == TAGGER:
             raise ValueError(

@@ -98,6 +98,37 @@ def added_noise(joint: Tensor, shape: torch.Size, transported: Factors | None, l
     return like.new(torch.cat([before, columns]))
 
 
+def linear_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
+    """Return the spread of a random linear layer's output; arguments as of ``drawn.linear_tangents``."""
+    inputs, transported = _transported(x, noise, layer.law.mean, settings)
+    shape = torch.Size((*x.shape[:-1], len(layer.law.mean)))
+    return added_noise(layer.factor * layer.law.joint(inputs), shape, transported, settings)
+
+
+def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
+    """Return the spread of a random LoRA layer's output; ``layer`` is an ``installed.RandomLora``."""
+    inputs, transported = _transported(x.to(layer.low.mean.dtype), noise, layer.whole, settings)
+    rows, length, rank = inputs.shape[1], inputs.shape[2], len(layer.low.mean)
+    low_joint = layer.low.joint(inputs)  # [B, T r, T r]
+    four = low_joint.view(rows, length, rank, length, rank)
+    b = layer.high.mean
+    through = torch.einsum("kr,btrsq,lq->btksl", b, four, b).reshape(rows, length * len(b), -1)
+    values, vectors = torch.linalg.eigh(low_joint)
+    fresh = (vectors * values.clamp_min(0).sqrt()[:, None]).permute(2, 0, 1).reshape(-1, rows, length, rank)
+    low = torch.cat([F.linear(inputs, layer.low.mean), fresh])
+    joint = through + layer.high.joint(low)
+    shape = torch.Size((*x.shape[:-1], len(b)))
+    return added_noise(layer.factor * layer.scaling**2 * joint, shape, transported, settings)
+
+
+def _transported(x: Tensor, noise: Factors | None, weight: Tensor, settings: Factors) -> tuple[Tensor, Factors | None]:
+    """Return the input's mean and columns [q, B, T, in] for ``WeightLaw.joint``, and its noise behind the weight."""
+    roots = x.new_zeros(0, *x.shape) if noise is None else noise.roots.to(x)
+    inputs = torch.cat([x[None], roots])
+    inputs = inputs[:, :, None] if x.ndim == 2 else inputs
+    return inputs, None if noise is None else settings.new(F.linear(roots, weight))
+
+
 def pushed(
     function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], roots: list[Tensor] | None = None
 ) -> Any:

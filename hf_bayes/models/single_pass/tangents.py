@@ -24,7 +24,7 @@ from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.factors import pushed
 from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
-from hf_bayes.models.single_pass.moments import Moments, NoRule, for_each_tensor, mean_of, name_of, spread_of
+from hf_bayes.models.single_pass.moments import NoRule, for_each_tensor, mean_of, name_of, spread_of
 from hf_bayes.models.single_pass.operations import (
     ACTIVATIONS,
     ARRANGEMENTS,
@@ -99,15 +99,6 @@ class Tangents:
             return self
         held = rows_of(self.held, choose) if isinstance(self.held, Tensor) else self.held and self.held.at(choose)
         return self.new(held, None if self.outer is None else self.outer.leading(choose))
-
-    def by_row(self, function: Callable[..., Any], mean: Tensor) -> Tangents:
-        """Return the spread behind a function of each row alone, for an input with this mean."""
-
-        def columns(choose: Choose) -> Tensor:
-            found: Tensor = pushed(function, (Moments.of(choose(mean), self.at(choose)),), {})
-            return found
-
-        return self.new(Later(columns))
 
     def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
         """Return the spread behind an elementwise function, for an input with this mean."""
