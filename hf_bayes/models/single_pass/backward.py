@@ -30,7 +30,7 @@ from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
-from hf_bayes.uncertainty.likelihoods import Categorical, widened
+from hf_bayes.uncertainty.likelihoods import widened
 
 TAGGER = "token_classification"
 
@@ -140,6 +140,6 @@ class BackwardPredictor:
 
     def _directions(self, model: BayesianModel) -> Directions:
         size = model.config.num_labels
-        if isinstance(model.likelihood, Categorical) and self.rank < size:
+        if model.likelihood.predicts_classes and self.rank < size:
             return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, self.factors)
         return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, self.factors)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.storage import disk
-from hf_bayes.posteriors.storage.content import Content, encode, size_in_bytes
+from hf_bayes.posteriors.storage.content import Content, bytes_in, encode, size_in_bytes, texts_in
 from hf_bayes.posteriors.storage.formats import encode_json
 from hf_bayes.posteriors.storage.group import Alone, Group, together
 from hf_bayes.posteriors.storage.listing import some
@@ -88,9 +88,8 @@ class _Save:
         recover_locked(self.root)
         self._began = True
         self.old = old = own_manifest(self.root, self.format)
-        refuse_foreign(self.root, old, {name for name, content in files.items() if isinstance(content, bytes)})
-        texts = {name: content for name, content in files.items() if isinstance(content, str)}
-        self.kept = [name for name, text in texts.items() if not is_unedited(self.root, name, text, old)]
+        refuse_foreign(self.root, old, set(bytes_in(files)))
+        self.kept = [name for name, text in texts_in(files).items() if not is_unedited(self.root, name, text, old)]
         staging = f"{STAGING}{secrets.token_hex(8)}"
         with disk.explaining(self.root, 0):
             (self.root / staging).mkdir()
@@ -152,14 +151,14 @@ class _Written(NamedTuple):
 
 def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept: list[str]) -> _Written:
     """Write the files of this process into the staging directory (step 1)."""
-    entries, texts = {}, {}
+    entries, texts, own_texts = {}, {}, texts_in(files)
     with disk.explaining(root, sum(size_in_bytes(content) for content in files.values())):
         for name, content in files.items():
             destination(root, name)
             data = encode(name, content)
             if len(data) > MAX_JSON and not name.endswith(".safetensors"):
                 raise ValueError(f"{name} has {len(data):,} bytes, at most {MAX_JSON:,} can be read again: not saved")
-            if isinstance(content, str):
+            if name in own_texts:
                 texts[name] = hashlib.sha256(data).hexdigest()
             else:
                 entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
