@@ -151,14 +151,14 @@ class _Written(NamedTuple):
 
 def _write_files(root: Path, staging: str, files: Mapping[str, Content], *, kept: list[str]) -> _Written:
     """Write the files of this process into the staging directory (step 1)."""
-    entries, texts, own_texts = {}, {}, texts_in(files)
+    entries, texts = {}, {}
     with disk.explaining(root, sum(size_in_bytes(content) for content in files.values())):
         for name, content in files.items():
             destination(root, name)
             data = encode(name, content)
             if len(data) > MAX_JSON and not name.endswith(".safetensors"):
                 raise ValueError(f"{name} has {len(data):,} bytes, at most {MAX_JSON:,} can be read again: not saved")
-            if name in own_texts:
+            if isinstance(content, str):
                 texts[name] = hashlib.sha256(data).hexdigest()
             else:
                 entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
