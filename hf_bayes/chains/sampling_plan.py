@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_bayes.chains.theta_form import Energy, Form
 from hf_bayes.core.config import MethodConfig, check_config
-from hf_bayes.core.number_checks import is_count, is_finite_number, is_integral, is_number
+from hf_bayes.core.number_checks import is_count, is_finite_number, is_integral
 from hf_bayes.core.rng import generator, randn
 from hf_bayes.core.schedules import burn_in_steps
 from hf_bayes.core.types import Prior, Problem
@@ -108,7 +108,7 @@ def prior_of(prior: PriorOfTheta | None, form: Form[Any], like: Tensor) -> Prior
         pairs = zip(layout.names, layout.sizes, strict=True)
         stds = torch.cat([_std_of(prior[name]).expand(size) for name, size in pairs])
         return GaussianPrior(torch.zeros(()), stds).to(like)
-    if is_number(prior):
+    if isinstance(prior, int | float):
         return GaussianPrior(torch.zeros(()), _std_of(prior)).to(like)
     if not all(hasattr(prior, name) for name in ("log_prob", "grad", "to")):
         _std_of(prior)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 def is_integral(value: Any) -> TypeGuard[int]:
     """Return whether ``value`` is an integer of Python or numpy."""
-    return isinstance(value, Integral) and type(value) is not bool
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> TypeGuard[int]:
