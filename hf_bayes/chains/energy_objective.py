@@ -97,15 +97,16 @@ class EnergyObjective:
             TypeError: for any other request: an energy has no rows.
         """
         batches = [None] if self._all_batches is None else self._all_batches()
-        if isinstance(what, AllRows):
-            parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in batches]
-            return torch.stack([part for part in parts if part is not None]).mean(0)
-        if not isinstance(what, CurvatureSpec):
-            raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
-        point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
-        if self._positive:
-            return positive_curvature(point, what)
-        return expand_energy(point, theta, what, gradient=gradient)
+        match what:
+            case AllRows():
+                parts = [self.evaluate(theta, [batch]).grad_log_lik for batch in batches]
+                return torch.stack([part for part in parts if part is not None]).mean(0)
+            case CurvatureSpec():
+                point = EnergyAtPoint(lambda theta, batch: self._value(theta, batch)[0], theta, batches)
+                if self._positive:
+                    return positive_curvature(point, what)
+                return expand_energy(point, theta, what, gradient=gradient)
+        raise TypeError("an energy has no rows to pass over once more: the method needs a model and its data")
 
     def place_of(self, column: int) -> str:
         """Return ", " and the name of the tensor that holds a column of theta; "" where it has no name."""

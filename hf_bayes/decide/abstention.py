@@ -19,7 +19,7 @@ from hf_bayes.models.loading import read
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.posteriors.abstention import CLASS_MEASURES, Abstention
 from hf_bayes.posteriors.posterior import Posterior
-from hf_bayes.uncertainty.likelihoods import Categorical, name_of
+from hf_bayes.uncertainty.likelihoods import name_of
 
 
 def fit_abstention(
@@ -63,7 +63,7 @@ def fit_abstention(
         )
     kind = MODELS[loaded.config.task]
     with kind.from_pretrained(loaded, base_model=base_model, prediction=prediction, members=members) as model:
-        if not isinstance(model.likelihood, Categorical):
+        if not model.likelihood.predicts_classes:
             raise ValueError(
                 f"fit_abstention needs one class for each input, got a {name_of(model.likelihood)} likelihood: "
                 "give fit_threshold uncertainties and losses of your own"

@@ -22,7 +22,6 @@ from hf_bayes.core.number_checks import is_count
 from hf_bayes.fit.calibration import batches_of
 from hf_bayes.models.classification import BayesianClassifier
 from hf_bayes.uncertainty.decomposition import decompose
-from hf_bayes.uncertainty.likelihoods import Categorical
 
 Rule = Literal["bald", "batchbald", "entropy", "random"]
 RULES: tuple[Rule, ...] = ("bald", "batchbald", "entropy", "random")
@@ -58,7 +57,7 @@ def acquire(
     _check(len(pool), k, by)
     if by == "random":
         return select_rows(torch.zeros(1, len(pool), 1), k, by=by, generator=generator)
-    if not isinstance(model, BayesianClassifier) or not isinstance(model.likelihood, Categorical):
+    if not isinstance(model, BayesianClassifier) or not model.likelihood.predicts_classes:
         raise ValueError(f"acquire needs a Bayesian classifier with one class for each input, got {model!r:.100}")
     found = []
     with torch.no_grad():

@@ -156,6 +156,9 @@ def best(rewards: Tensor, *, by: str, bound: float) -> int:
 
 
 def _joined(prompt: Text, answer: Text) -> Text:
-    if isinstance(prompt, str) != isinstance(answer, str):
-        raise ValueError("prompts and completions must both be texts, or both be lists of messages")
-    return prompt + answer if isinstance(prompt, str) and isinstance(answer, str) else [*prompt, *answer]
+    match prompt, answer:
+        case str() as before, str() as after:
+            return before + after
+        case (str(), _) | (_, str()):
+            raise ValueError("prompts and completions must both be texts, or both be lists of messages")
+    return [*prompt, *answer]

@@ -42,8 +42,15 @@ def outputs_of(module: torch.nn.Module) -> tuple[Outputs, Named]:
         raise ValueError(f"{type(module).__name__} has no trainable parameter: call requires_grad_() on some")
 
     def outputs(theta: Named, inputs: Any) -> Tensor:
-        named = inputs if isinstance(inputs, dict) else None
-        arguments = () if named is not None else inputs if isinstance(inputs, tuple) else (inputs,)
+        arguments: tuple[Any, ...] = ()
+        named: dict[str, Any] = {}
+        match inputs:
+            case dict():
+                named = inputs
+            case tuple():
+                arguments = inputs
+            case _:
+                arguments = (inputs,)
         found: Tensor = functional_call(module, theta, arguments, named)
         return found
 
@@ -120,9 +127,12 @@ def row_gradients_of_function(
 
 def _as_batch(inputs: Any) -> Any:
     """Return the inputs of one row as a batch of one."""
-    if isinstance(inputs, dict):
-        return {name: value[None] for name, value in inputs.items()}
-    return tuple(value[None] for value in inputs) if isinstance(inputs, tuple) else inputs[None]
+    match inputs:
+        case dict():
+            return {name: value[None] for name, value in inputs.items()}
+        case tuple():
+            return tuple(value[None] for value in inputs)
+    return inputs[None]
 
 
 def _flat(theta: Named) -> tuple[Form[dict[str, Tensor]], Tensor]:

@@ -12,7 +12,7 @@ A layer whose weight and bias are frozen is frozen as a whole. It uses the stati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,18 +113,18 @@ def refuse_without_place(model: nn.Module, core: Any, statistics: Layout) -> Non
 
 def frozen_batch_norms(model: nn.Module, names: Mapping[int, str], context: Context) -> list[FrozenBatchNorm]:
     """Return a replacement for each layer of batch normalisation without random parameters."""
-    return [
-        FrozenBatchNorm(module, path, context)
-        for path, module in model.named_modules()
-        if isinstance(module, _FREEZABLE) and not _is_random(module, names)
-    ]
+    return [FrozenBatchNorm(module, path, context) for path, module in _layers(model) if not _is_random(module, names)]
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the running means and variances of all layers of batch normalisation, by their names in the model."""
-    layers = {path for path, module in model.named_modules() if isinstance(module, _FREEZABLE)}
-    names = {f"{path}.{name}" for path in layers for name in STATISTICS}
+    names = {f"{path}.{name}" for path, _ in _layers(model) for name in STATISTICS}
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and the module of each layer of batch normalisation."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, _FREEZABLE))
 
 
 def _is_random(module: nn.Module, names: Mapping[int, str]) -> bool:

@@ -69,7 +69,7 @@ class _ScoredPipeline(BayesianPipeline):
             raise ValueError(f"top_k is how many labels are returned, got {top_k}: give 1 or more")
         found = super()._sanitize_parameters(function_to_apply=function_to_apply, **kwargs)
         if abstain is not None:
-            if not isinstance(self.model.likelihood, Categorical):
+            if not self.model.likelihood.predicts_classes:
                 raise ValueError(
                     f"abstain= is for classes, and the labels here have a {name_of(self.model.likelihood)} "
                     "likelihood: leave abstain out, and compare each record's uncertainty with a limit of your own"

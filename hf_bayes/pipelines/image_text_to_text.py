@@ -15,6 +15,7 @@ from hf_bayes.models.image_text import BayesianModelForImageTextToText
 from hf_bayes.models.token_uncertainty import Scores
 from hf_bayes.pipelines.construction import BayesianPipeline
 from hf_bayes.pipelines.records import Record, scored
+from hf_bayes.posteriors.storage.json_types import as_list
 
 
 class BayesianImageTextToTextPipeline(BayesianPipeline, ImageTextToTextPipeline):
@@ -59,5 +60,5 @@ def _one_row_a_sequence(outputs: dict[str, Any]) -> dict[str, Any]:
         return dict(outputs)
     count, texts = nested.shape[1], outputs["prompt_text"]
     flat = {name: outputs[name].flatten(0, 1) for name in ("generated_sequence", *Scores._fields)}
-    texts = [text for text in (texts if isinstance(texts, list) else [texts]) for _ in range(count)]
+    texts = [text for text in as_list(texts) for _ in range(count)]
     return {**outputs, **flat, "prompt_text": texts, "input_ids": outputs["input_ids"].repeat_interleave(count, 0)}

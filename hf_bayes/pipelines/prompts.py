@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hf_bayes.posteriors.storage.json_types import is_texts
+
 
 def prompts_of(prompt: str | Iterable[str], num_texts: int) -> list[str]:
     """Return a prompt for each text.
@@ -12,7 +14,7 @@ def prompts_of(prompt: str | Iterable[str], num_texts: int) -> list[str]:
         ValueError: for another number of prompts than texts, and for prompts that are not strings.
     """
     prompts = [prompt] * num_texts if isinstance(prompt, str) else list(prompt) if isinstance(prompt, Iterable) else []
-    if len(prompts) != num_texts or not all(isinstance(each, str) for each in prompts):
+    if len(prompts) != num_texts or not is_texts(prompts):
         raise ValueError(
             f"prompt is a string, or a string for each of the {num_texts} texts, got {prompt!r:.100}: give one prompt "
             "for all texts, or a list of the same length"

@@ -54,7 +54,7 @@ def check_kind(approximation: Draws | Gaussian, config: PosteriorConfig) -> None
     if approximation.kind != config.approximation:
         raise ValueError(f"the approximation is {approximation.kind}, the config has {config.approximation}")
     statistics = [name for name, _ in config.parameters if name.endswith(".running_var")]
-    if statistics and not isinstance(approximation, Draws):
+    if statistics and config.approximation != "draws":
         raise ValueError(
             f"{statistics[0]}: there is no Gaussian over the statistics of batch normalisation, which belong to the "
             "weights of each draw. Keep the draws"

@@ -76,9 +76,8 @@ def as_draws(posterior: Posterior, members: int | None = None) -> Posterior:
     if config.approximation == "draws" and len(theta) == config.num_members:
         return posterior
     chain = torch.zeros(len(theta), dtype=torch.int64)
-    if isinstance(posterior.approximation, Draws):
-        stored = posterior.approximation
-        chain = stored.chain[torch.arange(len(theta)) * stored.num_stored // len(theta)]
+    if stored := posterior.approximation.chains:
+        chain = torch.tensor(stored)[torch.arange(len(theta)) * len(stored) // len(theta)]
     changed = dataclasses.replace(
         config, approximation="draws", num_members=len(theta), member_chains=chain.tolist(), prediction="members",
         student={}, layer_factors={},

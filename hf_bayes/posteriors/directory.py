@@ -29,6 +29,7 @@ from hf_bayes.posteriors.config import CONFIG, PosteriorConfig
 from hf_bayes.posteriors.lora_keys import adapter_keys
 from hf_bayes.posteriors.sidecars import Sidecars, is_sidecar
 from hf_bayes.posteriors.storage import Content
+from hf_bayes.posteriors.storage.content import bytes_in
 from hf_bayes.posteriors.storage.listing import shown
 from hf_bayes.posteriors.student import STUDENT, student_shapes
 
@@ -108,7 +109,7 @@ def read_parts(contents: Mapping[str, Any]) -> Parts:
     Raises:
         ValueError: if the files do not fit together, naming the first that does not.
     """
-    sidecars = Sidecars({name: data for name, data in contents.items() if isinstance(data, bytes)})
+    sidecars = Sidecars(bytes_in(contents))
     files = {name: content for name, content in contents.items() if name not in sidecars.files}
     config = PosteriorConfig.from_dict(files[CONFIG])
     adapter_config = files.get(ADAPTER_CONFIG)

@@ -21,6 +21,7 @@ from typing import Any
 from hf_bayes.posteriors.chat_templates import check_chat_template
 from hf_bayes.posteriors.compat import CHAT_TEMPLATES, CODE_REFERENCES, FURTHER_FILES, GENERATION_CONFIG
 from hf_bayes.posteriors.storage import disk
+from hf_bayes.posteriors.storage.json_types import require_object
 
 TEMPLATE, TEMPLATE_CONFIG, MORE_TEMPLATES = CHAT_TEMPLATES
 NAMES = (
@@ -271,6 +272,4 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return require_object(value, where)

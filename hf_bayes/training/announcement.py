@@ -72,7 +72,7 @@ def _announce_prior(active: ActiveRun) -> None:
         active.host.say("the prior's standard deviation of Delta W is %.2g times the base weights' RMS", ratio)
     elif ratio is not None:
         given, factor = config.prior_std or 1.0, ratio**-0.5  # of two factors, A and B
-        narrow = f"multiplied by {factor:.2g}" if isinstance(given, dict) else f"below {given * factor:.2g}"
+        narrow = f"multiplied by {factor:.2g}" if config.prior_std_by_expression else f"below {given * factor:.2g}"
         active.host.warn(
             "the prior expects LoRA to change weights by %.2g times their RMS: prior_std=%s is wide for this "
             "rank and alpha; %s the ratio is under 1",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.members.module_hooks import LayerHooks
 from hf_bayes.models import predictives
 from hf_bayes.models.base import BayesianModel
@@ -29,7 +30,7 @@ from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.drawn import LEADING, rank_for
 from hf_bayes.models.single_pass.predictors import SinglePassPredictor, factors_of, gaussian_of
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
-from hf_bayes.uncertainty.likelihoods import Categorical, widened
+from hf_bayes.uncertainty.likelihoods import widened
 
 TAGGER = "token_classification"
 
@@ -93,7 +94,7 @@ class BackwardPredictor:
     def __init__(self, model: BayesianModel, link: str = "bridge", rank: int = RANK) -> None:
         if link not in LINKS:
             raise ValueError(f"link must be one of {', '.join(LINKS)}, got {link!r}")
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not is_count(rank):
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         if model.task == TAGGER:
             raise ValueError(
@@ -139,6 +140,6 @@ class BackwardPredictor:
 
     def _directions(self, model: BayesianModel) -> Directions:
         size = model.config.num_labels
-        if isinstance(model.likelihood, Categorical) and self.rank < size:
+        if model.likelihood.predicts_classes and self.rank < size:
             return Directions(lambda logits: leading_directions(logits, self.rank), self.rank, self.factors)
         return Directions(lambda logits: torch.eye(size).to(logits).expand(len(logits), -1, -1), size, self.factors)

@@ -16,7 +16,20 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention, norms
 from hf_bayes.models.single_pass.activations import product_variance, slope
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, name_of
+from hf_bayes.models.single_pass.moments import NoRule, mean_of, moments_in, name_of, spread_of
+from hf_bayes.models.single_pass.operations import (
+    ACTIVATIONS,
+    ARRANGEMENTS,
+    CONVERSIONS,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPES,
+    SUMS,
+    as_tuple,
+    certain_weight,
+    is_one_number,
+    num_uncertain,
+)
 from hf_bayes.models.single_pass.sources import LinearSource
 from hf_bayes.models.single_pass.token_correlation import blended, unit
 
@@ -44,6 +57,10 @@ class Diagonal:
             raise NoRule(name_of(function))
         return rule(self, function, args, kwargs, result)
 
+    def covariance(self) -> Tensor:
+        """Return [..., C, C]."""
+        return torch.diag_embed(self.variance) if self.source is None else self.source.covariance()
+
     def times(self, vectors: Tensor) -> Tensor:
         """Return [..., C], the covariance times ``vectors`` [..., C], without forming it."""
         return self.variance * vectors if self.source is None else self.source.times(vectors)
@@ -67,18 +84,14 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 def variance_of(value: Any) -> Any:
     """Return the variance of a Gaussian tensor; 0 for other tensors and numbers."""
-    return value.spread.variance if isinstance(value, Moments) else 0.0
+    spread = spread_of(value)
+    return 0.0 if spread is None else spread.variance
 
 
 # -- the same elements in another arrangement ---------------------------------------------------------------------
 
 
-@_rule(
-    Tensor.view, Tensor.reshape, torch.reshape, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
-    Tensor.contiguous, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.expand,
-    Tensor.expand_as, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten, Tensor.clone, torch.clone,
-    Tensor.detach, Tensor.movedim, torch.movedim, Tensor.repeat, Tensor.view_as,
-)  # fmt: skip
+@_rule(*ARRANGEMENTS)
 def _arranged(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     found = function(own.variance, *args[1:], **kwargs)
     source, features = own.source, own.features
@@ -87,21 +100,13 @@ def _arranged(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tens
         lead = result.shape[:-1]
         same = keeps_outputs and lead.numel() == own.variance.shape[:-1].numel()
         source = (
-            source.leading(lambda part: part.reshape(*lead, part.shape[-1])) if same and function in _RESHAPES else None
+            source.leading(lambda part: part.reshape(*lead, part.shape[-1])) if same and function in RESHAPES else None
         )
     if features is not None and function is Tensor.repeat:
         features = None
     elif features is not None and _merges_positions(own.variance, result):
         features = unit(features.mean(1, keepdim=True))
     return own.new(found, features, source)
-
-
-_RULES[getattr(Tensor.mT, "__get__")] = _arranged  # noqa: B009 - mypy takes the property for a tensor
-
-_RESHAPES = {
-    Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
-    torch.clone, Tensor.detach, Tensor.unsqueeze, Tensor.squeeze,
-}  # fmt: skip
 
 
 def _merges_positions(before: Tensor, after: Tensor) -> bool:
@@ -111,7 +116,7 @@ def _merges_positions(before: Tensor, after: Tensor) -> bool:
     )
 
 
-@_rule(Tensor.to, Tensor.float, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double)
+@_rule(*CONVERSIONS)
 def _converted(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     device = result.device
     if own.variance.device == device:
@@ -130,8 +135,8 @@ def _chosen(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
     found = function(own.variance, *args[1:], **kwargs)
     source = None
     if own.source is not None and function is Tensor.__getitem__ and result.shape[-1:] == own.variance.shape[-1:]:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if Ellipsis not in [item for item in index if not isinstance(item, Tensor)] and len(index) < own.variance.ndim:
+        index = as_tuple(args[1])
+        if len(index) < own.variance.ndim and not any(item is Ellipsis for item in index):
             source = own.source.leading(lambda part: part[args[1]])
     features = own.features
     same = features is not None and result.ndim > 2 and result.shape[0] == features.shape[0]
@@ -153,9 +158,10 @@ def _joined(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor
     tensors = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     found = [
-        x.spread.variance if isinstance(x, Moments) else torch.zeros_like(x, dtype=own.variance.dtype) for x in tensors
+        torch.zeros_like(x, dtype=own.variance.dtype) if spread is None else spread.variance
+        for x, spread in zip(tensors, map(spread_of, tensors), strict=True)
     ]
-    features = [x.spread.features for x in tensors if isinstance(x, Moments)]
+    features = [x.spread.features for x in moments_in(tensors)]
     both = None
     if all(part is not None for part in features) and len(features) == sum(x.numel() > 0 for x in tensors):
         axis = dim % result.ndim
@@ -187,55 +193,49 @@ def _dropped(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 # -- sums and products ----------------------------------------------------------------------------------------------
 
 
-@_rule(
-    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__,
-    Tensor.__iadd__, Tensor.add_, Tensor.neg, Tensor.__neg__, torch.neg,
-)  # fmt: skip
+@_rule(*SUMS, Tensor.neg, Tensor.__neg__, torch.neg)
 def _sum(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     if kwargs.get("alpha", 1) != 1:
         raise NoRule(f"{name_of(function)} with alpha")
-    random = [value for value in args if isinstance(value, Moments)]
+    random = list(moments_in(args))
     found = sum(variance_of(value) for value in args)
     if len(random) == 1:
         source = own.source if result.shape == own.variance.shape else None
         return own.new(found.expand(result.shape), own.features, source)  # type: ignore[union-attr]
     same = all(value.shape == result.shape and result.ndim == 3 for value in random)
-    parts = [(value.spread.variance, value.spread.features) for value in random]  # type: ignore[attr-defined]
+    parts = [(value.spread.variance, value.spread.features) for value in random]
     return own.new(found.expand(result.shape), blended(parts) if same else None)  # type: ignore[union-attr]
 
 
-@_rule(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
+@_rule(*PRODUCTS, *QUOTIENTS)
 def _product(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     first, second = args
-    if function in (torch.div, Tensor.div, Tensor.__truediv__):
-        if isinstance(second, Moments):
+    if function in QUOTIENTS:
+        if spread_of(second) is not None:
             raise NoRule("division by an uncertain tensor")
         second = 1 / second
-    if isinstance(first, Moments) and isinstance(second, Moments):
+    if num_uncertain(args) == 2:
         means, variances = (mean_of(first), mean_of(second)), (variance_of(first), variance_of(second))
         return own.new(product_variance(means[0], variances[0], means[1], variances[1]), own.features)
-    factor = second if isinstance(first, Moments) else first
+    factor = first if spread_of(first) is None else second
     source = None
-    if own.source is not None and not (isinstance(factor, Tensor) and factor.numel() > 1):
+    if own.source is not None and is_one_number(factor):
         source = own.source.scaled(factor)
     return own.new((own.variance * factor**2).expand(result.shape), own.features, source)
 
 
 @_rule(F.linear)
 def _linear(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
-    if isinstance(weight, Moments):
-        raise NoRule("a linear layer with an uncertain weight")
-    wide = weight.detach().to(own.variance.dtype)
+    wide = certain_weight(args, kwargs).detach().to(own.variance.dtype)
     return own.new(own.variance @ wide.square().mT, own.features, LinearSource(wide, own.variance))
 
 
 @_rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 def _matmul(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal | None:
     first, second = args
-    if isinstance(first, Moments) and isinstance(second, Moments):
+    if num_uncertain(args) == 2:
         return None  # scores of attention, from queries and keys at their means (eq. 59)
-    if isinstance(first, Moments):
+    if spread_of(first) is not None:
         return own.new(own.variance @ second.detach().to(own.variance.dtype).square(), own.features)
     weights = first.to(own.variance.dtype)
     fits = own.features is not None and own.variance.ndim == 4 and own.features.shape[1] == own.variance.shape[2]
@@ -267,10 +267,7 @@ def _reduced(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tenso
 # -- functions of one tensor ------------------------------------------------------------------------------------------
 
 
-@_rule(
-    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.tanh, torch.tanh, Tensor.tanh, F.sigmoid, torch.sigmoid,
-    Tensor.sigmoid, F.softplus, F.elu, F.mish, F.leaky_relu, F.hardswish, F.relu6,
-)  # fmt: skip
+@_rule(*ACTIVATIONS)
 def _elementwise(own: Diagonal, function: Any, args: Any, kwargs: Any, result: Tensor) -> Diagonal:
     options = {name: value for name, value in kwargs.items() if name != "inplace"}
     rest = args[1:] if function not in (F.relu, F.silu) else ()  # their second argument is ``inplace``
@@ -329,9 +326,9 @@ def _heads(value: Tensor, num_heads: int, dtype: torch.dtype) -> tuple[Tensor, T
     """Return the mean, the variance and the features of queries, keys or values, one of them for each query head."""
     repeats = num_heads // value.shape[1]
     mean = mean_of(value).to(dtype).repeat_interleave(repeats, 1)
-    if not isinstance(value, Moments):
+    spread = spread_of(value)
+    if spread is None:
         return mean, None, None
-    spread: Any = value.spread
     features = spread.features
     fits = features is not None and features.shape[1] == mean.shape[2]
     return mean, spread.variance.repeat_interleave(repeats, 1), features if fits else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bayes.core.layout import Layout
+from hf_bayes.core.number_checks import is_count
 from hf_bayes.distributions.covariance import Covariance
 from hf_bayes.members.engine import Members
 from hf_bayes.members.stacked_module import Stacked
@@ -18,7 +19,7 @@ from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.drawn import draws_of, leading_columns, rank_for
 from hf_bayes.models.single_pass.factors import Factors, NoiseSources
 from hf_bayes.models.single_pass.installed import frozen_forward, random_module
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, spread_of
 from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.weight_laws import parts_of
 
@@ -58,7 +59,7 @@ class SinglePass:
         if structure not in STRUCTURES:
             raise ValueError(f"structure must be one of {', '.join(STRUCTURES)}, got {structure!r}")
         rank = rank_for(covariance) if rank is None else rank
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not is_count(rank):
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         if (attention := attention_of(members.core.config)) not in ATTENTION:
             raise ValueError(
@@ -156,9 +157,8 @@ def random_forward(item: Any, settings: Any) -> Callable[..., Moments]:
     """Return the forward of a module with random weights during a pass."""
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Moments:
-        noise = x.spread if isinstance(x, Moments) else None
         plain = mean_of(x)
-        return Moments.of(item.mean(plain), item.spread(plain, noise, settings))
+        return Moments.of(item.mean(plain), item.spread(plain, spread_of(x), settings))
 
     return forward
 
@@ -217,8 +217,9 @@ def _leaving(entered: list[tuple[str, nn.Module]]) -> Callable[..., None]:
 
 def _checking(path: str) -> Callable[..., None]:
     def check(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Moments) and not is_sound(output.spread):
-            variance = output.spread.variance  # type: ignore[attr-defined]
+        spread = spread_of(output)
+        if spread is not None and not is_sound(spread):
+            variance = spread.variance
             bad = int((~((variance >= 0) & (variance < float("inf")))).sum())
             raise ValueError(
                 f"{path or 'the model'} ({type(module).__name__}): {bad} of {variance.numel()} variances of its output "

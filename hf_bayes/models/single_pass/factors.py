@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.linear import root_of
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.moments import for_each_tensor, mean_of, moments_in, replaced
 
 
 class NoiseSources:
@@ -47,6 +47,10 @@ class Factors:
         """The variances, in the shape of the mean."""
         return self.roots.square().sum(0)
 
+    def covariance(self) -> Tensor:
+        """Return [..., C, C]."""
+        return torch.einsum("r...k,r...l->...kl", self.roots, self.roots)
+
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
         if function in (Tensor.__iadd__, Tensor.add_):
@@ -54,12 +58,10 @@ class Factors:
         run: Callable[..., Any] = function
         if function is F.scaled_dot_product_attention:
             run = self._attention
-        random = _random_in((args, kwargs))
+        random = list(moments_in((args, kwargs)))
         count = max(len(x.spread.roots) for x in random)
         found = pushed(run, args, kwargs, [self._padded(x.spread.roots, count) for x in random])
-        if isinstance(found, Tensor):
-            return self.new(found)
-        return [self.new(part) for part in found]
+        return for_each_tensor(found, self.new)
 
     def new(self, roots: Tensor) -> Factors:
         """Return a spread with the same settings."""
@@ -96,6 +98,37 @@ def added_noise(joint: Tensor, shape: torch.Size, transported: Factors | None, l
     return like.new(torch.cat([before, columns]))
 
 
+def linear_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
+    """Return the spread of a random linear layer's output; arguments as of ``drawn.linear_tangents``."""
+    inputs, transported = _transported(x, noise, layer.law.mean, settings)
+    shape = torch.Size((*x.shape[:-1], len(layer.law.mean)))
+    return added_noise(layer.factor * layer.law.joint(inputs), shape, transported, settings)
+
+
+def lora_factors(layer: Any, x: Tensor, noise: Factors | None, settings: Factors) -> Factors:
+    """Return the spread of a random LoRA layer's output; ``layer`` is an ``installed.RandomLora``."""
+    inputs, transported = _transported(x.to(layer.low.mean.dtype), noise, layer.whole, settings)
+    rows, length, rank = inputs.shape[1], inputs.shape[2], len(layer.low.mean)
+    low_joint = layer.low.joint(inputs)  # [B, T r, T r]
+    four = low_joint.view(rows, length, rank, length, rank)
+    b = layer.high.mean
+    through = torch.einsum("kr,btrsq,lq->btksl", b, four, b).reshape(rows, length * len(b), -1)
+    values, vectors = torch.linalg.eigh(low_joint)
+    fresh = (vectors * values.clamp_min(0).sqrt()[:, None]).permute(2, 0, 1).reshape(-1, rows, length, rank)
+    low = torch.cat([F.linear(inputs, layer.low.mean), fresh])
+    joint = through + layer.high.joint(low)
+    shape = torch.Size((*x.shape[:-1], len(b)))
+    return added_noise(layer.factor * layer.scaling**2 * joint, shape, transported, settings)
+
+
+def _transported(x: Tensor, noise: Factors | None, weight: Tensor, settings: Factors) -> tuple[Tensor, Factors | None]:
+    """Return the input's mean and columns [q, B, T, in] for ``WeightLaw.joint``, and its noise behind the weight."""
+    roots = x.new_zeros(0, *x.shape) if noise is None else noise.roots.to(x)
+    inputs = torch.cat([x[None], roots])
+    inputs = inputs[:, :, None] if x.ndim == 2 else inputs
+    return inputs, None if noise is None else settings.new(F.linear(roots, weight))
+
+
 def pushed(
     function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], roots: list[Tensor] | None = None
 ) -> Any:
@@ -106,12 +139,13 @@ def pushed(
         args, kwargs: its arguments, in which Gaussian tensors are ``Moments``.
         roots: the columns [r, *shape] of the Gaussian tensors, in order; None takes their own.
     """
-    random = _random_in((args, kwargs))
+    random = list(moments_in((args, kwargs)))
     roots = [x.spread.roots for x in random] if roots is None else roots
 
     def changed(*values: Tensor) -> Any:
         places = iter(values)
-        return function(*_with(args, places), **_with(kwargs, places))
+        own_args, own_kwargs = replaced((args, kwargs), lambda _: next(places))
+        return function(*own_args, **own_kwargs)
 
     # clones are no tensors of inference mode, which differentiation refuses
     with torch.inference_mode(False), torch.no_grad():
@@ -122,22 +156,3 @@ def pushed(
 
 def _without_tangent(x: Tensor) -> Tensor:
     return x.detach()
-
-
-def _random_in(value: Any) -> list[Any]:
-    """Return the Gaussian tensors among arguments, in order."""
-    if isinstance(value, Moments):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [found for item in items for found in _random_in(item)]
-
-
-def _with(value: Any, places: Any) -> Any:
-    """Return arguments with other tensors in place of the Gaussian ones, in order."""
-    if isinstance(value, Moments):
-        return next(places)
-    if isinstance(value, dict):
-        return {name: _with(item, places) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with(item, places) for item in value)
-    return value

@@ -20,10 +20,10 @@ from hf_bayes.members.stacked_module import Stacked
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.diagonal import Diagonal
 from hf_bayes.models.single_pass.drawn import RandomModule, linear_tangents, lora_tangents
-from hf_bayes.models.single_pass.factors import Factors, added_noise
+from hf_bayes.models.single_pass.factors import Factors, linear_factors, lora_factors
 from hf_bayes.models.single_pass.later import Later
 from hf_bayes.models.single_pass.lora import lora_variance
-from hf_bayes.models.single_pass.moments import Moments, mean_of
+from hf_bayes.models.single_pass.moments import Moments, mean_of, spread_of
 from hf_bayes.models.single_pass.norms import gain_of, rms_norm_variance
 from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.sources import LinearSource
@@ -57,18 +57,19 @@ class RandomLinear:
         self.path = next(iter(names.values())).rpartition(".")[0]
         self.factor = factor
         own = {key: values[name].to(item.parameter(key)) for key, name in names.items()}
+        self.transposed = isinstance(self.module, Conv1D)
         self.own = own  # in the dtype of the model: the forward uses the same numbers as the model itself
         weight = own.get("weight", self.module.weight.detach())
         bias = own.get("bias", None if self.module.bias is None else self.module.bias.detach())
         random = {key: parts[name] for key, name in names.items()}
-        if isinstance(self.module, Conv1D):
+        if self.transposed:
             weight, random["weight"] = weight.mT, transposed(random.get("weight"))
         dtype = _wide(weight.dtype)
         self.law = weight_law(
             weight.to(dtype), None if bias is None else bias.to(dtype), random.get("weight"), random.get("bias")
         )
         drawn = {key: draws[name].to(own[key]) for key, name in names.items() if name in draws}
-        if isinstance(self.module, Conv1D) and "weight" in drawn:
+        if self.transposed and "weight" in drawn:
             drawn["weight"] = drawn["weight"].mT
         self.draws = drawn.get("weight"), drawn.get("bias")
 
@@ -83,24 +84,7 @@ class RandomLinear:
 
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output for an input with mean ``x`` and spread ``noise``; None is no spread."""
-        wide = x.to(self.law.mean.dtype)
-        if isinstance(settings, Tangents):
-            return linear_tangents(self, wide, noise, settings)
-        if isinstance(settings, Factors):
-            roots = x.new_zeros(0, *x.shape) if noise is None else noise.roots
-            inputs = torch.cat([wide[None], roots.to(wide)])
-            rows = inputs[:, :, None] if x.ndim == 2 else inputs
-            transported = None if noise is None else settings.new(F.linear(roots.to(wide), self.law.mean))
-            shape = torch.Size((*x.shape[:-1], len(self.law.mean)))
-            return added_noise(self.factor * self.law.joint(rows), shape, transported, settings)
-        before = None if noise is None else noise.variance
-        added = self.factor * self.law.variance(wide, before)
-        parts = [(added, _features(self.law.token_features(wide)))]
-        if before is not None:
-            parts.append((before @ self.square.mT, noise.features))
-        total = sum(variance for variance, _ in parts)
-        source = LinearSource(self.law.mean, before, wide, self.law, self.factor)
-        return settings.new(total, blended(parts) if x.ndim == 3 else None, source)
+        return _LINEAR_RULES[type(settings)](self, x.to(self.law.mean.dtype), noise, settings)
 
 
 class RandomLora:
@@ -114,7 +98,8 @@ class RandomLora:
         self.path = next(iter(names.values())).rpartition(".lora_")[0]
         self.scaling = self.module.scaling[item.adapter]
         base = self.module.base_layer
-        if type(base) is not nn.Linear and not isinstance(base, Conv1D):
+        self.transposed = isinstance(base, Conv1D)
+        if type(base) is not nn.Linear and not self.transposed:
             raise ValueError(
                 f"{self.path}: a single pass needs the weight of the layer below the adapter, got "
                 f"{type(base).__module__}.{type(base).__name__}. It supports {SUPPORTED}. Predict by members"
@@ -132,7 +117,7 @@ class RandomLora:
     def frozen(self) -> Tensor:
         """The weight [out, in] of the layer below the adapter."""
         weight = self.module.base_layer.weight.detach()
-        return weight.mT if isinstance(self.module.base_layer, Conv1D) else weight
+        return weight.mT if self.transposed else weight
 
     @cached_property
     def whole(self) -> Tensor:
@@ -152,40 +137,46 @@ class RandomLora:
 
     def spread(self, x: Tensor, noise: Any, settings: Settings) -> Any:
         """Return the spread of the output; see ``RandomLinear.spread``."""
-        if isinstance(settings, Tangents):
-            return lora_tangents(self, x, noise, settings)
-        wide = x.to(self.low.mean.dtype)
-        if isinstance(settings, Factors):
-            return self._spread_by_factors(wide, noise, settings)
-        before = None if noise is None else noise.variance
-        of_low, of_high = (
-            self.factor * part for part in lora_variance(wide, before, self.low, self.high, self.scaling)
-        )
-        low = wide @ self.low.mean.mT
-        parts = [
-            (of_low, _features(self.low.token_features(wide))),
-            (of_high, _features(self.high.token_features(low))),
-        ]
-        if before is not None:
-            parts.append((before @ self.square.mT, noise.features))
-        return settings.new(sum(variance for variance, _ in parts), blended(parts) if x.ndim == 3 else None)
+        return _LORA_RULES[type(settings)](self, x, noise, settings)
 
-    def _spread_by_factors(self, wide: Tensor, noise: Any, settings: Factors) -> Factors:
-        roots = wide.new_zeros(0, *wide.shape) if noise is None else noise.roots.to(wide)
-        transported = None if noise is None else settings.new(F.linear(roots, self.whole))
-        inputs = torch.cat([wide[None], roots])
-        inputs = inputs[:, :, None] if wide.ndim == 2 else inputs
-        rows, length, rank = inputs.shape[1], inputs.shape[2], len(self.low.mean)
-        low_joint = self.low.joint(inputs)  # [B, T r, T r]
-        four = low_joint.view(rows, length, rank, length, rank)
-        b = self.high.mean
-        through = torch.einsum("kr,btrsq,lq->btksl", b, four, b).reshape(rows, length * len(b), -1)
-        values, vectors = torch.linalg.eigh(low_joint)
-        fresh = (vectors * values.clamp_min(0).sqrt()[:, None]).permute(2, 0, 1).reshape(-1, rows, length, rank)
-        low = torch.cat([F.linear(inputs, self.low.mean), fresh])
-        joint = through + self.high.joint(low)
-        shape = torch.Size((*wide.shape[:-1], len(b)))
-        return added_noise(self.factor * self.scaling**2 * joint, shape, transported, settings)
+
+def _linear_diagonal(layer: RandomLinear, x: Tensor, noise: Diagonal | None, settings: Diagonal) -> Diagonal:
+    before = None if noise is None else noise.variance
+    added = layer.factor * layer.law.variance(x, before)
+    parts = [(added, _features(layer.law.token_features(x)))]
+    if noise is not None:
+        parts.append((noise.variance @ layer.square.mT, noise.features))
+    source = LinearSource(layer.law.mean, before, x, layer.law, layer.factor)
+    return settings.new(_total(parts), blended(parts) if x.ndim == 3 else None, source)
+
+
+def _lora_diagonal(layer: RandomLora, x: Tensor, noise: Diagonal | None, settings: Diagonal) -> Diagonal:
+    x = x.to(layer.low.mean.dtype)
+    before = None if noise is None else noise.variance
+    of_low, of_high = (layer.factor * part for part in lora_variance(x, before, layer.low, layer.high, layer.scaling))
+    low = x @ layer.low.mean.mT
+    parts = [
+        (of_low, _features(layer.low.token_features(x))),
+        (of_high, _features(layer.high.token_features(low))),
+    ]
+    if noise is not None:
+        parts.append((noise.variance @ layer.square.mT, noise.features))
+    return settings.new(_total(parts), blended(parts) if x.ndim == 3 else None)
+
+
+_LINEAR_RULES: dict[type, Callable[..., Any]] = {
+    Diagonal: _linear_diagonal,
+    Factors: linear_factors,
+    Tangents: linear_tangents,
+}
+"""Structure -> (layer, mean of the input, its noise, settings) -> the spread of a random linear layer's output."""
+
+_LORA_RULES: dict[type, Callable[..., Any]] = {
+    Diagonal: _lora_diagonal,
+    Factors: lora_factors,
+    Tangents: lora_tangents,
+}
+"""The same for random LoRA layers."""
 
 
 def random_module(
@@ -217,66 +208,71 @@ def random_module(
 # -- frozen modules with a rule of their own -----------------------------------------------------------------------
 
 
+Rules = dict[type, Callable[[Any, Tensor, Any], Any]]
+"""Structure -> (module, mean of the input, its spread) -> the spread of the output."""
+
+
 def frozen_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward of a frozen module during a single pass; None if the module keeps its own."""
     if isinstance(module, Conv1D):
-        return lambda x: _through(module, x, _conv1d)
-    if _is_family_rms_norm(module):
-        return lambda x: _through(module, x, _family_rms_norm)
+        return lambda x: _through(module, x, _CONV1D)
+    if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+        return lambda x: _through(module, x, _FAMILY_RMS_NORM)
     if type(module).__module__ == "transformers.activations":
-        return lambda x: _through(module, x, _activation)
+        return lambda x: _through(module, x, _ACTIVATION)
     return None
 
 
-def _through(module: Any, x: Any, rule: Callable[..., Diagonal]) -> Any:
-    forward = type(module).forward
-    if not isinstance(x, Moments):
+def _through(module: Any, x: Any, rules: Rules) -> Any:
+    forward, spread = type(module).forward, spread_of(x)
+    if spread is None:
         return forward(module, x)
-    mean, spread = mean_of(x), x.spread
-    if isinstance(spread, Tangents):
-        return Moments.of(forward(module, mean), _tangents_through(module, mean, spread))
-    if isinstance(spread, Factors):
-        # one operation for all columns, by the module's own forward
-        found = spread.after(lambda value: forward(module, value), (x,), {}, None)
-        return Moments.of(forward(module, mean), found)
-    return Moments.of(forward(module, mean), rule(module, mean, spread))
+    mean = mean_of(x)
+    return Moments.of(forward(module, mean), rules[type(spread)](module, mean, spread))
 
 
-def _tangents_through(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
-    forward = type(module).forward
-    if isinstance(module, Conv1D):
-        return spread.new(Later(lambda choose: spread.at(choose).roots), Outer(module.weight.detach().mT))
-    if type(module).__module__ == "transformers.activations":
-        return spread.by_element(lambda value: forward(module, value), mean)
-    if not _is_family_rms_norm(module):
-        return spread.by_row(lambda value: forward(module, value), mean)
-    eps = _eps_of(module)
-    return spread.by_norm(mean, gain_of(module, eps, mean), eps, centred=False)
+def _factors(module: Any, mean: Tensor, spread: Factors) -> Any:
+    """One operation for all columns, by the module's own forward."""
+    return spread.after(lambda value: type(module).forward(module, value), (Moments.of(mean, spread),), {}, None)
 
 
-def _conv1d(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+def _conv1d_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
     weight = module.weight.detach().to(spread.variance.dtype).mT
     return spread.new(spread.variance @ weight.square().mT, spread.features, LinearSource(weight, spread.variance))
 
 
-def _family_rms_norm(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+def _conv1d_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
+    return spread.new(Later(lambda choose: spread.at(choose).roots), Outer(module.weight.detach().mT))
+
+
+def _rms_norm_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
     eps = _eps_of(module)
     wide = mean.to(spread.variance.dtype)
     gain = gain_of(module, eps, mean).to(wide.dtype)
     return spread.new(rms_norm_variance(wide, spread.variance, gain, eps), spread.features)
 
 
-def _is_family_rms_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm)
+def _rms_norm_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
+    eps = _eps_of(module)
+    return spread.by_norm(mean, gain_of(module, eps, mean), eps, centred=False)
+
+
+def _activation_diagonal(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
+    rate = slope(lambda x: type(module).forward(module, x), mean)
+    return spread.new(spread.variance * rate.to(spread.variance.dtype).square(), spread.features)
+
+
+def _activation_tangents(module: Any, mean: Tensor, spread: Tangents) -> Tangents:
+    return spread.by_element(lambda value: type(module).forward(module, value), mean)
+
+
+_CONV1D: Rules = {Diagonal: _conv1d_diagonal, Factors: _factors, Tangents: _conv1d_tangents}
+_FAMILY_RMS_NORM: Rules = {Diagonal: _rms_norm_diagonal, Factors: _factors, Tangents: _rms_norm_tangents}
+_ACTIVATION: Rules = {Diagonal: _activation_diagonal, Factors: _factors, Tangents: _activation_tangents}
 
 
 def _eps_of(module: Any) -> float:
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0))
-
-
-def _activation(module: Any, mean: Tensor, spread: Diagonal) -> Diagonal:
-    rate = slope(lambda x: type(module).forward(module, x), mean)
-    return spread.new(spread.variance * rate.to(spread.variance.dtype).square(), spread.features)
 
 
 def _features(features: Tensor) -> Tensor | None:
@@ -285,3 +281,7 @@ def _features(features: Tensor) -> Tensor | None:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def _total(parts: list[tuple[Tensor, Tensor | None]]) -> Any:
+    return sum(variance for variance, _ in parts)

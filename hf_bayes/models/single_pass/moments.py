@@ -7,7 +7,7 @@ the model's own outputs, bit for bit. The spread comes from the rule that its st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,15 @@ class NoRule(ValueError):
 
 class Spread(Protocol):
     """A structure of the covariance of a tensor."""
+
+    @property
+    def variance(self) -> Tensor:
+        """The variances, in the shape of the mean."""
+        ...
+
+    def covariance(self) -> Tensor:
+        """Return [..., C, C], the covariance between the last dimension's elements of a tensor [..., C]."""
+        ...
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of each tensor in ``result``: one spread, a list of spreads, or None for no noise.
@@ -64,10 +73,10 @@ class Moments(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _IN_PLACE:
                 raise NoRule(f"{name_of(func)}, which writes in place")
-            result = func(*_means(args), **{name: _means(value) for name, value in kwargs.items()})
+            result = func(*replaced(args, mean_of), **replaced(kwargs, mean_of))
             if func in _NOISELESS or not _is_floating(result):
                 return result
-            spread = _first((args, kwargs)).spread.after(func, args, kwargs, result)
+            spread = next(moments_in((args, kwargs))).spread.after(func, args, kwargs, result)
         if isinstance(result, Tensor):
             return result if spread is None else Moments.of(result, spread)
         pairs = zip(result, spread, strict=True)
@@ -104,29 +113,49 @@ def mean_of(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, Moments) else value
 
 
+def spread_of(value: Any) -> Any:
+    """Return the spread of a Gaussian tensor; None for other values, which have no noise."""
+    return value.spread if isinstance(value, Moments) else None
+
+
 def name_of(function: Any) -> str:
     """Return the name of an operation of torch for an error."""
     return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
 
 
-def _means(value: Any) -> Any:
-    if isinstance(value, Moments):
-        return value.as_subclass(Tensor)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_means(item) for item in value)
+# -- the arguments and the results of an operation ---------------------------------------------------------------------
+
+
+def moments_in(value: Any) -> Iterator[Any]:
+    """Yield the Gaussian tensors among nested arguments, in order."""
+    match value:
+        case Moments():
+            yield value
+        case dict():
+            yield from moments_in(tuple(value.values()))
+        case tuple() | list():
+            for item in value:
+                yield from moments_in(item)
+
+
+def replaced(value: Any, change: Callable[[Moments], Any]) -> Any:
+    """Return nested arguments with ``change`` of each Gaussian tensor in its place; it is called in order."""
+    match value:
+        case Moments():
+            return change(value)
+        case dict():
+            return {name: replaced(item, change) for name, item in value.items()}
+        case tuple() | list():
+            return type(value)(replaced(item, change) for item in value)
     return value
 
 
-def _first(value: Any) -> Any:
-    """Return the first Gaussian tensor among arguments."""
-    if isinstance(value, Moments):
-        return value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for item in items if (found := _first(item)) is not None), None)
+def for_each_tensor(result: Any, make: Callable[[Tensor], Any]) -> Any:
+    """Return ``make`` of a tensor, or the list of ``make`` of each of several tensors."""
+    return make(result) if isinstance(result, Tensor) else [make(part) for part in result]
 
 
 def _is_floating(result: Any) -> bool:
     """Check for a floating point tensor, or several."""
-    if isinstance(result, Tensor):
-        return result.is_floating_point()
-    return isinstance(result, (tuple, list)) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result)
+    several = result if isinstance(result, (tuple, list)) else (result,)
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in several)

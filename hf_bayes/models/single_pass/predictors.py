@@ -17,9 +17,7 @@ from hf_bayes.models.base import BayesianModel
 from hf_bayes.models.causal_members import CausalMembers, HiddenStates
 from hf_bayes.models.predictors import Predictive
 from hf_bayes.models.single_pass.driver import SinglePass, checking_variances, is_sound, naming_modules
-from hf_bayes.models.single_pass.factors import Factors
 from hf_bayes.models.single_pass.moments import Moments, mean_of
-from hf_bayes.models.single_pass.tangents import Tangents
 from hf_bayes.models.single_pass.vocabulary import GaussianWords, word_prediction
 from hf_bayes.uncertainty.gaussian_links import LINKS, SINGLE_PASS
 from hf_bayes.uncertainty.likelihoods import Categorical, widened
@@ -104,7 +102,7 @@ class SinglePassPredictor:
             if not is_sound(logits.spread):
                 with checking_variances(model.model):
                     self._run(model, one, inputs)
-            found.append((widened(mean_of(logits)), output_covariance(logits)))
+            found.append((widened(mean_of(logits)), logits.spread.covariance()))
         means, covariances = zip(*found, strict=True)
         return torch.stack(means), torch.stack([value.to(means[0].dtype) for value in covariances])
 
@@ -130,16 +128,6 @@ def _logits(model: BayesianModel, one: SinglePass, inputs: dict[str, Any]) -> An
     if not isinstance(logits, Moments):
         raise ValueError("the random parameters do not reach the outputs in a single pass: predict by members")
     return logits
-
-
-def output_covariance(logits: Any) -> Tensor:
-    """Return [B, ..., C, C] of outputs [B, ..., C]."""
-    spread = logits.spread
-    if isinstance(spread, Factors):
-        return torch.einsum("r...k,r...l->...kl", spread.roots, spread.roots)
-    if isinstance(spread, Tangents):
-        return spread.covariance()
-    return torch.diag_embed(spread.variance) if spread.source is None else spread.source.covariance()
 
 
 class SinglePassTokens:

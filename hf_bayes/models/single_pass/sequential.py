@@ -21,7 +21,6 @@ from hf_bayes.models.single_pass.driver import (
     settings_of,
 )
 from hf_bayes.models.single_pass.moments import Moments, mean_of
-from hf_bayes.models.single_pass.predictors import output_covariance
 
 LAYERS = (
     nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU,
@@ -73,7 +72,7 @@ def sequential_outputs(
             own = random.get(id(module))
             hidden = module(hidden) if own is None else random_forward(own, settings)(hidden)
     assert isinstance(hidden, Moments)
-    return mean_of(hidden), output_covariance(hidden)
+    return mean_of(hidden), hidden.spread.covariance()
 
 
 def _layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

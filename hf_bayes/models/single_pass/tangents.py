@@ -24,7 +24,20 @@ from hf_bayes.models.single_pass import attention
 from hf_bayes.models.single_pass.activations import slope
 from hf_bayes.models.single_pass.factors import pushed
 from hf_bayes.models.single_pass.later import Choose, Later, everything, rows_of
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, name_of
+from hf_bayes.models.single_pass.moments import NoRule, for_each_tensor, mean_of, name_of, spread_of
+from hf_bayes.models.single_pass.operations import (
+    ACTIVATIONS,
+    ARRANGEMENTS,
+    CONVERSIONS,
+    PRODUCTS,
+    QUOTIENTS,
+    RESHAPES,
+    SUMS,
+    as_tuple,
+    certain_weight,
+    is_one_number,
+    num_uncertain,
+)
 from hf_bayes.models.single_pass.outer import Outer
 from hf_bayes.models.single_pass.wide_norms import norm_tangents
 from hf_bayes.uncertainty.likelihoods import widened
@@ -87,15 +100,6 @@ class Tangents:
         held = rows_of(self.held, choose) if isinstance(self.held, Tensor) else self.held and self.held.at(choose)
         return self.new(held, None if self.outer is None else self.outer.leading(choose))
 
-    def by_row(self, function: Callable[..., Any], mean: Tensor) -> Tangents:
-        """Return the spread behind a function of each row alone, for an input with this mean."""
-
-        def columns(choose: Choose) -> Tensor:
-            found: Tensor = pushed(function, (Moments.of(choose(mean), self.at(choose)),), {})
-            return found
-
-        return self.new(Later(columns))
-
     def by_element(self, function: Callable[[Tensor], Tensor], mean: Tensor) -> Tangents:
         """Return the spread behind an elementwise function, for an input with this mean."""
         return self.new(Later(lambda choose: self.at(choose).roots * slope(function, choose(mean))))
@@ -106,15 +110,14 @@ class Tangents:
 
     def after(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the spread of the result; see ``Spread``."""
-        if (self.outer is not None or isinstance(self.held, Later)) and isinstance(args[0], Moments):
+        if (self.outer is not None or isinstance(self.held, Later)) and spread_of(args[0]) is not None:
             kept = _kept(self, function, args, result)
             if kept is not None:
                 return kept
         rule = _RULES.get(function)
         if rule is not None:
             return rule(self, function, args, kwargs, result)
-        found = pushed(function, args, kwargs)
-        return self.new(found) if isinstance(found, Tensor) else [self.new(part) for part in found]
+        return for_each_tensor(pushed(function, args, kwargs), self.new)
 
 
 Rule = Callable[[Tangents, Callable[..., Any], Any, dict[str, Any], Any], Any]
@@ -131,15 +134,6 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 # -- outputs of a linear layer that stay such outputs, and columns to be computed later -------------------------------
 
-_RESHAPES = {
-    Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
-    torch.clone, Tensor.detach, Tensor.unsqueeze, Tensor.squeeze,
-}  # fmt: skip
-
-_CONVERSIONS = {Tensor.to, Tensor.float, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double}
-
-_SCALES = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__}
-
 
 def _kept(own: Tangents, function: Any, args: Any, result: Any) -> Tangents | None:
     """Return the spread in another arrangement, precision or scale; None if it needs columns of its own.
@@ -148,22 +142,22 @@ def _kept(own: Tangents, function: Any, args: Any, result: Any) -> Tangents | No
     """
     if not isinstance(result, Tensor) or result.shape[-1:] != args[0].shape[-1:] or result.ndim < 2:
         return None
-    if function in _CONVERSIONS:
+    if function in CONVERSIONS:
         return own if result.device == args[0].device and own.outer is not None else None
-    if function in _RESHAPES and result.numel() == args[0].numel():
+    if function in RESHAPES and result.numel() == args[0].numel():
         lead = result.shape[:-1]
         return own.at(lambda part: part.reshape(*lead, part.shape[-1]))
     if function is Tensor.__getitem__ and _is_of_leading(args[1], args[0].ndim):
         return own.at(lambda part: part[args[1]])
-    if function in _SCALES and own.outer is not None and not (isinstance(args[1], Tensor) and args[1].numel() > 1):
-        factor = 1 / args[1] if function in (torch.div, Tensor.div, Tensor.__truediv__) else args[1]
+    if function in (*PRODUCTS, *QUOTIENTS) and own.outer is not None and is_one_number(args[1]):
+        factor = 1 / args[1] if function in QUOTIENTS else args[1]
         return own.new(own.held, replace(own.outer, gain=own.outer.gain * factor))
     return None
 
 
 def _is_of_leading(index: Any, num_dims: int) -> bool:
     """Check that an index chooses in the leading dimensions only, and keeps the last one."""
-    each = index if isinstance(index, tuple) else (index,)
+    each = as_tuple(index)
     return len(each) < num_dims and not any(item is Ellipsis or item is None for item in each)
 
 
@@ -171,22 +165,14 @@ def _is_of_leading(index: Any, num_dims: int) -> bool:
 
 
 @_rule(
-    Tensor.view, Tensor.reshape, torch.reshape, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
-    Tensor.contiguous, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.expand,
-    Tensor.expand_as, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten, Tensor.clone, torch.clone,
-    Tensor.detach, Tensor.movedim, torch.movedim, Tensor.repeat, Tensor.view_as, Tensor.to, Tensor.float, Tensor.type,
-    Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.split, torch.split, Tensor.chunk, torch.chunk,
-    Tensor.unbind, torch.unbind, Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow,
-    Tensor.index_select, torch.index_select, Tensor.repeat_interleave, torch.repeat_interleave, Tensor.neg,
-    Tensor.__neg__, torch.neg, torch.mean, Tensor.mean, torch.sum, Tensor.sum,
+    *ARRANGEMENTS, *CONVERSIONS, Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind,
+    Tensor.__getitem__, Tensor.select, torch.select, Tensor.narrow, torch.narrow, Tensor.index_select,
+    torch.index_select, Tensor.repeat_interleave, torch.repeat_interleave, Tensor.neg, Tensor.__neg__, torch.neg,
+    torch.mean, Tensor.mean, torch.sum, Tensor.sum,
 )  # fmt: skip
 def _same_for_columns(own: Tangents, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Linear functions of one tensor."""
-    found = torch.vmap(lambda column: function(column, *args[1:], **kwargs))(own.roots)
-    return own.new(found) if isinstance(found, Tensor) else [own.new(part) for part in found]
-
-
-_RULES[getattr(Tensor.mT, "__get__")] = _same_for_columns  # noqa: B009 - mypy takes the property for a tensor
+    return for_each_tensor(torch.vmap(lambda column: function(column, *args[1:], **kwargs))(own.roots), own.new)
 
 
 @_rule(torch.cat, torch.concat)
@@ -196,8 +182,8 @@ def _joined(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor
     count = len(own.roots)
     # an empty cache is one tensor without elements
     parts = [
-        x.spread.roots if isinstance(x, Moments) else x.new_zeros(1, *x.shape).expand(count, *x.shape)
-        for x in tensors
+        x.new_zeros(1, *x.shape).expand(count, *x.shape) if spread is None else spread.roots
+        for x, spread in zip(tensors, map(spread_of, tensors), strict=True)
         if x.numel()
     ]
     return own.new(torch.cat([part.to(result.dtype) for part in parts], dim % result.ndim + 1))
@@ -210,19 +196,16 @@ def _dropped(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tenso
     return own
 
 
-@_rule(
-    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__,
-    Tensor.__iadd__, Tensor.add_,
-)  # fmt: skip
+@_rule(*SUMS)
 def _sum(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
     if kwargs.get("alpha", 1) != 1:
         raise NoRule(f"{name_of(function)} with alpha")
     name = name_of(function)
     signs = (-1, 1) if "rsub" in name else (1, -1) if "sub" in name else (1, 1)
-    if all(isinstance(x, Moments) and x.shape == result.shape for x in args):
+    if _are_aligned(args, result):
         both = [(sign, x.spread) for sign, x in zip(signs, args, strict=True)]
         return own.new(Later(lambda choose: _signed_sum([(sign, x.at(choose).roots) for sign, x in both])))
-    parts = [sign * _beside(x, result) for sign, x in zip(signs, args, strict=True) if isinstance(x, Moments)]
+    parts = [sign * _beside(x, result) for sign, x in zip(signs, args, strict=True) if spread_of(x) is not None]
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     return own.new(total.expand(-1, *result.shape))
 
@@ -232,16 +215,20 @@ def _signed_sum(parts: list[tuple[int, Tensor]]) -> Tensor:
     return torch.add(first if first_sign == 1 else -first, second, alpha=second_sign)
 
 
-@_rule(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+@_rule(*PRODUCTS)
 def _product(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
     first, second = args
-    if all(isinstance(x, Moments) and x.shape == result.shape for x in args):
+    if _are_aligned(args, result):
         x, dx, y, dy = mean_of(first), first.spread, mean_of(second), second.spread
         return own.new(Later(lambda to: (dx.at(to).roots * to(y)).addcmul_(dy.at(to).roots, to(x))))
-    parts = [
-        _beside(x, result) * mean_of(other) for x, other in ((first, second), (second, first)) if isinstance(x, Moments)
-    ]
+    pairs = ((first, second), (second, first))
+    parts = [_beside(x, result) * mean_of(other) for x, other in pairs if spread_of(x) is not None]
     return own.new(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+
+
+def _are_aligned(args: Any, result: Tensor) -> bool:
+    """Check that all arguments are uncertain, and that none is broadcast to the shape of the result."""
+    return all(spread_of(x) is not None and x.shape == result.shape for x in args)
 
 
 def _beside(value: Any, result: Tensor) -> Tensor:
@@ -252,9 +239,7 @@ def _beside(value: Any, result: Tensor) -> Tensor:
 
 @_rule(F.linear)
 def _linear(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
-    if isinstance(weight, Moments):
-        raise NoRule("a linear layer with an uncertain weight")
+    weight = certain_weight(args, kwargs)
     before: Tensor | Later | None = Later(lambda to: own.at(to).roots) if own.outer is not None else own.held
     return own.new(before, Outer(weight.detach()))
 
@@ -273,16 +258,13 @@ def _norm(own: Tangents, function: Any, args: Any, kwargs: Any, *, centred: bool
     names = ("input", "normalized_shape", "weight", *(["bias"] if centred else []), "eps")
     given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
     x, gain, eps = mean_of(given["input"]), given["weight"], given["eps"]
-    if len(given["normalized_shape"]) > 1 or any(isinstance(given[name], Moments) for name in ("weight", "bias")):
+    if len(given["normalized_shape"]) > 1 or num_uncertain((given["weight"], given["bias"])):
         return own.new(pushed(function, args, kwargs))
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # the default of torch's RMSNorm
     return own.by_norm(x, gain, eps, centred=centred)
 
 
-@_rule(
-    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.tanh, torch.tanh, Tensor.tanh, F.sigmoid, torch.sigmoid,
-    Tensor.sigmoid, F.softplus, F.elu, F.mish, F.leaky_relu, F.hardswish, F.relu6,
-)  # fmt: skip
+@_rule(*ACTIVATIONS)
 def _elementwise(own: Tangents, function: Any, args: Any, kwargs: Any, result: Tensor) -> Tangents:
     options = {name: value for name, value in kwargs.items() if name != "inplace"}
     rest = args[1:] if function not in (F.relu, F.silu) else ()  # their second argument is ``inplace``
@@ -324,7 +306,8 @@ def _attention(own: Tangents, function: Any, args: Any, kwargs: Any, result: Ten
 def _heads(value: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
     """Return the mean and the columns of queries, keys or values, one of them for each query head."""
     repeats = num_heads // value.shape[1]
-    mean, columns = mean_of(value), value.spread.roots if isinstance(value, Moments) else None
+    mean, spread = mean_of(value), spread_of(value)
+    columns = None if spread is None else spread.roots
     if repeats == 1:
         return mean, columns
     return mean.repeat_interleave(repeats, 1), None if columns is None else columns.repeat_interleave(repeats, 2)

@@ -17,6 +17,16 @@ Bytes are written unchanged, under any suffix. A file with another suffix can on
 """
 
 
+def texts_in(files: Mapping[str, Content]) -> dict[str, str]:
+    """Return the files that are texts."""
+    return {name: content for name, content in files.items() if isinstance(content, str)}
+
+
+def bytes_in(files: Mapping[str, Content]) -> dict[str, bytes]:
+    """Return the files that are written unchanged."""
+    return {name: content for name, content in files.items() if isinstance(content, bytes)}
+
+
 def encode(name: str, content: Content) -> bytes:
     """Return the bytes of a file.
 

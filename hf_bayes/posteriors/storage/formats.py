@@ -17,7 +17,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from hf_bayes.posteriors.compat import SAFETENSORS_METADATA
-from hf_bayes.posteriors.storage.json_types import has_keys
+from hf_bayes.posteriors.storage.json_types import has_keys, require_object
 from hf_bayes.posteriors.storage.listing import shown
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
@@ -100,10 +100,9 @@ def decode_json(data: bytes, *, where: str) -> dict[str, Any]:
         raise ValueError(too_deep(where)) from None
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
-    _check_depth(value, where)
-    return value
+    found = require_object(value, where)
+    _check_depth(found, where)
+    return found
 
 
 def _check_extent(data: bytes, where: str) -> None:

@@ -23,6 +23,17 @@ def has_keys(value: Any, keys: Collection[str]) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and set(value) == set(keys)
 
 
+def require_object(value: Any, where: str) -> dict[str, Any]:
+    """Return an object unchanged.
+
+    Raises:
+        ValueError: for any other value; ``where`` names its file.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
 def as_list(value: Any) -> list[Any]:
     """Return a list unchanged, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_bayes.posteriors.storage import disk
-from hf_bayes.posteriors.storage.content import Content, encode, size_in_bytes
+from hf_bayes.posteriors.storage.content import Content, bytes_in, encode, size_in_bytes, texts_in
 from hf_bayes.posteriors.storage.formats import encode_json
 from hf_bayes.posteriors.storage.group import Alone, Group, together
 from hf_bayes.posteriors.storage.listing import some
@@ -88,9 +88,8 @@ class _Save:
         recover_locked(self.root)
         self._began = True
         self.old = old = own_manifest(self.root, self.format)
-        refuse_foreign(self.root, old, {name for name, content in files.items() if isinstance(content, bytes)})
-        texts = {name: content for name, content in files.items() if isinstance(content, str)}
-        self.kept = [name for name, text in texts.items() if not is_unedited(self.root, name, text, old)]
+        refuse_foreign(self.root, old, set(bytes_in(files)))
+        self.kept = [name for name, text in texts_in(files).items() if not is_unedited(self.root, name, text, old)]
         staging = f"{STAGING}{secrets.token_hex(8)}"
         with disk.explaining(self.root, 0):
             (self.root / staging).mkdir()

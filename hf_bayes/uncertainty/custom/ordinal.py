@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_bayes.core.number_checks import is_finite_number
+from hf_bayes.core.number_checks import is_finite_number, is_integer
 from hf_bayes.uncertainty.custom.base import ClassLogProbs, CustomLikelihood
 from hf_bayes.uncertainty.custom.heteroscedastic import check_sizes
 
@@ -42,7 +42,7 @@ class Ordinal(CustomLikelihood):
     cutpoints: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self.name, num_classes=self.num_classes - 1 if isinstance(self.num_classes, int) else 0)
+        check_sizes(self.name, num_classes=self.num_classes - 1 if is_integer(self.num_classes) else 0)
         given = self.cutpoints
         if given is None:
             return

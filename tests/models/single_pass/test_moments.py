@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_bayes.models.single_pass.diagonal import Diagonal
-from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of
+from hf_bayes.models.single_pass.moments import Moments, NoRule, mean_of, moments_in, replaced, spread_of
 from tests.models.single_pass.cases import normal
 
 
@@ -42,3 +42,18 @@ def test_unknown_operations_are_refused_by_name() -> None:
         moments(2, 3).cumsum(0)
     with pytest.raises(NoRule, match="writes in place"):
         torch.zeros(2, 3)[0] = moments(3)
+
+
+def test_gaussian_tensors_are_found_and_replaced_in_order() -> None:
+    first, second = moments(2), moments(3)
+    nested = ([first, 1.0], {"other": (second, None)})
+    assert [id(x) for x in moments_in(nested)] == [id(first), id(second)]
+    places = iter("ab")
+    assert replaced(nested, lambda _: next(places)) == (["a", 1.0], {"other": ("b", None)})
+
+
+def test_other_values_have_no_spread() -> None:
+    x = moments(2)
+    assert spread_of(x) is x.spread
+    assert spread_of(normal(2)) is None
+    assert spread_of(2.0) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_bayes.posteriors.storage.content import decode, encode, size_in_bytes
+from hf_bayes.posteriors.storage.content import bytes_in, decode, encode, size_in_bytes, texts_in
 
 
 def test_the_suffix_decides_the_format() -> None:
@@ -28,3 +28,9 @@ def test_a_text_is_not_read_as_data() -> None:
 def test_sizes_count_texts_and_tensors() -> None:
     assert [size_in_bytes(content) for content in (b"abc", "abcd", {"a": 1})] == [3, 4, 0]
     assert size_in_bytes({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64)}) == 28
+
+
+def test_texts_and_bytes_are_told_from_data() -> None:
+    files = {"a.md": "words", "a.model": b"{", "a.json": {"a": 1}}
+    assert texts_in(files) == {"a.md": "words"}
+    assert bytes_in(files) == {"a.model": b"{"}

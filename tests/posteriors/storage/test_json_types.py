@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hf_bayes.posteriors.storage.json_types import as_list, has_keys, is_texts
+from hf_bayes.posteriors.storage.json_types import as_list, has_keys, is_texts, require_object
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,10 @@ def test_an_object_needs_all_of_its_keys_and_no_others(value: Any, expected: boo
 @pytest.mark.parametrize(("value", "expected"), [([1, 2], [1, 2]), ([], []), (1, [1]), ("ab", ["ab"]), (None, [None])])
 def test_a_value_that_is_no_list_becomes_a_list_of_one(value: Any, expected: list[Any]) -> None:
     assert as_list(value) == expected
+
+
+def test_only_an_object_passes_as_an_object() -> None:
+    value = {"a": 1}
+    assert require_object(value, "a.json") is value
+    with pytest.raises(ValueError, match=r"a\.json must hold a JSON object, got list"):
+        require_object([value], "a.json")

@@ -1,0 +1,69 @@
+"""Groups of operations of torch that the structures treat alike, and questions about their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_bayes.models.single_pass.moments import NoRule, moments_in, spread_of
+
+RESHAPES = (
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten, Tensor.clone,
+    torch.clone, Tensor.detach, Tensor.unsqueeze, Tensor.squeeze,
+)  # fmt: skip
+"""Operations that may leave the last dimension as it is."""
+
+ARRANGEMENTS = (
+    *RESHAPES, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, torch.unsqueeze, torch.squeeze,
+    Tensor.expand, Tensor.expand_as, Tensor.unflatten, torch.unflatten, Tensor.movedim, torch.movedim, Tensor.repeat,
+    Tensor.view_as, getattr(Tensor.mT, "__get__"),  # noqa: B009 - mypy takes the property for a tensor
+)  # fmt: skip
+"""Operations whose results are the elements of one tensor in another arrangement."""
+
+CONVERSIONS = (Tensor.to, Tensor.float, Tensor.type, Tensor.type_as, Tensor.half, Tensor.bfloat16, Tensor.double)
+
+SUMS = (
+    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__,
+    Tensor.__iadd__, Tensor.add_,
+)  # fmt: skip
+"""Sums and differences of two tensors."""
+
+PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+
+QUOTIENTS = (torch.div, Tensor.div, Tensor.__truediv__)
+
+ACTIVATIONS = (
+    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.tanh, torch.tanh, Tensor.tanh, F.sigmoid, torch.sigmoid,
+    Tensor.sigmoid, F.softplus, F.elu, F.mish, F.leaky_relu, F.hardswish, F.relu6,
+)  # fmt: skip
+"""Elementwise functions of one tensor."""
+
+
+def certain_weight(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the weight among the arguments of ``F.linear``.
+
+    Raises:
+        NoRule: if it is a Gaussian tensor.
+    """
+    weight: Tensor = args[1] if len(args) > 1 else kwargs["weight"]
+    if spread_of(weight) is not None:
+        raise NoRule("a linear layer with an uncertain weight")
+    return weight
+
+
+def num_uncertain(args: Any) -> int:
+    """Return the number of Gaussian tensors among arguments."""
+    return sum(1 for _ in moments_in(args))
+
+
+def is_one_number(factor: Any) -> bool:
+    """Check for a number, or a tensor with one element."""
+    return not isinstance(factor, Tensor) or factor.numel() <= 1
+
+
+def as_tuple(index: Any) -> tuple[Any, ...]:
+    """Return an index of one dimension or of several as a tuple."""
+    return index if isinstance(index, tuple) else (index,)

@@ -1,0 +1,49 @@
+"""Questions about the arguments of operations of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_bayes.models.single_pass.diagonal import Diagonal
+from hf_bayes.models.single_pass.moments import Moments, NoRule
+from hf_bayes.models.single_pass.operations import (
+    ARRANGEMENTS,
+    RESHAPES,
+    as_tuple,
+    certain_weight,
+    is_one_number,
+    num_uncertain,
+)
+from tests.models.single_pass.cases import normal
+
+
+def moments(*shape: int) -> Moments:
+    return Moments.of(normal(*shape), Diagonal(normal(*shape, seed=1).square()))
+
+
+def test_an_uncertain_weight_is_refused() -> None:
+    weight = normal(2, 3)
+    assert certain_weight((normal(4, 3), weight), {}) is weight
+    assert certain_weight((normal(4, 3),), {"weight": weight}) is weight
+    with pytest.raises(NoRule, match="an uncertain weight"):
+        certain_weight((normal(4, 3), moments(2, 3)), {})
+
+
+def test_uncertain_arguments_are_counted_at_any_depth() -> None:
+    x = moments(2, 3)
+    assert num_uncertain((x, 2.0)) == 1
+    assert num_uncertain(([x, normal(2, 3)], {"other": x})) == 2
+    assert num_uncertain((normal(2, 3), None)) == 0
+
+
+def test_numbers_and_tensors_of_one_element_scale() -> None:
+    assert is_one_number(2.0)
+    assert is_one_number(torch.tensor([[2.0]]))
+    assert not is_one_number(torch.ones(2))
+
+
+def test_an_index_is_a_tuple_of_dimensions() -> None:
+    assert as_tuple(3) == (3,)
+    assert as_tuple((3, ...)) == (3, ...)
+    assert set(RESHAPES) < set(ARRANGEMENTS)
