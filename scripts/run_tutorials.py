@@ -41,14 +41,10 @@ class Cell(NamedTuple):
 
 def cells_of(source: str) -> list[Cell]:
     """Return the cells of a notebook in the percent format."""
-    found = []
-    for part in source.split("# %%")[1:]:
-        head, _, body = part.partition("\n")
-        is_code = "[markdown]" not in head
-        lines = body.strip("\n").split("\n")
-        text = "\n".join(lines if is_code else [line.removeprefix("#").removeprefix(" ") for line in lines])
-        found.append(Cell(is_code, text))
-    return found
+    import jupytext  # the site needs it, too; the package does not
+
+    cells = jupytext.reads(source, fmt="py:percent").cells
+    return [Cell(cell.cell_type == "code", cell.source) for cell in cells]
 
 
 def fingerprint(code: str) -> str:

@@ -21,7 +21,9 @@ TESTED_BUILD = "torch"
 
 def pins(name: str) -> dict[str, Version]:
     """Return {package: version} of a constraints file."""
-    lines = (Requirement(line) for line in (ROOT / name).read_text("utf-8").splitlines() if not line.startswith("#"))
+    lines = (
+        Requirement(line) for line in (ROOT / name).read_text("utf-8").splitlines() if not line.startswith(("#", "-c "))
+    )
     return {canonicalize_name(line.name): Version(next(iter(line.specifier)).version) for line in lines}
 
 
@@ -49,6 +51,14 @@ def test_the_oldest_constraints_are_the_lower_bounds() -> None:
 def test_the_newest_constraints_are_as_new_as_the_tested_set() -> None:
     newest, tested = pins("constraints-newest.txt"), pins("constraints.txt")
     assert not [name for name in DEPENDENCIES if newest[name] < tested[name]]
+
+
+def test_the_doors_are_pinned_beside_the_tested_set() -> None:
+    """``make test-doors`` installs both files at once, so no package may stand in both."""
+    doors = (ROOT / "constraints-doors.txt").read_text("utf-8").splitlines()
+    assert "-c constraints.txt" in doors
+    assert pins("constraints-doors.txt").keys().isdisjoint(pins("constraints.txt"))
+    assert pins("constraints-uqlm.txt")[TESTED_BUILD] == pins("constraints.txt")[TESTED_BUILD]
 
 
 @pytest.mark.parametrize("name", DEPENDENCIES)

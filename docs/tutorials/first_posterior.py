@@ -3,7 +3,10 @@
 #
 # This tutorial begins with an ordinary fine-tuning script for `transformers`. It changes five
 # lines, and ends with the uncertainty of every token of a text that you write yourself. It takes
-# ten minutes to read, and a few minutes to run on two CPU cores.
+# ten minutes to read, and about a minute to run on two CPU cores.
+#
+# To run it, install hf_bayes (`pip install .` in a checkout). Then run the notebook of this page,
+# or `python docs/tutorials/first_posterior.py`. Both write their files to the current folder.
 #
 # ## A base model
 #
@@ -114,7 +117,8 @@ trainer.save_model()
 #
 # The same script again. The five lines with a number are changed, and the others are as before. The
 # adapter's weights now get a *posterior*: a distribution over all the weights that fit the data.
-# Here it consists of four fine-tuned adapters, the members of a deep ensemble.
+# Here it consists of four fine-tuned adapters, the members of a deep ensemble. Each starts at a
+# random place of its own; `init_jitter` says how far apart the starts are.
 # `method=SGHMCConfig()` would draw samples of the Bayes posterior instead, and [Which
 # method?](../choose.md) says when to use which.
 

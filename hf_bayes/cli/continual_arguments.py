@@ -36,7 +36,7 @@ class ContinualArguments:
     held_out: float = field(default=0.15, metadata={"help": "Share of each episode, at its end, for testing."})
     text_column: str = field(default="text", metadata={"help": "Column of the text."})
     window: int | None = field(
-        default=None, metadata={"help": "Tokens. Default: 2048, or the model's context if less."}
+        default=None, metadata={"help": "Tokens in a window. Default: 2048, or the model's context if less."}
     )
     stride: int | None = field(
         default=None, metadata={"help": "New tokens in a window. The rest is context. Default: half a window."}

@@ -9,22 +9,28 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
 
 from hf_bayes.cli.arguments import DataArguments, ModelArguments
 from hf_bayes.cli.scripts import Problem
-from hf_bayes.cli.token_windows import check_window, token_windows
+from hf_bayes.cli.token_windows import token_windows, window_length
 from hf_bayes.training.arguments import BayesianTrainingArguments
 
 
 @dataclass
 class WindowArguments:
-    """The windows over the texts. By default every token counts once, with half a window of context."""
+    """The windows over the texts. By default every token counts once, with half a window of context.
+
+    The posteriors paper has a window of 300, an overlap of 100 and 50 tokens that count (app. F).
+    """
 
     _argument_group_name = "windows of a language model"
 
-    window: int = field(default=256, metadata={"help": "Tokens in a window (300 in the posteriors paper)."})
+    window: int | None = field(
+        default=None,
+        metadata={"help": "Tokens in a window. Default: 256, or the model's context if less."},
+    )
     overlap: int | None = field(
-        default=None, metadata={"help": "Tokens that neighbours share (100 in the paper). Default: half a window."}
+        default=None, metadata={"help": "Tokens that neighbours share. Default: half a window."}
     )
     loss_tokens: int | None = field(
-        default=None, metadata={"help": "Last tokens of a window that count (50 in the paper). Default: all new ones."}
+        default=None, metadata={"help": "Last tokens of a window that count. Default: all new ones."}
     )
     score_start: bool = field(default=True, metadata={"help": "Count all tokens of the first window of a text."})
     join_texts: bool = field(default=False, metadata={"help": "Treat all rows as one text, for many short rows."})
@@ -40,14 +46,14 @@ def language_model(
     """
     tokenizer = model_args.load_tokenizer()
     model = model_args.add_lora(model_args.load_model(AutoModelForCausalLM), TaskType.CAUSAL_LM)
-    check_window(windows.window, model.config)
+    length = window_length(windows.window, model.config, default=256)
     with args.main_process_first(desc="data"):
         splits = {
             split: token_windows(
                 rows,
                 tokenizer,
-                length=windows.window,
-                overlap=windows.window // 2 if windows.overlap is None else windows.overlap,
+                length=length,
+                overlap=length // 2 if windows.overlap is None else windows.overlap,
                 loss_tokens=windows.loss_tokens,
                 score_start=windows.score_start,
                 text_column=data_args.text_column,

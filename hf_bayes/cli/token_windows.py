@@ -118,15 +118,18 @@ def token_windows(
     return windows
 
 
-def check_window(length: int, config: Any) -> None:
-    """Check that a window is not longer than the longest context of the model with this ``config``.
+def window_length(given: int | None, config: Any, *, default: int) -> int:
+    """Return the number of tokens in a window: ``given``, or else ``default``, or the model's context if that is less.
 
     Raises:
-        ValueError: if it is.
+        ValueError: if ``given`` is longer than the longest context of the model with this ``config``.
     """
     longest = getattr(config, "max_position_embeddings", None)  # models with relative positions (Bloom) have none
-    if longest is not None and length > longest:
+    if given is None:
+        return default if longest is None else min(default, longest)
+    if longest is not None and given > longest:
         raise ValueError(
-            f"window={length} is longer than the model's longest context, {longest} tokens: lower window to "
+            f"window={given} is longer than the model's longest context, {longest} tokens: lower window to "
             f"{longest}, or raise max_position_embeddings by config_overrides if the model supports longer contexts"
         )
+    return given

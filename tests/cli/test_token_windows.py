@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
-from hf_bayes.cli.token_windows import Window, token_windows, window_spans
+from hf_bayes.cli.token_windows import Window, token_windows, window_length, window_spans
 from hf_bayes.uncertainty.likelihoods import IGNORE
 from tests.tiny_models import TEXTS
 
@@ -103,3 +104,10 @@ def test_windows_collate_with_padding_out_of_the_loss(tokenizer: PreTrainedToken
     batch = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORE)(list(windows))
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORE).all()
     assert (batch["attention_mask"] == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "expected"), [(None, 512, 256), (None, 48, 48), (None, None, 256), (300, 512, 300)]
+)
+def test_a_window_is_no_longer_than_the_context(given: int | None, context: int | None, expected: int) -> None:
+    assert window_length(given, SimpleNamespace(max_position_embeddings=context), default=256) == expected

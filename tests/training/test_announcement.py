@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,38 @@ def test_augmentation_that_spares_half_of_the_rows_is_noticed(tmp_path: Path) ->
     trainer = runs.trainer(tmp_path, ONE_DRAW, train=Reversed())
     active = ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows)
     assert all(rows_vary(active) for _ in range(20))  # 8 rows alike in 4 looks: 6e-8
+
+
+def prior_announced(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> re.Match[str] | None:
+    """Return what is said about the prior of a LoRA: its kind, and the number that is advised."""
+    caplog.clear()
+    trainer = runs.trainer(folder, MAPConfig(**settings), model=with_lora(tiny_llama()))
+    with caplog.at_level(logging.INFO, "hf_bayes.training.trainer"):
+        announce(ActiveRun(TrainerHost(trainer), trainer.setup, trainer.rows))
+    return re.search(r"the prior is (\w+): .* RMS, and .*(?:Set prior_std (?:below|near)|by) (\S+?),? ", caplog.text)
+
+
+FACTORS = {"lora_A": 1.0, "lora_B": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("prior_std", "kind"),
+    [(1.0, "wide"), (FACTORS, "wide"), (1e-4, "narrow"), (dict.fromkeys(FACTORS, 1e-4), "narrow")],
+)
+def test_an_unusual_prior_is_announced_with_a_usual_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prior_std: Any, kind: str
+) -> None:
+    found = prior_announced(tmp_path, caplog, prior_std=prior_std)
+    assert found is not None
+    assert found[1] == kind
+    number = 0.97 * float(found[2])  # it was rounded to two digits
+    usual = {name: std * number for name, std in prior_std.items()} if isinstance(prior_std, dict) else number
+    assert prior_announced(tmp_path, caplog, prior_std=usual) is None
+
+
+def test_the_default_prior_is_not_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert prior_announced(tmp_path, caplog) is None
+    assert "prior" not in caplog.text
+    found = prior_announced(tmp_path, caplog, prior="he")
+    assert found is not None
+    assert found[1] == "wide"

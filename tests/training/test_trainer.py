@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from transformers import (
 
 from hf_bayes.core.types import Evaluate, Evaluation, Kernel
 from hf_bayes.distributions.approximations import Draws, Gaussian
-from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.registry import METHODS
 from hf_bayes.methods.sgmcmc.sghmc import SGHMCConfig
@@ -434,23 +432,3 @@ def test_push_uploads_no_checkpoints_and_no_pickles(tmp_path, monkeypatch):
         name for name in sent["allow_patterns"] if "checkpoint" in name or name.endswith((".bin", ".pt", ".pth"))
     ]
     assert "manifest.json" in sent["allow_patterns"]
-
-
-@pytest.mark.parametrize("prior_std", [1.0, 2.0, {"lora_A": 1.0, "lora_B": 4.0}])
-def test_the_suggested_prior_width_is_no_longer_wide(tmp_path, caplog, prior_std):
-    def ratio_and_advice(prior_std):
-        caplog.clear()
-        model = with_lora(tiny_llama())
-        runs.trainer(tmp_path, MAPConfig(prior_std=prior_std), model=model, max_steps=1, map_updates=0).train()
-        found = re.search(
-            r"by (\S+) times their RMS: prior_std=(.*) is wide .*alpha; (.*) (\S+) the ratio", caplog.text
-        )
-        return None if found is None else (found[2], found[3], float(found[4]))
-
-    given, how, number = ratio_and_advice(prior_std)
-    assert given == str(prior_std)
-    assert how == ("multiplied by" if isinstance(prior_std, dict) else "below")
-    number *= 0.97  # it was rounded to two digits
-    narrow = {name: std * number for name, std in prior_std.items()} if isinstance(prior_std, dict) else number
-    assert ratio_and_advice(narrow) is None
-    assert ratio_and_advice(None) is None  # the default is as wide as the weights

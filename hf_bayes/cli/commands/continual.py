@@ -20,7 +20,7 @@ from hf_bayes.cli.data import load_episode
 from hf_bayes.cli.json_text import json_text
 from hf_bayes.cli.progress import one_bar
 from hf_bayes.cli.scripts import begin
-from hf_bayes.cli.token_windows import check_window
+from hf_bayes.cli.token_windows import window_length
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.hashing import fingerprint_json
 from hf_bayes.core.layout import select
@@ -64,11 +64,7 @@ def run(model_args: LoraArguments, given: ContinualArguments, args: BayesianTrai
     refuse_push(args)
     output, tokenizer = Path(str(args.output_dir)), model_args.load_tokenizer()
     first = _new_model(model_args, args)
-    # models with relative positions (Bloom) have no longest context
-    window = given.window
-    if window is None:
-        window = min(2048, getattr(first.config, "max_position_embeddings", 2048))
-    check_window(window, first.config)
+    window = window_length(given.window, first.config, default=2048)
     stride = window // 2 if given.stride is None else given.stride
     cut = {"length": window, "overlap": window - stride, "text_column": given.text_column}
     texts = [load_episode(e, held_out=given.held_out, text_column=given.text_column) for e in given.episodes]
