@@ -142,7 +142,8 @@ class Contender:
 
 
 PRIOR_STD = (2 * L2) ** -0.5
-RANDOM_WALK = MetropolisConfig(target_acceptance=0.234, prior_std=PRIOR_STD)
+RANDOM_WALK = MetropolisConfig(target_acceptance=0.234, adapt_scale=False, prior_std=PRIOR_STD)
+"""Proposals with one standard deviation for all parameters, as those of ``penalty``."""
 HAMILTONIAN = HMCConfig(num_leapfrog=20, prior_std=PRIOR_STD)
 LANGEVIN = SGLDConfig(prior_std=PRIOR_STD)
 PENALTY = PenaltyConfig(target_acceptance=0.234, prior_std=PRIOR_STD)
