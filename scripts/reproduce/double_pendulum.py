@@ -9,9 +9,11 @@ Hamiltonian Monte Carlo on all rows explores the distributions of two of them fu
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,24 +23,33 @@ import torch
 from scipy.integrate import solve_ivp
 from torch import Tensor
 
-from hf_bayes.chains.sampling import sample
+from hf_bayes import (
+    BayesianModelForSequenceClassification,
+    BayesianTrainer,
+    BayesianTrainingArguments,
+    MixtureDensity,
+)
 from hf_bayes.core.config import MethodConfig
 from hf_bayes.core.rng import generator
+from hf_bayes.core.types import Kernel, Problem
 from hf_bayes.diagnostics.convergence import rhat
 from hf_bayes.methods.averaging.map import MAPConfig
 from hf_bayes.methods.mcmc.hmc import HMCConfig
 from hf_bayes.methods.mcmc.metropolis import MetropolisConfig
-from hf_bayes.methods.mcmc.penalty import PenaltyConfig
+from hf_bayes.methods.mcmc.penalty import PenaltyConfig, PenaltyState
 from hf_bayes.methods.sgmcmc.sgld import SGLDConfig
 from hf_bayes.metrics import average_coverage_error
+from hf_bayes.training.setup import place_chains
 from scripts.reproduce.report import keep, legend_once, spread, table
+from scripts.reproduce.streamlined_models import MLPConfig, MLPForSequenceClassification
 
 NAME = "double_pendulum"
 LAGS = (20, 21, 22, 23, 24)  # eq. 18
-HIDDEN = 10
-SIZES = {"w1": (20, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, HIDDEN), "b2": (HIDDEN,), "w3": (HIDDEN, 9), "b3": (9,)}
-"""Nine outputs: four means, four log standard deviations, and the logit of the mixture's one component. The last
-changes nothing, but the paper's 419 parameters are only reached with it."""
+WIDTHS = (20, 10, 10, 9)
+LIKELIHOOD = MixtureDensity(num_components=1, num_numbers=4, min_std=1e-30)
+"""Nine outputs: the logit of the mixture's one component, four means, and four log standard deviations. The logit
+changes nothing, but the paper's 419 parameters are only reached with it. The paper has no smallest standard deviation,
+and no chain comes near this one."""
 PLOTTED = ("tempered", "batched", "pseudo-SGLD", "penalty")
 """The panels of Figure 2, from top to bottom."""
 L2 = 1e-5
@@ -52,6 +63,10 @@ class Rows(NamedTuple):
 
     x: Tensor
     y: Tensor
+
+    def as_dicts(self) -> list[dict[str, Tensor]]:
+        """Return the rows of a data set for a trainer."""
+        return [{"input_values": x, "labels": y} for x, y in zip(*self, strict=True)]
 
 
 def positions(num_points: int, *, step: float = STEP) -> np.ndarray:
@@ -81,74 +96,27 @@ def pendulum(num_rows: int = 9975, num_train: int = 2992) -> tuple[Rows, Rows]:
     return Rows(x[:num_train], y[at[:num_train]]), Rows(x[num_train:], y[at[num_train:]])
 
 
+def network() -> MLPForSequenceClassification:
+    """Return the paper's network. Its weights do not matter, because chains start at ``starts``."""
+    torch.manual_seed(0)
+    return MLPForSequenceClassification(MLPConfig(WIDTHS, "tanh"))
+
+
 def starts(num_chains: int, seed: int) -> Tensor:
     """Return starts [M, 419]: weights N(0, 1 / fan-in), biases 0."""
     rng, pieces = generator(seed, "starts"), []
-    for shape in SIZES.values():
-        scale = shape[0] ** -0.5 if len(shape) == 2 else 0.0
-        pieces.append(scale * torch.randn(num_chains, math.prod(shape), generator=rng))
+    for parameter in network().parameters():
+        scale = parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 0.0
+        pieces.append(scale * torch.randn(num_chains, parameter.numel(), generator=rng))
     return torch.cat(pieces, 1)
 
 
-def network(theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and log standard deviation [M, R, 4] of each row for theta [M, 419] and x [R, 20]."""
-    m, sizes = len(theta), [math.prod(shape) for shape in SIZES.values()]
-    w1, b1, w2, b2, w3, b3 = (
-        piece.view(m, *shape) for piece, shape in zip(theta.split(sizes, 1), SIZES.values(), strict=True)
-    )
-    hidden = torch.tanh(torch.baddbmm(b1[:, None], x.expand(m, -1, -1), w1))
-    hidden = torch.tanh(torch.baddbmm(b2[:, None], hidden, w2))
-    out = torch.baddbmm(b3[:, None], hidden, w3)
-    return out[..., :4], out[..., 4:8]
+class Unpenalised(PenaltyConfig):
+    """Minibatch Metropolis that takes the batches of an update for all of the data, so that its penalty is 0."""
 
-
-def log_lik(theta: Tensor, rows: Rows) -> Tensor:
-    """Return the log-likelihood [M, R] in nats."""
-    mean, log_std = network(theta, rows.x)
-    squares = ((rows.y - mean) * (-log_std).exp()).square()
-    return -(0.5 * squares + log_std).sum(2) - 2 * math.log(2 * math.pi)
-
-
-class Batch(NamedTuple):
-    """One of the K batches of an update: the rows [K, n] of all batches, drawn independently, and its own index."""
-
-    rows: Tensor
-    index: int
-
-
-def batches(num_rows: int, count: int, size: int, seed: int) -> Iterator[Batch]:
-    """Yield updates of ``count`` batches without end."""
-    rng = generator(seed, "batches")
-    while True:
-        rows = torch.randint(num_rows, (count, size), generator=rng)
-        yield from (Batch(rows, index) for index in range(count))
-
-
-class Energy:
-    """The energy U = - weight * (mean of log p(y | x, theta) over the batch) + lambda |theta|^2.
-
-    Weight 2992 is the Bayes posterior. Weight n is the paper's target, where the likelihood of a batch counts once.
-    All batches of an update have one theta: the network runs once on all data, and each batch picks its rows.
-    """
-
-    def __init__(self, rows: Rows, weight: float) -> None:
-        self.rows, self.weight = rows, weight
-        self._known: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._of_batches: Sequence[Tensor]
-
-    def __call__(self, theta: Tensor, batch: Batch | None) -> Tensor:
-        prior = L2 * theta.square().sum(1)
-        if batch is None:
-            return prior - self.weight * log_lik(theta, self.rows).mean(1)
-        if len(batch.rows) == 1:
-            (rows,) = batch.rows
-            return prior - self.weight * log_lik(theta, Rows(self.rows.x[rows], self.rows.y[rows])).mean(1)
-        theta_before, rows_before = self._known
-        if theta is not theta_before or batch.rows is not rows_before:
-            of_batches = log_lik(theta, self.rows)[:, batch.rows].mean(2)
-            self._known = theta, batch.rows
-            self._of_batches = (prior[:, None] - self.weight * of_batches).unbind(1)
-        return self._of_batches[batch.index]
+    def build(self, problem: Problem) -> Kernel[PenaltyState]:
+        disjoint = PenaltyConfig(**{**vars(self), "replacement": False})
+        return disjoint.build(problem._replace(batch_fraction=1.0))
 
 
 @dataclass(frozen=True)
@@ -157,45 +125,41 @@ class Contender:
 
     Attributes:
         method: the config of the method.
-        weight: the weight of the likelihood in rows; None is the size of a batch.
-        minibatch: True if an update uses K batches instead of all data.
+        full: True if the likelihood has the weight of all rows, False for the weight of one batch (the paper's target).
         trained: True if chains start at trained networks.
         updates: share of the run's updates. Expensive methods make fewer.
-        penalised: False makes the penalty 0.
     """
 
     method: MethodConfig
-    weight: float | None = None
-    minibatch: bool = False
+    full: bool = False
     trained: bool = True
     updates: float = 1.0
-    penalised: bool = True
 
 
-RANDOM_WALK = MetropolisConfig(target_acceptance=0.234)
-HAMILTONIAN = HMCConfig(num_leapfrog=20)
-PENALTY = PenaltyConfig(target_acceptance=0.234)
-BATCHED = PenaltyConfig(target_acceptance=0.234, replacement=False)
-"""The setting that declares the batches of an update to be all data: the penalty is 0 without noise to correct."""
+PRIOR_STD = (2 * L2) ** -0.5
+RANDOM_WALK = MetropolisConfig(target_acceptance=0.234, adapt_scale=False, prior_std=PRIOR_STD)
+"""Proposals with one standard deviation for all parameters, as those of ``penalty``."""
+HAMILTONIAN = HMCConfig(num_leapfrog=20, prior_std=PRIOR_STD)
+LANGEVIN = SGLDConfig(prior_std=PRIOR_STD)
+PENALTY = PenaltyConfig(target_acceptance=0.234, prior_std=PRIOR_STD)
+BATCHED = Unpenalised(target_acceptance=0.234, prior_std=PRIOR_STD)
 
-
-def contenders(num_data: int) -> dict[str, Contender]:
-    """Return name -> contender: the paper's five first, then further methods for comparison."""
-    return {
-        "vanilla": Contender(RANDOM_WALK, num_data),
-        "tempered": Contender(RANDOM_WALK),
-        "batched": Contender(BATCHED, minibatch=True, penalised=False),
-        "pseudo-SGLD": Contender(SGLDConfig(), minibatch=True, updates=2),
-        "penalty": Contender(PENALTY, minibatch=True),
-        "tempered, HMC": Contender(HAMILTONIAN, updates=0.5),
-        "tempered, untrained start": Contender(RANDOM_WALK, trained=False),
-        "tempered, HMC, untrained start": Contender(HAMILTONIAN, trained=False, updates=0.5),
-        "batched, untrained start": Contender(BATCHED, minibatch=True, trained=False, penalised=False),
-        "pseudo-SGLD, untrained start": Contender(SGLDConfig(), minibatch=True, trained=False, updates=2),
-        "penalty, untrained start": Contender(PENALTY, minibatch=True, trained=False),
-        "batched, T = 1": Contender(BATCHED, num_data, minibatch=True, penalised=False),
-        "penalty, T = 1": Contender(PENALTY, num_data, minibatch=True),
-    }
+CONTENDERS = {
+    "vanilla": Contender(RANDOM_WALK, full=True),
+    "tempered": Contender(RANDOM_WALK),
+    "batched": Contender(BATCHED),
+    "pseudo-SGLD": Contender(LANGEVIN, updates=2),
+    "penalty": Contender(PENALTY),
+    "tempered, HMC": Contender(HAMILTONIAN, updates=0.5),
+    "tempered, untrained start": Contender(RANDOM_WALK, trained=False),
+    "tempered, HMC, untrained start": Contender(HAMILTONIAN, trained=False, updates=0.5),
+    "batched, untrained start": Contender(BATCHED, trained=False),
+    "pseudo-SGLD, untrained start": Contender(LANGEVIN, trained=False, updates=2),
+    "penalty, untrained start": Contender(PENALTY, trained=False),
+    "batched, T = 1": Contender(BATCHED, full=True),
+    "penalty, T = 1": Contender(PENALTY, full=True),
+}
+"""The paper's five first, then further methods for comparison."""
 
 
 @dataclass(frozen=True)
@@ -225,28 +189,53 @@ class Settings:
     stretch: tuple[int, int] = (1000, 1300)
 
 
-def predictive(draws: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation [R, 4] of the mixture over draws [J, 419] (eq. 21)."""
-    mean, log_std = (torch.cat(parts) for parts in zip(*(network(part, x) for part in draws.split(10)), strict=True))
-    average = mean.mean(0)
-    return average, ((2 * log_std).exp() + mean.square()).mean(0).sub(average.square()).clamp_min(0).sqrt()
+def train(
+    method: MethodConfig, start: Tensor, rows: Rows, *, steps: int, rate: float, seed: int,
+    weight: float | None = None, size: int | None = None, count: int = 1,
+) -> BayesianTrainer:  # fmt: skip
+    """Return a trainer whose chains have made ``steps`` updates from ``start`` [M, 419].
+
+    Args:
+        rate: the learning rate. Of random walks and leapfrog steps, the first step size.
+        weight: N, the weight of the likelihood in rows; None for all rows. 2992 is the Bayes posterior. The rows of one
+            batch are the paper's target, in which the likelihood of a batch counts once.
+        size, count: rows of a batch, and batches of an update; None for all rows in one batch.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        args = BayesianTrainingArguments(
+            folder, max_steps=steps, learning_rate=rate, seed=seed, num_data=weight, minibatch="shared",
+            per_device_train_batch_size=size or len(rows.y), gradient_accumulation_steps=count, probe_steps=0,
+            members_per_pass=len(start), map_updates=0, use_cpu=True, report_to="none", disable_tqdm=True,
+            save_strategy="no", logging_strategy="no", dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = BayesianTrainer(
+            network(), dataclasses.replace(method, num_chains=len(start)), args, subspace="all",
+            train_dataset=rows.as_dicts(), likelihood=LIKELIHOOD,
+        )  # fmt: skip
+        place_chains(trainer.bayesian, start)
+        trainer.train()
+    return trainer
 
 
-def mixture_nll(draws: Tensor, rows: Rows) -> float:
-    """Return the NLL of the mixture (eq. 19)."""
-    columns = torch.cat([log_lik(part, rows) for part in draws.split(10)]).double()
-    return float(math.log(len(draws)) - columns.logsumexp(0).mean())
+def saved_and_loaded(trainer: BayesianTrainer) -> BayesianModelForSequenceClassification:
+    """Return the model that a user loads from the posterior's directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_model(folder)
+        return BayesianModelForSequenceClassification.from_pretrained(folder, base_model=network())
 
 
-def scores(draws: Tensor, train: Rows, test: Rows) -> dict[str, Any]:
-    """Return Table 1's columns of draws [M, S, 419], and R-hat of the training data's likelihood."""
-    mean, std = predictive(draws.flatten(0, 1), test.x)
-    covered = ((test.y - mean).abs() <= std).float().mean(1)
-    levels = torch.stack([-log_lik(chain, train).mean(1) for chain in draws])
+@torch.no_grad()
+def scores(model: BayesianModelForSequenceClassification, num_chains: int, train: Rows, test: Rows) -> dict[str, Any]:
+    """Return Table 1's columns for a posterior, and R-hat of the training data's likelihood."""
+    tested = model(input_values=test.x, labels=test.y)  # eqs 19 and 21: the mixture of all members
+    covered = ((test.y - tested.logits).abs() <= tested.predictive_std).float().mean(1)
+    outputs = model.member_logits({"input_values": train.x})
+    log_probs = LIKELIHOOD.log_prob(outputs.double(), train.y.double())
+    levels = -log_probs.mean(1).view(num_chains, -1)
     quarter = max(1, levels.shape[1] // 4)
     return {
-        "test": mixture_nll(draws.flatten(0, 1), test),
-        "train": mixture_nll(draws.flatten(0, 1), train),
+        "test": float(tested.loss),
+        "train": float(model(input_values=train.x, labels=train.y).loss),
         "ace": average_coverage_error(covered.numpy()),
         "coverage": float(covered.mean()),
         "first": float(levels[:, :quarter].mean()),
@@ -255,86 +244,79 @@ def scores(draws: Tensor, train: Rows, test: Rows) -> dict[str, Any]:
     }
 
 
-def train_networks(start: Tensor, rows: Rows, settings: Settings, seed: int) -> Tensor:
-    """Return [M, 419]: the maximum of the Bayes posterior that AdamW finds."""
-    method, steps = MAPConfig(num_chains=len(start)), settings.training
-    found = sample(
-        Energy(rows, len(rows.y)), start, method, num_steps=steps, burn_in=steps - 1, learning_rate=1e-2,
-        num_data=len(rows.y), seed=seed, progress=False,
-    )  # fmt: skip
-    return found.draws[:, -1]
+class LineResult(NamedTuple):
+    """The model that a line predicts with, and the line's numbers."""
+
+    model: BayesianModelForSequenceClassification
+    numbers: dict[str, Any]
 
 
 def run_line(
-    line: Contender, start: Tensor, train: Rows, settings: Settings, seed: int, *, size: int, count: int, rate: float
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return draws [M, S, 419], and the sampler's statistics after burn-in."""
+    line: Contender, start: Tensor, rows: tuple[Rows, Rows], settings: Settings, seed: int, *,
+    size: int, count: int, rate: float,
+) -> LineResult:  # fmt: skip
+    """Run a line of the table, and score its posterior; ``rows`` are for training and for the test."""
     steps = max(2 * settings.num_draws, round(line.updates * settings.updates))
-    count = 1 if isinstance(line.method, SGLDConfig) else count
-    arguments: dict[str, Any] = {}
-    if line.minibatch:
-        arguments = {"batches": batches(len(train.y), count, size, seed), "batches_per_step": count}
-    if not line.penalised:
-        arguments["batch_fraction"] = 1 / count
+    method = dataclasses.replace(line.method, draws_per_chain=settings.num_draws)
+    weight = None if line.full else size
+    if isinstance(method, SGLDConfig):  # the paper's step eta multiplies the gradient of U, and not of U / N
+        count, rate = 1, rate * (weight or len(rows[0].y))
+    batches: dict[str, Any] = {} if method.requirements.all_data_in_every_update else {"size": size, "count": count}
     begin = time.process_time()
-    found = sample(
-        Energy(train, size if line.weight is None else line.weight), start, line.method, num_steps=steps,
-        learning_rate=rate, burn_in=0.5, thin=steps // 2 // settings.num_draws, seed=seed, progress=False, **arguments,
-    )  # fmt: skip
-    told = {name: float(values[steps // 2 :].mean()) for name, values in found.info.items()}
+    trainer = train(method, start, rows[0], steps=steps, rate=rate, seed=seed, weight=weight, **batches)
+    seconds = time.process_time() - begin
+    told = {name: float(values.mean()) for name, values in trainer.monitor.mean_info().items()}
     names = ("acceptance", "step_size", "penalty", "beyond_series")
     kept = {name: told[name] for name in names if name in told}
-    kept["moved"] = float((found.draws[:, -1] - start).square().mean().sqrt())
-    return found.draws, {**kept, "updates": steps, "seconds": time.process_time() - begin}
+    kept["moved"] = float((trainer.run.theta - start).square().mean().sqrt())
+    model = saved_and_loaded(trainer)
+    return LineResult(model, {**scores(model, len(start), *rows), **kept, "updates": steps, "seconds": seconds})
 
 
-def run_stable(
-    line: Contender, start: Tensor, train: Rows, settings: Settings, seed: int
-) -> tuple[Tensor, dict[str, Any]]:
+def run_stable(line: Contender, start: Tensor, rows: tuple[Rows, Rows], settings: Settings, seed: int) -> LineResult:
     """Run a line at the paper's sizes. SGLD runs at the paper's eta, divided by 10 until it does not diverge."""
     for rate in (1e-5, 1e-6, 1e-7, 1e-8) if isinstance(line.method, SGLDConfig) else (1e-4,):
         try:
-            draws, told = run_line(
-                line, start, train, settings, seed, size=settings.size, count=settings.count, rate=rate
-            )
+            found = run_line(line, start, rows, settings, seed, size=settings.size, count=settings.count, rate=rate)
         except FloatingPointError:
             continue
-        return draws, {**told, "rate": rate}
+        return found._replace(numbers={**found.numbers, "rate": rate})
     raise RuntimeError("pseudo-SGLD diverges even at eta = 1e-8")
 
 
 def run_size(
-    start: Tensor, train: Rows, test: Rows, settings: Settings, seed: int, size: int, step: float
+    start: Tensor, rows: tuple[Rows, Rows], settings: Settings, seed: int, size: int, step: float
 ) -> dict[str, Any]:
     """Run a point of Figure 3: one step size for all, and as many batches as the data fill."""
-    line = Contender(PenaltyConfig(step_size=step, target_acceptance=None), minibatch=True, updates=0.5)
-    count = len(train.y) // size
-    draws, told = run_line(line, start, train, settings, seed, size=size, count=count, rate=step)
-    return {"size": size, "count": count, **scores(draws, train, test), **told}
+    method = PenaltyConfig(step_size=step, target_acceptance=None, prior_std=PRIOR_STD)
+    count = len(rows[0].y) // size
+    line = Contender(method, updates=0.5)
+    found = run_line(line, start, rows, settings, seed, size=size, count=count, rate=step)
+    return {"size": size, "count": count, **found.numbers}
 
 
 def run(settings: Settings) -> dict[str, Any]:
     """Run every line and every size of batch, seed by seed."""
-    train, test = pendulum(settings.num_rows, settings.num_train)
-    lines = contenders(settings.num_train)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*lines, "trained networks"]}
+    rows = pendulum(settings.num_rows, settings.num_train)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*CONTENDERS, "trained networks"]}
     sizes: list[dict[str, Any]] = []
     stretch = slice(*settings.stretch)
-    curves: dict[str, Any] = {"truth": _rounded(test.y[stretch, 2])}
+    curves: dict[str, Any] = {"truth": _rounded(rows[1].y[stretch, 2])}
     for seed in range(settings.num_seeds):
         start = starts(settings.num_chains, seed)
-        trained = train_networks(start, train, settings, seed)
-        found["trained networks"].append(scores(trained[:, None], train, test))
-        for name, line in lines.items():
-            draws, told = run_stable(line, trained if line.trained else start, train, settings, seed)
-            found[name].append({**scores(draws, train, test), **told})
-            print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
+        optimum = train(MAPConfig(prior_std=PRIOR_STD), start, rows[0], steps=settings.training, rate=1e-2, seed=seed)
+        found["trained networks"].append(scores(saved_and_loaded(optimum), len(start), *rows))
+        trained = optimum.run.theta.clone()
+        for name, line in CONTENDERS.items():
+            model, numbers = run_stable(line, trained if line.trained else start, rows, settings, seed)
+            found[name].append(numbers)
+            print(f"seed {seed}, {name}: {numbers}", flush=True)
             if seed == 0 and name in PLOTTED:
-                mean, std = predictive(draws.flatten(0, 1), test.x[stretch])
-                curves[name] = {"mean": _rounded(mean[:, 2]), "std": _rounded(std[:, 2])}
+                shown = model(input_values=rows[1].x[stretch])
+                curves[name] = {"mean": _rounded(shown.logits[:, 2]), "std": _rounded(shown.predictive_std[:, 2])}
         step = found["penalty"][0]["step_size"]
         for size in settings.sizes:
-            sizes.append({"seed": seed, **run_size(trained, train, test, settings, seed, size, step)})
+            sizes.append({"seed": seed, **run_size(trained, rows, settings, seed, size, step)})
     return {"settings": asdict(settings), "lines": found, "sizes": sizes, "curves": curves}
 
 

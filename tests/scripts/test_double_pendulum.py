@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import itertools
-import math
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,22 +10,21 @@ from torch import Tensor, nn
 from scripts.reproduce import double_pendulum
 from scripts.reproduce.double_pendulum import (
     BATCHED,
+    CONTENDERS,
+    L2,
+    LABELS,
     PENALTY,
-    SIZES,
-    Batch,
+    RANDOM_WALK,
     Contender,
-    Energy,
     Rows,
     Settings,
-    batches,
-    log_lik,
-    mixture_nll,
-    network,
     pendulum,
     positions,
-    predictive,
     run_line,
+    saved_and_loaded,
+    scores,
     starts,
+    train,
 )
 
 
@@ -62,69 +60,87 @@ def rows() -> Rows:
     return Rows(torch.randn(30, 20, generator=rng), torch.randn(30, 4, generator=rng))
 
 
-def test_network_has_419_parameters_and_is_torchs(rows: Rows) -> None:
-    theta = starts(3, seed=0) + 0.1
-    assert theta.shape == (3, 419)
-    layers = nn.Sequential(nn.Linear(20, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 9))
-    pieces = theta[1].split([math.prod(shape) for shape in SIZES.values()])
-    for parameter, piece, shape in zip(layers.parameters(), pieces, SIZES.values(), strict=True):
-        parameter.data = piece.view(shape).T if len(shape) == 2 else piece
-    mean, log_std, _ = layers(rows.x).split([4, 4, 1], 1)
-    torch.testing.assert_close(network(theta, rows.x)[0][1], mean)
-    expected = torch.distributions.Normal(mean, log_std.exp()).log_prob(rows.y).sum(1)
-    torch.testing.assert_close(log_lik(theta, rows)[1], expected)
+def by_torch(theta: Tensor, rows: Rows) -> torch.distributions.Independent:
+    """Return the normal density [M, R] of the labels under networks theta [M, 419], one network at a time."""
+    means, stds = [], []
+    for member in theta:
+        layers = nn.Sequential(nn.Linear(20, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 9))
+        nn.utils.vector_to_parameters(member, layers.parameters())
+        _, mean, log_std = layers(rows.x).split([1, 4, 4], 1)
+        means.append(mean)
+        stds.append(log_std.exp())
+    return torch.distributions.Independent(torch.distributions.Normal(torch.stack(means), torch.stack(stds)), 1)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_batch_energies_equal_their_rows_and_average_to_all(rows: Rows, count: int) -> None:
-    energy, theta = Energy(rows, weight=7.0), starts(2, seed=0)
-    for batch in itertools.islice(batches(30, count, 5, seed=1), 2 * count):
-        alone = Energy(Rows(rows.x[batch.rows[batch.index]], rows.y[batch.rows[batch.index]]), weight=7.0)
-        torch.testing.assert_close(energy(theta, batch), alone(theta, None))
-    partition = torch.arange(30).view(3, 10)
-    mean = torch.stack([energy(theta, Batch(partition, index)) for index in range(3)]).mean(0)
-    torch.testing.assert_close(mean, energy(theta, None))
+def test_starts_have_419_parameters_and_unit_fan_in() -> None:
+    theta = starts(500, seed=0)
+    assert theta.shape == (500, 419)
+    weights, biases = theta[:, :200], theta[:, 200:210]
+    assert float(weights.std()) == pytest.approx(20**-0.5, rel=0.02)  # 9 standard errors of 100,000 numbers
+    assert not biases.any()
 
 
-def test_another_theta_is_not_answered_from_memory(rows: Rows) -> None:
-    energy, batch = Energy(rows, weight=7.0), Batch(torch.tensor([[1, 2], [3, 4]]), 0)
-    assert not torch.equal(energy(starts(2, seed=0), batch), energy(starts(2, seed=1), batch))
+@pytest.mark.parametrize("weight", [None, 7.0])
+def test_the_chains_sample_the_papers_energy(rows: Rows, weight: float | None) -> None:
+    start = starts(3, seed=0)
+    state = train(RANDOM_WALK, start, rows, steps=1, rate=0.01, seed=0, weight=weight).run.state
+
+    def energy(theta: Tensor, rows_in_all: float) -> Tensor:
+        """Return the energies [M] up to the prior's normaliser, which differences between chains do not have."""
+        found = L2 * theta.square().sum(1) - rows_in_all * by_torch(theta, rows).log_prob(rows.y).mean(1)
+        return (found - found[0]).double()
+
+    expected = energy(state.theta, weight or 30)
+    torch.testing.assert_close((state.energy - state.energy[0]).double(), expected, rtol=1e-5, atol=1e-4)  # float32
+    assert (energy(state.theta, 29 if weight is None else 30) - expected).abs().max() > 0.01  # the twin
+
+
+def test_an_update_has_the_papers_batches(rows: Rows) -> None:
+    trainer = train(PENALTY, starts(2, seed=0), rows, steps=1, rate=0.01, seed=0, weight=5, size=5, count=4)
+    sizes = {tuple(batch["labels"].shape) for batch in trainer.get_train_dataloader()}
+    assert sizes == {(5, 4)}  # the same rows for all chains
+    assert trainer.get_total_train_batch_size(trainer.args) == 20
+    assert trainer.num_data == 5
 
 
 def test_only_the_batched_line_goes_without_the_penalty(rows: Rows) -> None:
     settings = Settings(updates=8, num_draws=2)
     told = {
-        penalised: run_line(
-            Contender(PENALTY if penalised else BATCHED, minibatch=True, penalised=penalised),
-            starts(2, seed=0), rows, settings, 0, size=5, count=4, rate=0.01,
-        )[1]
-        for penalised in (True, False)
-    }  # fmt: skip
-    assert told[True]["penalty"] > 0
-    assert told[False]["penalty"] == 0
+        method: run_line(
+            Contender(method), starts(2, seed=0), (rows, rows), settings, 0, size=5, count=4, rate=0.01
+        ).numbers
+        for method in (PENALTY, BATCHED)
+    }
+    assert told[PENALTY]["penalty"] > 0
+    assert told[BATCHED]["penalty"] == 0
 
 
-def test_scores_match_the_mixture_of_torch_distributions(rows: Rows) -> None:
-    draws = starts(12, seed=0)
-    mean, log_std = network(draws, rows.x)
-    mixture = torch.distributions.MixtureSameFamily(
-        torch.distributions.Categorical(torch.ones(30, 12)),
-        torch.distributions.Independent(torch.distributions.Normal(_rows_first(mean), _rows_first(log_std.exp())), 1),
+def test_scores_of_a_loaded_posterior_are_the_mixtures(rows: Rows) -> None:
+    method = dataclasses.replace(RANDOM_WALK, draws_per_chain=4)
+    trainer = train(method, starts(3, seed=0), rows, steps=16, rate=0.05, seed=0)
+    model = saved_and_loaded(trainer)
+    components = by_torch(torch.as_tensor(trainer.posterior.approximation.theta), rows)
+    last = torch.distributions.Independent(
+        torch.distributions.Normal(
+            components.base_dist.loc.transpose(0, 1), components.base_dist.scale.transpose(0, 1)
+        ),
+        1,
     )
-    assert mixture_nll(draws, rows) == pytest.approx(float(-mixture.log_prob(rows.y).mean()), rel=1e-5)
-    found = predictive(draws, rows.x)
-    torch.testing.assert_close(found[0], mixture.mean)
-    torch.testing.assert_close(found[1], mixture.variance.sqrt())
+    mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(torch.ones(30, 12)), last)
+    found = scores(model, 3, rows, rows)
+    assert found["test"] == pytest.approx(float(-mixture.log_prob(rows.y).mean()), rel=1e-5)
+    covered = ((rows.y - mixture.mean).abs() <= mixture.variance.sqrt()).float().mean()
+    assert found["coverage"] == pytest.approx(float(covered))
+    levels = -components.log_prob(rows.y).mean(1).view(3, 4)
+    assert found["first"] == pytest.approx(float(levels[:, 0].mean()), rel=1e-5)  # chain by chain
+    assert found["last"] == pytest.approx(float(levels[:, -1].mean()), rel=1e-5)
 
 
-def _rows_first(values: Tensor) -> Tensor:
-    return values.transpose(0, 1)
-
-
-def test_a_small_run_fills_the_tables_and_figures(tmp_path) -> None:
+def test_a_small_run_fills_the_tables_and_figures(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(double_pendulum, "CONTENDERS", {name: CONTENDERS[name] for name in LABELS})
     settings = Settings(
         num_rows=200, num_train=80, updates=20, training=20, num_chains=2, num_draws=4, size=10, count=10,
-        sizes=(20, 40), num_seeds=2, stretch=(0, 20),
+        sizes=(20, 40), num_seeds=1, stretch=(0, 20),
     )  # fmt: skip
     record = double_pendulum.run(settings)
     shown = double_pendulum.blocks(record)

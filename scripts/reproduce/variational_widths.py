@@ -1,0 +1,134 @@
+"""Accuracy of standard deviations by variational inference with minibatches: the table of docs/variational.md.
+
+    python -m scripts.reproduce.variational_widths
+
+The target is a logistic regression whose best diagonal Gaussian is known to 1e-9. Each line of the table is one method
+and number of updates, in 32 chains with noise and batches of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.harness import machine
+from benchmarks.table import replaced
+from hf_bayes import IVONConfig, MeanFieldConfig
+from hf_bayes.distributions.covariance import dense
+from hf_bayes.methods.variational.gaussian_vi import GaussianVIConfig
+from scripts.reproduce.report import as_text, circumstances, table
+from tests.methods.variational.logistic import NUM_ROWS, Optimum, Regression, fit
+
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD, PAGE = DOCS / "variational.json", DOCS / "variational.md"
+NUM_CHAINS, BATCH, UPDATES, MEAN_FIELD_RATE = 32, 32, 5000, 0.01
+PRIORS = (1.0, 10.0)
+
+
+class Line(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        name: the first column.
+        method: the config of the method.
+        batch: rows of an update; None for all.
+        share: updates, as a share of ``UPDATES``.
+    """
+
+    name: str
+    method: GaussianVIConfig
+    batch: int | None = BATCH
+    share: float = 1.0
+
+    def num_updates(self, updates: int) -> int:
+        """Return the updates of this line, given the updates of a full line."""
+        return round(self.share * updates)
+
+
+LINES = (
+    Line("`mean_field`", MeanFieldConfig(), None),
+    Line("`mean_field`", MeanFieldConfig()),
+    Line("`mean_field`, `std_learning_rate=0.002`", MeanFieldConfig(std_learning_rate=0.002)),
+    Line("`mean_field`, `num_draws=2`, 2,500 updates", MeanFieldConfig(num_draws=2), share=0.5),
+    Line("`mean_field`, `num_draws=2`", MeanFieldConfig(num_draws=2)),
+    Line("`mean_field`, `num_draws=4`, 2,500 updates", MeanFieldConfig(num_draws=4), share=0.5),
+    Line("`mean_field`, `num_draws=4`", MeanFieldConfig(num_draws=4)),
+    Line("`ivon`", IVONConfig(), None),
+    Line("`ivon`", IVONConfig()),
+    Line("`ivon`, `num_draws=2`", IVONConfig(num_draws=2)),
+    Line("`ivon`, `num_draws=4`", IVONConfig(num_draws=4)),
+)
+
+
+def accuracy(line: Line, target: Regression, best: Optimum, *, updates: int, num_chains: int) -> dict[str, float]:
+    """Return the scatter and the bias of standard deviations, relative, and the mean excess of F in nats."""
+    steps = line.num_updates(updates)
+    rate = steps**-0.5 if isinstance(line.method, IVONConfig) else MEAN_FIELD_RATE
+    found = fit(target, line.method, num_steps=steps, learning_rate=rate, batch=line.batch, num_chains=num_chains)
+    relative = found.stds / best.std - 1
+    excess = [
+        float(target.free_energy(mean, dense(covariance, mean))) - best.free_energy
+        for mean, covariance in zip(found.means, found.covariances, strict=True)
+    ]
+    return {
+        "scatter": float(relative.var(0).mean().sqrt()),
+        "bias": float(relative.mean(0).abs().max()),
+        "free_energy": sum(excess) / len(excess),
+    }
+
+
+def run(*, updates: int = UPDATES, num_chains: int = NUM_CHAINS) -> dict[str, Any]:
+    """Return the accuracy of every line, for both priors."""
+    start, lines = time.perf_counter(), []
+    targets = {prior: Regression.with_prior(prior) for prior in PRIORS}
+    optima = {prior: target.optimum() for prior, target in targets.items()}
+    for line in LINES:
+        found = {
+            f"{prior:g}": accuracy(line, target, optima[prior], updates=updates, num_chains=num_chains)
+            for prior, target in targets.items()
+        }
+        lines.append(
+            {
+                "name": line.name,
+                "rows": line.batch,
+                "gradients": line.num_updates(updates) * line.method.num_draws,
+                "priors": found,
+            }
+        )
+        print(lines[-1], flush=True)
+    return {"seconds": round(time.perf_counter() - start), "updates": updates, "chains": num_chains, "lines": lines}
+
+
+def blocks(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the table, and the circumstances of the run."""
+    heads = [f"{what}, prior {prior:g}" for what in ("scatter", "bias", "F") for prior in PRIORS]
+    found = []
+    for line in record["lines"]:
+        cells = [line["priors"][f"{prior:g}"] for prior in PRIORS]
+        shares = [f"{100 * cell[what]:.1f} %" for what in ("scatter", "bias") for cell in cells]
+        rows = f"{NUM_ROWS} (all)" if line["rows"] is None else line["rows"]
+        nats = [f"{cell['free_energy']:.4f}" for cell in cells]
+        found.append([line["name"], rows, f"{line['gradients']:,}", *shares, *nats])
+    return {
+        "widths": table(["method", "rows of an update", "gradients", *heads], found),
+        "circumstances": circumstances(record),
+    }
+
+
+def main() -> None:
+    """Run, keep the record, and make the table of the page."""
+    torch.set_num_threads(1)
+    record = {**run(), "machine": machine("cpu")}
+    RECORD.write_text(as_text(record))
+    text = PAGE.read_text()
+    for name, found in blocks(record).items():
+        text = replaced(text, name, found)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

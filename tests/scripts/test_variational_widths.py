@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.table import replaced
+from hf_bayes import MeanFieldConfig
+from scripts.reproduce import variational_widths
+from scripts.reproduce.variational_widths import BATCH, LINES, PAGE, RECORD, Line, accuracy, blocks, run
+from tests.methods.variational.logistic import Regression
+
+
+def test_the_table_of_the_page_is_that_of_its_record() -> None:
+    page, record = PAGE.read_text(), json.loads(RECORD.read_text())
+    for name, text in blocks(record).items():
+        assert replaced(page, name, text) == page
+    assert [(line["name"], line["rows"]) for line in record["lines"]] == [(line.name, line.batch) for line in LINES]
+
+
+def test_a_short_run_fills_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variational_widths, "LINES", LINES[-2:])
+    shown = blocks({**run(updates=4, num_chains=2), "machine": json.loads(RECORD.read_text())["machine"]})
+    assert "| `ivon`, `num_draws=4` | 32 | 16 |" in shown["widths"]
+    assert "nan" not in shown["widths"]
+
+
+def test_scatter_is_the_noise_of_the_batches() -> None:
+    target = Regression.with_prior(1.0)
+    best = target.optimum()
+    lines = [
+        Line("", MeanFieldConfig(std_learning_rate=0.05, num_draws=k), batch) for k, batch in ((1, BATCH), (2, BATCH))
+    ]
+    single, pairs = (accuracy(line, target, best, updates=800, num_chains=16)["scatter"] for line in lines)
+    assert single > 1.5 * pairs  # the table has a ratio of 2.6; 96 numbers of either have 7 %
