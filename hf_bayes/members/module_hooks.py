@@ -193,8 +193,8 @@ class LayerHooks:
         """Start a batch.
 
         Args:
-            inputs: of B rows of K texts each, in which ``attention_mask`` is 0 at padding. If K > 1, the model will read
-                B K texts, the texts of a row one after the other.
+            inputs: B rows of K texts each; ``attention_mask`` is 0 at padding. If K > 1, the model will read B K texts,
+                the texts of a row one after the other.
             terms: [B, T], True at likelihood terms.
         """
         self._num_rows, self._num_texts, positions = shape_of_texts(inputs)

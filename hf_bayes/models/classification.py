@@ -190,6 +190,13 @@ class BayesianClassifier(BayesianModel):
         """Return [M, B, ..., C] logits of the current members."""
         return MemberPredictor().member_logits(self, inputs)
 
+    @predicts
+    def drawn_outputs(self, inputs: dict[str, Any]) -> Tensor:
+        """Return [M, B, ..., C], the outputs of the current members; linear in theta if the model is linearised."""
+        if isinstance(self.predictor, LinearisedPredictor):
+            return self.predictor.member_logits(self, inputs)
+        return self.member_logits(inputs)
+
     def _predictor_by(self, link: str | None) -> InputPredictor:
         return MemberPredictor() if link is None else LinearisedPredictor(self, link)
 

@@ -175,7 +175,7 @@ def of_gaussian(
 
 
 def _differences(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two classes with logits (z, 0): their mean [..., 2] and the diagonal of their covariance, for z = r_0 - r_1.
+    """Return the mean [..., 2] and the variances [..., 2] of two logits (z, 0), with the difference z = r_0 - r_1.
 
     Args:
         mean: [..., 2], of r.

@@ -121,7 +121,7 @@ class AnswerPass(CausalPass):
 
 
 def _with_filling(tokens: Tokens) -> Tokens:
-    """Return the tokens with one more at the end, which belongs to no answer: it fills up the shorter answer of a pair."""
+    """Return the tokens with one more at the end, which belongs to no answer: it fills up the shorter one of two."""
     index, terms = tokens.index, tokens.terms
     last = terms.labels[-1:]
     ordinals = torch.cat([terms.ordinals, terms.ordinals.new_full((len(last),), -1)])

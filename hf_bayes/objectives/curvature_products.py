@@ -174,7 +174,7 @@ class CausalPass(Pass):
         self, hidden: Tensor, output: Any, tokens: Tokens, vjps: list[tuple[Estimator, int, list[Accumulator]]]
     ) -> None:
         """Pass the VJPs of the tokens of a batch to their accumulators, given the states of the backbone."""
-        head, (index, terms, length) = self.model.head, tokens
+        head, index, terms = self.model.head, tokens.index, tokens.terms
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         random_head = not _within(head.backbone, self.hooks)
         places = torch.arange(len(index), device=index.device)
