@@ -19,6 +19,7 @@ from hf_bayes import (
     EnsembleConfig,
     SGHMCConfig,
 )
+from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.training import dpo_compat
 from hf_bayes.training.setup import place_chains
 from tests.tiny_models import tiny_llama
@@ -105,6 +106,29 @@ def of_ours(folder: Path, model: Any, kwargs: Any = None, **changes: Any) -> tup
     place_chains(ours.bayesian, ours.setup.origin)
     ours.train()
     return [entry["loss"] for entry in ours.state.log_history if "loss" in entry], ours
+
+
+WRONG_REWARDS = {
+    "sign": lambda sums, reference, beta: beta * (sums.unflatten(1, (-1, 2)) + reference),
+    "beta": lambda sums, reference, beta: beta**2 * (sums.unflatten(1, (-1, 2)) - reference),
+    "order": lambda sums, reference, beta: beta * (sums.unflatten(1, (-1, 2)) - reference.flip(-1)),
+}
+"""Broken twins: the reference is added, beta counts twice, and the reference is that of the other answer."""
+
+
+@pytest.mark.parametrize("wrong", WRONG_REWARDS)
+def test_wrong_rewards_do_not_take_the_steps_of_trl(tmp_path: Path, wrong: str, monkeypatch: Any) -> None:
+    base, rate = saved(tmp_path), {"learning_rate": 0.05}
+    expected, _ = of_trl(tmp_path / "trl", LlamaForCausalLM.from_pretrained(base), **rate)
+    rewards = WRONG_REWARDS[wrong]
+    monkeypatch.setattr(
+        BayesianModelForPreferences,
+        "rewards",
+        lambda self, sums, reference: rewards(sums, reference, self.preferences.beta),
+    )
+    found, _ = of_ours(tmp_path / "ours", LlamaForCausalLM.from_pretrained(base), {"subspace": "all"}, **rate)
+    # a thousand times the tolerance of the test below
+    assert max(abs(mine - theirs) for mine, theirs in zip(found, expected, strict=True)) > 1e-3
 
 
 def test_a_member_at_temperature_zero_takes_the_steps_of_trl(tmp_path: Path) -> None:
