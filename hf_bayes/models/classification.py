@@ -204,6 +204,11 @@ class BayesianClassifier(BayesianModel):
         return DistilledPredictor(self)
 
     def _single_pass_predictor(self, **options: Any) -> InputPredictor:
+        if self.texts_per_row > 1:
+            raise ValueError(
+                f"a single pass does not predict by the likelihood {name_of(self.likelihood)}, whose rows have "
+                f"{self.texts_per_row} texts: use linearise(), with one backward pass for each reward, or members"
+            )
         return input_predictor(self, **options)  # type: ignore[no-any-return]
 
     @staticmethod

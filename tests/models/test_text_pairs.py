@@ -139,6 +139,8 @@ def test_drawn_rewards_of_a_linearised_model_are_linear(tmp_path: Path) -> None:
     found = loaded.drawn_outputs(inputs)[..., 0]
     assert torch.allclose(found, expected, atol=1e-9)  # float64 sums in another order
     assert (loaded.member_logits(inputs)[..., 0] - expected).abs().max() > 1e-3  # and the model is not linear
+    with pytest.raises(ValueError, match="a single pass does not predict by the likelihood bradley_terry"):
+        loaded.single_pass()
     output = loaded(**inputs)
     variance = (jacobian @ dense(posterior.approximation.covariances[0], mean) * jacobian).sum(1)  # type: ignore[union-attr]
     assert torch.allclose(output.epistemic_std[:, 0].square(), variance, rtol=1e-9)

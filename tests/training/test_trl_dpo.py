@@ -17,6 +17,7 @@ from hf_bayes import (
     BayesianTrainerMixin,
     BayesianTrainingArguments,
     EnsembleConfig,
+    LaplaceConfig,
     SGHMCConfig,
 )
 from hf_bayes.models.preferences import BayesianModelForPreferences
@@ -218,6 +219,20 @@ def test_every_format_of_pairs_ends_in_a_posterior(tmp_path: Path, rows: Any) ->
     told = loaded.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert (told.epistemic >= 0).all()
     assert torch.equal(loaded(ids).logits, run.bayesian(ids).logits)
+
+
+@pytest.mark.parametrize("method", [SGHMCConfig(), LaplaceConfig(structure="kronecker")])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_run_with_nothing_set_ends_in_a_posterior(tmp_path: Path, method: Any, precomputed: bool) -> None:
+    kwargs = {"peft_config": LoraConfig(**LORA), "eval_dataset": Dataset.from_list(PLAIN)}
+    model = LlamaForCausalLM.from_pretrained(saved(tmp_path))
+    run = bayesian(tmp_path / "run", model, method, PLAIN, kwargs, learning_rate=None, max_steps=60,
+                   precompute_ref_log_probs=precomputed)  # fmt: skip
+    run.train()
+    assert run.evaluate()["eval_epistemic"] > 0
+    run.save_model(str(tmp_path / "posterior"))
+    loaded = BayesianModelForCausalLM.from_pretrained(tmp_path / "posterior")
+    assert bool((loaded(torch.arange(3, 12)[None]).epistemic > 0).all())
 
 
 def test_a_base_given_by_name_is_loaded_once(tmp_path: Path) -> None:
