@@ -72,7 +72,8 @@ class AnswerPass(CausalPass):
             reference = _reference(model, batch, texts, tokens)
         hidden, output = model.head.hidden(texts)
         index = _TOKENS.is_term(tokens).flatten().nonzero()[:, 0]
-        answers = Terms(torch.empty(0), tokens.flatten()[index], index // tokens.shape[1], torch.zeros(0, len(index)))
+        none = torch.empty(0, len(index), device=index.device)  # answers draw nothing, pairs do
+        answers = Terms(none, tokens.flatten()[index], index // tokens.shape[1], none)
         rewards = model.rewards(self._log_probs(hidden, output, index, answers, len(tokens))[None], reference)[0]
         pairs = Terms(
             rewards[is_term],
@@ -125,7 +126,8 @@ def _with_filling(tokens: Tokens) -> Tokens:
     index, terms = tokens.index, tokens.terms
     last = terms.labels[-1:]
     ordinals = torch.cat([terms.ordinals, terms.ordinals.new_full((len(last),), -1)])
-    terms = Terms(terms.logits, torch.cat([terms.labels, last]), ordinals, torch.zeros(0, len(ordinals)))
+    uniforms = terms.uniforms.new_zeros(0, len(ordinals))
+    terms = Terms(terms.logits, torch.cat([terms.labels, last]), ordinals, uniforms)
     return tokens._replace(index=torch.cat([index, index[-1:]]), terms=terms)
 
 

@@ -110,7 +110,7 @@ def pair_problem(family: str, part: str, kind: str) -> PairProblem:
         (torch.randint(3, 9, (1, first), generator=random), torch.randint(3, 9, (1, second), generator=random))
         for first, second in LENGTHS
     ]
-    subspaces = {"lora": "trainable", "head": "last_layer", "block": "last_block", "embeddings": "embed"}
+    subspaces = {"lora": "trainable", "head": "last_layer", "block": "last_block", "embeddings": "wte|wpe|ln_f"}
     return PairProblem(model, subspaces[part], kind, texts, torch.tensor([0, 1, 0, 0]), head)
 
 
