@@ -283,7 +283,8 @@ class KroneckerSum(Accumulator):
 
 def by_text(values: Tensor, num_texts: int) -> Tensor:
     """Return [R K, P / K, ...], the texts of all rows, given rows [R, P, ...] with K texts side by side."""
-    return values.unflatten(1, (num_texts, -1)).flatten(0, 1)
+    texts: Tensor = values.unflatten(1, (num_texts, -1))
+    return texts.flatten(0, 1)
 
 
 class _WithoutMatrix:
