@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from hf_bayes.members.single_member import weights_of
-from hf_bayes.methods.laplace.estimators import Terms
+from hf_bayes.methods.laplace.accumulators import Accumulator
+from hf_bayes.methods.laplace.estimators import Estimator, Terms
 from hf_bayes.models.preferences import BayesianModelForPreferences
 from hf_bayes.objectives.curvature_products import CausalPass, Tokens
 from hf_bayes.uncertainty.likelihoods import Categorical, Likelihood
@@ -82,7 +83,7 @@ class AnswerPass(CausalPass):
             self._uniforms(is_term, model.num_outputs),
         )
         self.log_lik += float(self.likelihood.log_prob(pairs.logits[None], pairs.labels[None]).sum())
-        vjps = []
+        vjps: list[tuple[Estimator, int, list[Accumulator]]] = []
         for estimator, vjp, accumulators in self._vjps(model.num_outputs, 1):
             cotangent = torch.zeros_like(rewards)
             cotangent[is_term] = estimator.cotangent(vjp, pairs, self.likelihood).to(cotangent)
@@ -123,12 +124,12 @@ class AnswerPass(CausalPass):
 
 def _with_filling(tokens: Tokens) -> Tokens:
     """Return the tokens with one more at the end, which belongs to no answer: it fills up the shorter one of two."""
-    index, terms = tokens.index, tokens.terms
+    index, terms = tokens.positions, tokens.terms
     last = terms.labels[-1:]
     ordinals = torch.cat([terms.ordinals, terms.ordinals.new_full((len(last),), -1)])
     uniforms = terms.uniforms.new_zeros(0, len(ordinals))
     terms = Terms(terms.logits, torch.cat([terms.labels, last]), ordinals, uniforms)
-    return tokens._replace(index=torch.cat([index, index[-1:]]), terms=terms)
+    return tokens._replace(positions=torch.cat([index, index[-1:]]), terms=terms)
 
 
 def _reference(

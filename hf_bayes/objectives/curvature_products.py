@@ -129,12 +129,12 @@ class Tokens(NamedTuple):
     """The tokens of a batch for which the head of a language model runs.
 
     Attributes:
-        index: [n] their flat positions.
+        positions: [n] their flat positions b * T + t.
         terms: their labels, ordinals and uniforms; the logits come from the head.
         row_length: the number of flat positions in a row.
     """
 
-    index: Tensor
+    positions: Tensor
     terms: Terms
     row_length: int
 
@@ -174,7 +174,7 @@ class CausalPass(Pass):
         self, hidden: Tensor, output: Any, tokens: Tokens, vjps: list[tuple[Estimator, int, list[Accumulator]]]
     ) -> None:
         """Pass the VJPs of the tokens of a batch to their accumulators, given the states of the backbone."""
-        head, index, terms = self.model.head, tokens.index, tokens.terms
+        head, index, terms = self.model.head, tokens.positions, tokens.terms
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         random_head = not _within(head.backbone, self.hooks)
         places = torch.arange(len(index), device=index.device)
@@ -227,8 +227,11 @@ class CausalPass(Pass):
         self.log_lik += float(log_probs.double().sum())
 
     def _row_chunks(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yield the places of each row in ``tokens.index``: a random head takes one row at a time."""
-        places, owner = torch.arange(len(tokens.index), device=tokens.index.device), tokens.index // tokens.row_length
+        """Yield the places of each row in ``tokens.positions``: a random head takes one row at a time."""
+        places, owner = (
+            torch.arange(len(tokens.positions), device=tokens.positions.device),
+            tokens.positions // tokens.row_length,
+        )
         for row in range(int(owner.max()) + 1 if len(owner) else 0):
             yield places[owner == row]
 
